@@ -43,10 +43,30 @@ def main() -> None:
         args.weights, args.text = args.weights or made / "models/llama/meta", args.text or made / "text/train.txt"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run(BIN / "zerofit", "convert", "meta-to-hf", "--input", args.weights, "--output",
-            folder / "hf", "--check_text", args.text)  # fmt: skip
-        run(BIN / "zerofit", "prepare", "--input", args.text, "--output_prefix",
-            folder / "stories", "--tokenizer", folder / "hf", "--append_eod", "--workers", "2")  # fmt: skip
+        run(
+            BIN / "zerofit",
+            "convert",
+            "meta-to-hf",
+            "--input",
+            args.weights,
+            "--output",
+            folder / "hf",
+            "--check_text",
+            args.text,
+        )
+        run(
+            BIN / "zerofit",
+            "prepare",
+            "--input",
+            args.text,
+            "--output_prefix",
+            folder / "stories",
+            "--tokenizer",
+            folder / "hf",
+            "--append_eod",
+            "--workers",
+            "2",
+        )
         curves = {label: train(folder, strategy, continued, args) for label, (strategy, continued) in RUNS.items()}
     args.output.mkdir(exist_ok=True)
     draw(curves, f"{args.weights.parent.name} on {args.text.name}", args.output / "continual.svg")
@@ -74,17 +94,35 @@ def train(folder: Path, strategy: str, continued: bool, args) -> list[dict]:
     start = ["--model_name_or_path", folder / "hf"]
     if not continued:
         start = ["--model_name_or_path", "null", "--config_name", folder / "hf", "--tokenizer_name", folder / "hf"]
-    run(BIN / "accelerate", "launch", "--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes",
-        args.processes, "--main_process_port", "0", "train/clm.py", "--config", "recipes/clm/stories-continual.yaml",
-        *start, "--data_path", folder / "stories_text_document", "--max_train_steps", args.updates, "--output_dir",
-        output)  # fmt: skip
+    run(
+        BIN / "accelerate",
+        "launch",
+        "--config_file",
+        f"accelerate_configs/{strategy}.yaml",
+        "--num_processes",
+        args.processes,
+        "--main_process_port",
+        "0",
+        "train/clm.py",
+        "--config",
+        "recipes/clm/stories-continual.yaml",
+        *start,
+        "--data_path",
+        folder / "stories_text_document",
+        "--max_train_steps",
+        args.updates,
+        "--output_dir",
+        output,
+    )
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def table(curves: dict[str, list[dict]]) -> list[str]:
     evaluated = [line["update"] for line in next(iter(curves.values())) if "eval_loss" in line]
-    lines = ["| held-out loss after update | " + " | ".join(map(str, evaluated)) + " |",
-             "|---|" + "---|" * len(evaluated)]  # fmt: skip
+    lines = [
+        "| held-out loss after update | " + " | ".join(map(str, evaluated)) + " |",
+        "|---|" + "---|" * len(evaluated),
+    ]
     for label, lines_of in curves.items():
         held = [f"{line['eval_loss']:.4f}" for line in lines_of if "eval_loss" in line]
         lines.append(f"| {label} | " + " | ".join(held) + " |")
@@ -108,10 +146,21 @@ def draw(curves: dict[str, list[dict]], title: str, file: Path) -> None:
         for label, colour in zip(labels, COLOURS):
             trained = [line for line in shown[label] if "loss" in line]
             held = [line for line in shown[label] if "eval_loss" in line]
-            axes.plot([line["update"] for line in trained], [line["loss"] for line in trained], color=colour,
-                      alpha=0.4, linewidth=1)  # fmt: skip
-            axes.plot([line["update"] for line in held], [line["eval_loss"] for line in held], "o-", color=colour,
-                      markersize=4, label=f"{label}, held out")  # fmt: skip
+            axes.plot(
+                [line["update"] for line in trained],
+                [line["loss"] for line in trained],
+                color=colour,
+                alpha=0.4,
+                linewidth=1,
+            )
+            axes.plot(
+                [line["update"] for line in held],
+                [line["eval_loss"] for line in held],
+                "o-",
+                color=colour,
+                markersize=4,
+                label=f"{label}, held out",
+            )
         axes.set(xlabel="update", ylabel="loss, nats per token")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)

@@ -26,9 +26,18 @@ from provenance import provenance
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, SPARSE_FROM, BLOCK, IDS = 1000, 1e9, 512, 500
 UPDATES = 4
-MODEL = ["--config_name", "gpt2", "--config_overrides", f"n_layer=2,n_head=2,n_embd=64,n_positions={BLOCK}",
-         "--block_size", str(BLOCK), "--per_device_train_batch_size", "4", "--max_eval_samples", "16",
-         "--max_train_steps", str(UPDATES), "--report_to", "none"]  # fmt: skip
+MODEL = [
+    "--config_name",
+    "gpt2",
+    "--config_overrides",
+    f"n_layer=2,n_head=2,n_embd=64,n_positions={BLOCK}",
+    "--block_size",
+    str(BLOCK),
+    *"--per_device_train_batch_size 4 --max_eval_samples 16 --max_train_steps".split(),
+    str(UPDATES),
+    "--report_to",
+    "none",
+]
 HEAD = ("tokens", "documents", "index", "data, s", "to the first update, s", "own, MB", "mapped, MB")
 
 
@@ -84,10 +93,23 @@ def measured(folder: Path, tokenizer: Path, prefix: str, args) -> tuple[str, ...
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     command = [
-        str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file",
-        f"accelerate_configs/{args.strategy}.yaml", "--num_processes", str(args.processes), "--main_process_port", "0",
-        "train/clm.py", *MODEL, "--tokenizer_name", str(tokenizer), "--data_path", prefix, "--output_dir", str(run),
-    ]  # fmt: skip
+        str(Path(sys.executable).parent / "accelerate"),
+        "launch",
+        "--config_file",
+        f"accelerate_configs/{args.strategy}.yaml",
+        "--num_processes",
+        str(args.processes),
+        "--main_process_port",
+        "0",
+        "train/clm.py",
+        *MODEL,
+        "--tokenizer_name",
+        str(tokenizer),
+        "--data_path",
+        prefix,
+        "--output_dir",
+        str(run),
+    ]
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         own = mapped = 0
@@ -103,9 +125,7 @@ def measured(folder: Path, tokenizer: Path, prefix: str, args) -> tuple[str, ...
             log.seek(0)
             raise RuntimeError(log.read()[-3000:])
     seconds = json.loads((run / "environment.json").read_text())["seconds_to_first_update"]
-    return (
-        f"{seconds['data']:.1f}", f"{sum(seconds.values()):.1f}", f"{own / 1e6:,.0f}", f"{mapped / 1e6:,.0f}",
-    )  # fmt: skip
+    return (f"{seconds['data']:.1f}", f"{sum(seconds.values()):.1f}", f"{own / 1e6:,.0f}", f"{mapped / 1e6:,.0f}")
 
 
 if __name__ == "__main__":

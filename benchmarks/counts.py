@@ -35,13 +35,33 @@ ROWS, LENGTH, HIDDEN, INNER, VOCABULARY = 2, 64, 64, 192, 512
 LAYER = HIDDEN * (3 * HIDDEN + 3 * INNER + 2)  # weights, norms included; half as many heads of keys as of queries
 LLAMA = f"hidden_size={HIDDEN},intermediate_size={INNER},num_attention_heads=4,num_key_value_heads=2"
 COMMON = (
-    "--train_tokenizer_vocab_size", str(VOCABULARY), "--train_file", "docs/options.md", "--block_size", str(LENGTH),
-    "--per_device_train_batch_size", str(ROWS), "--precision", "bf16", "--max_train_steps", str(COUNTED + 1),
-    "--validation_split_percentage", "0", "--save_strategy", "no", "--report_to", "none", "--eval_on_start", "false",
-    "--max_train_samples", "200",
-)  # fmt: skip
-KINDS = {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter", "allgather": "all-gather", "alltoall":
-         "all-to-all", "broadcast": "broadcast", "send": "send", "recv": "receive", "barrier": "barrier"}  # fmt: skip
+    "--train_tokenizer_vocab_size",
+    str(VOCABULARY),
+    "--train_file",
+    "docs/options.md",
+    "--block_size",
+    str(LENGTH),
+    "--per_device_train_batch_size",
+    str(ROWS),
+    "--precision",
+    "bf16",
+    "--max_train_steps",
+    str(COUNTED + 1),
+    *(
+        "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false "
+        "--max_train_samples 200"
+    ).split(),
+)
+KINDS = {
+    "allreduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "allgather": "all-gather",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+    "barrier": "barrier",
+}
 LETTERS = {"forward": "F", "backward": "B", "update": "U", "data": "U"}
 GRAPHS = "graphs"  # the phase of what torch.compile has done in all updates
 PER = ("per layer and micro-batch", "per layer", "other, per micro-batch", "other")
@@ -55,11 +75,23 @@ def launch(server, strategy: str, layers: int, micro_batches: int, *more: str) -
 
     model = ("--model_type", "mixtral") if strategy == "ep" else ("--config_name", "llama-2-7b")
     with tempfile.TemporaryDirectory() as folder:
-        words = [__file__, *model, "--config_overrides", f"num_hidden_layers={layers},{LLAMA}", *COMMON, *more,
-                 "--gradient_accumulation_steps", str(micro_batches), "--output_dir", f"{folder}/run", "--strategy",
-                 strategy]  # fmt: skip
-        ranks = rank_environments({**environment(), FOLDER: folder}, PROCESSES.get(strategy, 2),
-                                  MACHINES.get(strategy, 1))  # fmt: skip
+        words = [
+            __file__,
+            *model,
+            "--config_overrides",
+            f"num_hidden_layers={layers},{LLAMA}",
+            *COMMON,
+            *more,
+            "--gradient_accumulation_steps",
+            str(micro_batches),
+            "--output_dir",
+            f"{folder}/run",
+            "--strategy",
+            strategy,
+        ]
+        ranks = rank_environments(
+            {**environment(), FOLDER: folder}, PROCESSES.get(strategy, 2), MACHINES.get(strategy, 1)
+        )
         done = server.run(words, ranks, ROOT, timeout=300)
         if done.returncode:
             raise RuntimeError(f"{strategy}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -163,8 +195,11 @@ def tables(strategies: list[str], lines: bool) -> str:
         exchanged.append(f"| {name} | {' | '.join(map(cell, split(of_rank, stages)))} |")
         parts = split({size: waits(ranks) for size, ranks in runs.items()}, stages)
         waited.append(f"| {name} | {' | '.join(map(cell, parts))} |")
-        behind += [f"{strategy}: {event['count']} {event['event']} {event['phase']} {event['line']}"
-                   for event in runs[SIZES[0]][0] if not event["ranks"] and event["phase"] != GRAPHS]  # fmt: skip
+        behind += [
+            f"{strategy}: {event['count']} {event['event']} {event['phase']} {event['line']}"
+            for event in runs[SIZES[0]][0]
+            if not event["ranks"] and event["phase"] != GRAPHS
+        ]
         compiled.append(f"| {name} | {graphs(on_cpu, strategy)} |")
         print(exchanged[-1], waited[-1], compiled[-1], sep="\n", flush=True)
     if lines:
@@ -175,8 +210,25 @@ def tables(strategies: list[str], lines: bool) -> str:
         f"{2 * ROWS * LENGTH * HIDDEN / 1024:g} KiB."
     )
     about = provenance("simulated accelerator", "torch", "accelerate", "deepspeed", "transformers")
-    return "\n".join([TABLES, sizes, "", *exchanged, "", "## Waits of the host", "", *waited, "",
-                      "## Graphs of --torch_compile", "", *compiled, "", about, ""])  # fmt: skip
+    return "\n".join(
+        [
+            TABLES,
+            sizes,
+            "",
+            *exchanged,
+            "",
+            "## Waits of the host",
+            "",
+            *waited,
+            "",
+            "## Graphs of --torch_compile",
+            "",
+            *compiled,
+            "",
+            about,
+            "",
+        ]
+    )
 
 
 def main() -> None:

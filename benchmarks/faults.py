@@ -44,11 +44,21 @@ from zerofit.record.jsonl import JsonlFile  # noqa: E402
 UPDATES, LIMIT_S, TOLERANCE = 8, 240.0, 1e-6
 AFTERWARDS_S = 60.0  # for ranks whose launcher has been killed
 RECIPE = {
-    "config_name": "gpt2", "config_overrides": "n_layer=1,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0,"
-    "embd_pdrop=0,attn_pdrop=0", "train_tokenizer_vocab_size": 300, "block_size": 32, "max_eval_samples": 8,
-    "per_device_train_batch_size": 4, "global_batch_size": 8, "learning_rate": 1e-3, "precision": "fp32",
-    "max_train_steps": UPDATES, "save_steps": 2, "eval_steps": 4, "sample_tokens": 0, "report_to": "none",
-}  # fmt: skip
+    "config_name": "gpt2",
+    "config_overrides": "n_layer=1,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+    "train_tokenizer_vocab_size": 300,
+    "block_size": 32,
+    "max_eval_samples": 8,
+    "per_device_train_batch_size": 4,
+    "global_batch_size": 8,
+    "learning_rate": 1e-3,
+    "precision": "fp32",
+    "max_train_steps": UPDATES,
+    "save_steps": 2,
+    "eval_steps": 4,
+    "sample_tokens": 0,
+    "report_to": "none",
+}
 PROGRAM = """import os, runpy, sys
 sys.path.insert(0, {benchmarks!r})
 import fault_cases as cases
@@ -85,9 +95,13 @@ class Bench:
         (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **files}, sort_keys=False))
         for name, code in (("done", 0), ("half", 85), ("died", None)):
             case = Case(
-                name, code, do={85: send(SIGTERM), None: send(SIGKILL)}.get(code), update=5 if code else 1,
-                flags="" if name != "died" else "--learning_rate 1e-2", ends=False,
-            )  # fmt: skip
+                name,
+                code,
+                do={85: send(SIGTERM), None: send(SIGKILL)}.get(code),
+                update=5 if code else 1,
+                flags="" if name != "died" else "--learning_rate 1e-2",
+                ends=False,
+            )
             seen = self.fork(case, folder / name)
             if recorded(folder / name).get("exit_code") != code:
                 raise RuntimeError(f"the run that cases start from ({name}) ended with {seen.codes}: {seen.text}")
@@ -114,26 +128,41 @@ class Bench:
 
         place, flags = run.parent, case.flags.format(case=run.parent, done=self.folder / "done")
         program = place / "clm.py"
-        program.write_text(PROGRAM.format(
-            benchmarks=str(ROOT / "benchmarks"), number=CASES.index(case), run=str(run),
-            program=str(ROOT / "train" / "clm.py"),
-        ))  # fmt: skip
+        program.write_text(
+            PROGRAM.format(
+                benchmarks=str(ROOT / "benchmarks"),
+                number=CASES.index(case),
+                run=str(run),
+                program=str(ROOT / "train" / "clm.py"),
+            )
+        )
         with ExitStack() as stack:
             holder = stack.enter_context(socket.create_server(("", 0)))
             options, other = (" ".join(self.options(folder)) for folder in (run, place / "other"))
             words = {
-                "run": f"{program} {options} {flags}", "other": f"{program} {other}", "copy": place / "copy",
-                "run_of_copy": f"{place}/copy/train/clm.py {options}", "case": place, "port": free_port(),
-                "free": free_port(), "taken": holder.getsockname()[1],
-            }  # fmt: skip
+                "run": f"{program} {options} {flags}",
+                "other": f"{program} {other}",
+                "copy": place / "copy",
+                "run_of_copy": f"{place}/copy/train/clm.py {options}",
+                "case": place,
+                "port": free_port(),
+                "free": free_port(),
+                "taken": holder.getsockname()[1],
+            }
             if any("{copy}" in launcher for launcher in case.launchers):
                 shutil.copytree(ROOT / "train", place / "copy" / "train", ignore=shutil.ignore_patterns("__pycache__"))
                 (place / "copy" / "train" / "more.py").touch()
             launches = [
-                stack.enter_context(launched(["bash", "-c", command(launcher.format(**words))], run,
-                                             place / f"{number}.log", environment=environment()))
+                stack.enter_context(
+                    launched(
+                        ["bash", "-c", command(launcher.format(**words))],
+                        run,
+                        place / f"{number}.log",
+                        environment=environment(),
+                    )
+                )
                 for number, launcher in enumerate(case.launchers)
-            ]  # fmt: skip
+            ]
             late = [launch.wait(LIMIT_S) == "late" for launch in launches]
             until = time.monotonic() + AFTERWARDS_S
             while any(True for launch in launches for _ in launch.members()) and time.monotonic() < until:
@@ -167,8 +196,11 @@ class Bench:
             if case.ends:
                 wrong += wrong_losses(losses(run), self.losses, case.hole)
             after = contents(run, case.kept)
-            return wrong + [f"{name} has changed or is gone" for name in case.kept
-                            if name not in after or after[name] != before.get(name, after[name])]  # fmt: skip
+            return wrong + [
+                f"{name} has changed or is gone"
+                for name in case.kept
+                if name not in after or after[name] != before.get(name, after[name])
+            ]
 
     def compared(self, case: Case, run: Path, seen: Seen, before: dict[str, bytes]) -> list[str]:
         """What differs from the table at the end of the faulty launch."""
@@ -237,8 +269,10 @@ def mounts_removed(folder: Path) -> Iterator[None]:
 
 def command(launcher: str) -> str:
     """A line for bash, which a signal to the launcher does not reach instead of it."""
-    programs = {"zerofit launch": f"{sys.executable} -m zerofit.cli launch",
-                "accelerate launch": f"{Path(sys.executable).parent / 'accelerate'} launch"}  # fmt: skip
+    programs = {
+        "zerofit launch": f"{sys.executable} -m zerofit.cli launch",
+        "accelerate launch": f"{Path(sys.executable).parent / 'accelerate'} launch",
+    }
     for name, program in programs.items():
         launcher = launcher.replace(name, program)
     return launcher if "|" in launcher else f"exec env {launcher}"
@@ -267,8 +301,11 @@ def main() -> int:
         print(*(case.name for case in chosen), sep="\n")
         return 0
     os.chdir(ROOT)
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "PASSIVE",
-                   "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
     for name in LIBRARIES:
         importlib.import_module(name)
     bench, num_wrong, not_run = Bench(options.folder.resolve()), 0, 0

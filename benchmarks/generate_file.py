@@ -60,8 +60,18 @@ def main() -> None:
 def measured(folder: Path, flags: list[str]) -> tuple[float, list[str]]:
     """(tokens/s since the model is loaded, the answers)."""
     output = folder / "answers.jsonl"
-    command = [sys.executable, "-m", "zerofit.cli", "generate", "--model", str(folder / "model"), "--prompt_file",
-               str(folder / "asked.jsonl"), "--output", str(output), "--max_new_tokens", "64", *flags]  # fmt: skip
+    command = [
+        sys.executable,
+        *"-m zerofit.cli generate --model".split(),
+        str(folder / "model"),
+        "--prompt_file",
+        str(folder / "asked.jsonl"),
+        "--output",
+        str(output),
+        "--max_new_tokens",
+        "64",
+        *flags,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr

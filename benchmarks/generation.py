@@ -31,14 +31,40 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             output, begun = Path(folder) / "run", time.perf_counter()
             lines = launch(
-                output, "--model_name_or_path", options.model, "--train_file", options.data,
-                "--validation_file", options.data,
-                "--max_eval_samples", options.examples, "--max_train_samples", "16", "--max_train_steps", "1",
-                "--learning_rate", "0", "--eval_on_start", "false", "--save_best", "false", "--num_beams",
-                options.num_beams, "--per_device_eval_batch_size", options.batch, "--max_source_length", "64",
-                "--val_max_target_length", "24", "--precision", "fp32", strategy=strategy, processes=processes,
-                task="seq2seq", timeout=3000,
-            )  # fmt: skip
+                output,
+                "--model_name_or_path",
+                options.model,
+                "--train_file",
+                options.data,
+                "--validation_file",
+                options.data,
+                "--max_eval_samples",
+                options.examples,
+                "--max_train_samples",
+                "16",
+                "--max_train_steps",
+                "1",
+                "--learning_rate",
+                "0",
+                "--eval_on_start",
+                "false",
+                "--save_best",
+                "false",
+                "--num_beams",
+                options.num_beams,
+                "--per_device_eval_batch_size",
+                options.batch,
+                "--max_source_length",
+                "64",
+                "--val_max_target_length",
+                "24",
+                "--precision",
+                "fp32",
+                strategy=strategy,
+                processes=processes,
+                task="seq2seq",
+                timeout=3000,
+            )
             seconds = time.perf_counter() - begun
             texts = [json.loads(row)["prediction"] for row in (output / "predictions.jsonl").read_text().splitlines()]
         assert len(texts) == options.examples

@@ -41,8 +41,18 @@ def main() -> None:
         full = (tokens - while_growing) // (ROWS * LENGTH)
         updates = full + (half if flags else 0)
         often = str(max(1, options.updates // 20))
-        lines = run([*flags, "--max_train_steps", str(updates), "--eval_steps", often,
-                     "--max_eval_samples", options.max_eval_samples, *more])  # fmt: skip
+        lines = run(
+            [
+                *flags,
+                "--max_train_steps",
+                str(updates),
+                "--eval_steps",
+                often,
+                "--max_eval_samples",
+                options.max_eval_samples,
+                *more,
+            ]
+        )
         read = losses_by_tokens(lines)
         losses = [loss_at(read, share * tokens) for share in QUARTERS]
         seconds = sum(line.get("seconds", 0.0) for line in lines)
@@ -66,9 +76,18 @@ def run(flags: list[str]) -> list[dict]:
 
     with tempfile.TemporaryDirectory() as folder:
         return launch(
-            Path(folder) / "run", "--config", str(RECIPE), "--per_device_train_batch_size", "4",
-            "--sample_tokens", "1", *flags, strategy="single", processes=1, timeout=3600,
-        )  # fmt: skip
+            Path(folder) / "run",
+            "--config",
+            str(RECIPE),
+            "--per_device_train_batch_size",
+            "4",
+            "--sample_tokens",
+            "1",
+            *flags,
+            strategy="single",
+            processes=1,
+            timeout=3600,
+        )
 
 
 def losses_by_tokens(lines: list[dict]) -> list[tuple[int, float]]:

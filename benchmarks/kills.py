@@ -43,16 +43,24 @@ LIMIT_S = 300.0  # a launch that has not ended by then hangs
 RECIPE = {
     "config_name": "gpt2",
     "config_overrides": "n_layer=2,n_head=2,n_embd=128,n_positions=128,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
-    "train_tokenizer_vocab_size": 300, "block_size": 128, "validation_split_percentage": 0,
-    "per_device_train_batch_size": 4, "global_batch_size": 16, "learning_rate": 1e-3, "num_warmup_steps": 4,
-    "precision": "fp32", "record_samples": True, "report_to": "none", "logging_steps": 1,
-}  # fmt: skip
+    "train_tokenizer_vocab_size": 300,
+    "block_size": 128,
+    "validation_split_percentage": 0,
+    "per_device_train_batch_size": 4,
+    "global_batch_size": 16,
+    "learning_rate": 1e-3,
+    "num_warmup_steps": 4,
+    "precision": "fp32",
+    "record_samples": True,
+    "report_to": "none",
+    "logging_steps": 1,
+}
 
 LLAMA = {  # GPT-2 has no sequence parallelism
     "config_name": "llama-2-7b",
     "config_overrides": "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2,hidden_size=128,"
-                        "intermediate_size=344,max_position_embeddings=128",
-}  # fmt: skip
+    "intermediate_size=344,max_position_embeddings=128",
+}
 
 
 @dataclass
@@ -81,8 +89,10 @@ class Result:
         self.runs += 1
 
     def compare(self, run: Path, reference: Path, num_updates: int) -> None:
-        metrics, ledgers = ([JsonlFile(folder / name).read() for folder in (run, reference)]
-                            for name in ("metrics.jsonl", "samples.jsonl"))  # fmt: skip
+        metrics, ledgers = (
+            [JsonlFile(folder / name).read() for folder in (run, reference)]
+            for name in ("metrics.jsonl", "samples.jsonl")
+        )
         difference, ledger = compare_metrics(*metrics, num_updates), compare_samples(*ledgers)
         self.loss_difference = max(self.loss_difference, difference.largest["loss"])
         self.repeated += ledger.repeated
@@ -143,9 +153,13 @@ def measure(strategy: str, options) -> Result:
         trial = trial_of(folder, f"run-{result.runs + 1}", strategy, options)
         moments = draw(random, result.kills, whole_s, options.updates, update_s)
         killed = run_and_kill(
-            trial, folder / "logs", islice(moments, options.kills - result.kills), repeat(options.num_processes),
-            LIMIT_S, say=lambda text: print(f"{strategy}: {text}", flush=True),
-        )  # fmt: skip
+            trial,
+            folder / "logs",
+            islice(moments, options.kills - result.kills),
+            repeat(options.num_processes),
+            LIMIT_S,
+            say=lambda text: print(f"{strategy}: {text}", flush=True),
+        )
         result.add(killed)
         if killed.failure:
             result.failures.append(f"{trial.output}: {killed.failure}")
@@ -197,26 +211,52 @@ def time_launch(trial: Trial, folder: Path, options) -> tuple[float, float]:
 
 def markdown(results: dict[str, Result], environment: dict, options) -> str:
     """The table, and under it what it was measured with."""
-    names = ("strategy", "kills", "while saving", "while starting", "builds cut off", "launches", "resumes", "runs",
-             "largest difference of a loss", "samples repeated", "samples skipped")  # fmt: skip
+    names = (
+        "strategy",
+        "kills",
+        "while saving",
+        "while starting",
+        "builds cut off",
+        "launches",
+        "resumes",
+        "runs",
+        "largest difference of a loss",
+        "samples repeated",
+        "samples skipped",
+    )
     rows = [
-        (name, result.kills, result.while_saving, result.while_starting, result.builds_cut_off, result.launches,
-         result.resumes, result.runs,
-         f"{result.loss_difference:.1e}" if result.loss_difference else "0", result.repeated, result.skipped)
+        (
+            name,
+            result.kills,
+            result.while_saving,
+            result.while_starting,
+            result.builds_cut_off,
+            result.launches,
+            result.resumes,
+            result.runs,
+            f"{result.loss_difference:.1e}" if result.loss_difference else "0",
+            result.repeated,
+            result.skipped,
+        )
         for name, result in results.items()
-    ]  # fmt: skip
-    packages = ", ".join(f"{name} {environment['packages'][name]}" for name in
-                         ("torch", "accelerate", "deepspeed", "transformers"))  # fmt: skip
+    ]
+    packages = ", ".join(
+        f"{name} {environment['packages'][name]}" for name in ("torch", "accelerate", "deepspeed", "transformers")
+    )
     hardware = environment["hardware"]
     devices = ", ".join(hardware.get("gpus", [])) or f"{hardware['cpu']}, {hardware['cores']} cores, no GPU"
     changed = ", with changes" if environment["zerofit_changed"] else ""
     command = f"python benchmarks/kills.py {' '.join(sys.argv[1:])}".strip()
-    return "\n".join([
-        f"| {' | '.join(names)} |", "|---" * len(names) + "|",
-        *(f"| {' | '.join(map(str, row))} |" for row in rows), "",
-        f"{options.num_processes} processes, {options.updates} updates, save_steps {options.save_steps}, fp32; "
-        f"{devices}; {packages}; commit {(environment['zerofit_commit'] or '?')[:7]}{changed}; `{command}`.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"| {' | '.join(names)} |",
+            "|---" * len(names) + "|",
+            *(f"| {' | '.join(map(str, row))} |" for row in rows),
+            "",
+            f"{options.num_processes} processes, {options.updates} updates, save_steps {options.save_steps}, fp32; "
+            f"{devices}; {packages}; commit {(environment['zerofit_commit'] or '?')[:7]}{changed}; `{command}`.",
+        ]
+    )
 
 
 if __name__ == "__main__":

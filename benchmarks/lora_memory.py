@@ -31,8 +31,10 @@ def main() -> None:
     parser.add_argument("--text", default="{stdlib}/*.py", help="what is trained on")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "lora-memory.md")
     options = parser.parse_args()
-    rows = ["| strategy | ranks | method | trained | weights, MB | optimizer, MB | peak resident, MB |",
-            "|---|---|---|---|---|---|---|"]  # fmt: skip
+    rows = [
+        "| strategy | ranks | method | trained | weights, MB | optimizer, MB | peak resident, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
     print("\n".join(rows))
     for strategy in options.strategies:
         for method, flags in METHODS.items():
@@ -52,12 +54,30 @@ def measured(strategy: str, method: str, flags: list[str], options: argparse.Nam
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         lines = launch(
-            output, "--config_name", "gpt2", "--config_overrides", options.shape, "--tokenizer_name",
-            options.tokenizer, "--train_file", options.text, "--block_size", "64",
-            "--per_device_train_batch_size", "1", "--max_train_steps", "3",
-            "--validation_split_percentage", "0", "--precision", "fp32", *flags,
-            strategy=strategy, processes=processes, timeout=1200,
-        )  # fmt: skip
+            output,
+            "--config_name",
+            "gpt2",
+            "--config_overrides",
+            options.shape,
+            "--tokenizer_name",
+            options.tokenizer,
+            "--train_file",
+            options.text,
+            "--block_size",
+            "64",
+            "--per_device_train_batch_size",
+            "1",
+            "--max_train_steps",
+            "3",
+            "--validation_split_percentage",
+            "0",
+            "--precision",
+            "fp32",
+            *flags,
+            strategy=strategy,
+            processes=processes,
+            timeout=1200,
+        )
         held = json.loads((output / "environment.json").read_text())["bytes_held_by_rank_0"]
         trained = sum(trained_parameters(output / "model"))
     peak = max(line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line)

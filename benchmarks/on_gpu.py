@@ -65,8 +65,14 @@ def time_head(device: torch.device, vocabulary: int, hidden: int, tokens: int, c
             _wait(device)
             times.append(time.perf_counter() - began)
         peak = torch.accelerator.max_memory_allocated() - before if device.type != "cpu" else None
-        found.append({"rows": rows, "milliseconds": 1000 * statistics.median(times[NOT_COUNTED:]),
-                      "peak_bytes": peak, "is_default": rows == chosen})  # fmt: skip
+        found.append(
+            {
+                "rows": rows,
+                "milliseconds": 1000 * statistics.median(times[NOT_COUNTED:]),
+                "peak_bytes": peak,
+                "is_default": rows == chosen,
+            }
+        )
     return found
 
 
@@ -88,34 +94,71 @@ def _restart_peak(device: torch.device) -> int:
 def flags_of(name: str, changes: str, layers: int, vocabulary: int, rows: int, length: int) -> list[str]:
     """The recipe of a launch, and of its prediction."""
     shape = ",".join(filter(None, [changes, f"num_hidden_layers={layers}"]))
-    return ["--config_name", name, "--config_overrides", shape, "--make_vocab_size_divisible_by", str(vocabulary),
-            "--train_tokenizer_vocab_size", "4096", "--train_file", "docs/*.md", "--packing", "concatenate",
-            "--block_size", str(length), "--per_device_train_batch_size", str(rows), "--precision", "bf16",
-            "--gradient_accumulation_steps", "1"]  # fmt: skip
+    return [
+        "--config_name",
+        name,
+        "--config_overrides",
+        shape,
+        "--make_vocab_size_divisible_by",
+        str(vocabulary),
+        *("--train_tokenizer_vocab_size 4096 --train_file docs/*.md --packing concatenate --block_size").split(),
+        str(length),
+        "--per_device_train_batch_size",
+        str(rows),
+        *"--precision bf16 --gradient_accumulation_steps 1".split(),
+    ]
 
 
 def predict(flags: list[str], strategy: str, gpus: int, where: list[str]) -> dict:
     """What `zerofit plan` says of this micro-batch; empty, with a reason, if it says nothing."""
-    words = [sys.executable, "-m", "zerofit.cli", "plan", "--task", "clm", *flags, *where, "--num_gpus", str(gpus),
-             "--strategies", strategy, "--batch_sizes", flags[flags.index("--per_device_train_batch_size") + 1],
-             "--json", "-"]  # fmt: skip
+    words = [
+        sys.executable,
+        *"-m zerofit.cli plan --task clm".split(),
+        *flags,
+        *where,
+        "--num_gpus",
+        str(gpus),
+        "--strategies",
+        strategy,
+        "--batch_sizes",
+        flags[flags.index("--per_device_train_batch_size") + 1],
+        "--json",
+        "-",
+    ]
     said, reason = _run(words)
     return {"reason": reason} if reason else json.loads(said[said.index("{") :])["predictions"][0]
 
 
 def train(flags: list[str], strategy: str, processes: int, output: Path) -> dict:
     """Median seconds, tokens/s, MFU and peak memory of some updates; else the reason why there are none."""
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes",
-             str(processes), "--config_file", f"accelerate_configs/{strategy}.yaml", "train/clm.py", *flags,
-             "--max_train_steps", str(UPDATES), "--validation_split_percentage", "0", "--save_strategy", "no",
-             "--report_to", "none", "--eval_on_start", "false", "--sample_tokens", "0", "--output_dir", str(output),
-             "--overwrite_output_dir", "--max_train_samples", "2000"]  # fmt: skip
+    words = [
+        sys.executable,
+        *"-m accelerate.commands.launch --main_process_port 0 --num_processes".split(),
+        str(processes),
+        "--config_file",
+        f"accelerate_configs/{strategy}.yaml",
+        "train/clm.py",
+        *flags,
+        "--max_train_steps",
+        str(UPDATES),
+        *(
+            "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false "
+            "--sample_tokens 0 --output_dir"
+        ).split(),
+        str(output),
+        "--overwrite_output_dir",
+        "--max_train_samples",
+        "2000",
+    ]
     _, reason = _run(words)
     if reason:
         return {"reason": reason}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][NOT_COUNTED:]
-    figures = {name: statistics.median(line[name] for line in lines) for name in ("seconds", "tokens_per_s", "mfu")
-               if name in lines[0]}  # fmt: skip
+    figures = {
+        name: statistics.median(line[name] for line in lines)
+        for name in ("seconds", "tokens_per_s", "mfu")
+        if name in lines[0]
+    }
     return figures | {"peak_bytes": max(line["peak_memory_bytes"] for line in lines)}
 
 
@@ -138,8 +181,9 @@ def _run(words: list[str]) -> tuple[str, str]:
     return "", (errors or ["no message"])[0][:200].replace("|", "/")
 
 
-def time_updates(name: str, model: tuple[str, str, int], sizes: tuple[int, int, int], gpus: int, where: list[str],
-                 output: Path) -> list[dict]:  # fmt: skip
+def time_updates(
+    name: str, model: tuple[str, str, int], sizes: tuple[int, int, int], gpus: int, where: list[str], output: Path
+) -> list[dict]:
     """Each strategy with as many layers as fit by its prediction."""
     known, changes, layers = model
     found = []
@@ -169,10 +213,13 @@ def report(head: list[dict], updates: list[dict], about: dict) -> str:
         return "" if value is None else format(value / scale, form)
 
     rows = ["| rows of a chunk | ms | peak, GiB |", "|--:|--:|--:|"]
-    rows += [f"| {line['rows']:,}{' (as trained)' * line['is_default']} | {line['milliseconds']:.2f} | "
-             f"{shown(line['peak_bytes'], '.3f', GIB)} |" for line in head]  # fmt: skip
+    rows += [
+        f"| {line['rows']:,}{' (as trained)' * line['is_default']} | {line['milliseconds']:.2f} | "
+        f"{shown(line['peak_bytes'], '.3f', GIB)} |"
+        for line in head
+    ]
     heads = "model | strategy | layers | s | predicted | MFU | predicted | peak, GiB | predicted | tokens/s"
-    rows += ["", f"| {heads} |", "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
+    rows += ["", f"| {heads} |", "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for line in updates:
         said = line.get("predicted", {})
         start = f"| {line['model']} | `{line['strategy']}` ({line['processes']}) | "
@@ -182,8 +229,10 @@ def report(head: list[dict], updates: list[dict], about: dict) -> str:
         if reason := line.get("reason"):
             rows.append(f"{start} {reason} | {seconds} | | {mfu} | | {peak} | |")
         else:
-            rows.append(f"{start} {line['seconds']:.3f} | {seconds} | {shown(line.get('mfu'), '.1%')} | {mfu} | "
-                        f"{line['peak_bytes'] / GIB:.2f} | {peak} | {line['tokens_per_s']:,.0f} |")  # fmt: skip
+            rows.append(
+                f"{start} {line['seconds']:.3f} | {seconds} | {shown(line.get('mfu'), '.1%')} | {mfu} | "
+                f"{line['peak_bytes'] / GIB:.2f} | {peak} | {line['tokens_per_s']:,.0f} |"
+            )
     versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
     hardware = ", ".join(f"{name} {value}" for name, value in about["hardware"].items())
     commit = (about["zerofit_commit"] or "unknown")[:7] + ", changed" * about["zerofit_changed"]
@@ -209,8 +258,11 @@ def main() -> None:
     timed = time_head(device, *head)
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    updates = [line for name, model in models.items()
-               for line in time_updates(name, model, sizes, gpus, where, options.output)]  # fmt: skip
+    updates = [
+        line
+        for name, model in models.items()
+        for line in time_updates(name, model, sizes, gpus, where, options.output)
+    ]
     about = describe_environment(sys.argv, device)
     (options.output / "on-gpu.json").write_text(json.dumps({"head": timed, "updates": updates, **about}, indent=1))
     text = report(timed, updates, about)

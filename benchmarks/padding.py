@@ -116,10 +116,11 @@ def measure(task: str, layout: str, way: str, seed: int, options: Options, scrat
         }
         run = {"cache_dir": scratch / "cache", "output_dir": Path(folder) / "run"}
         command = [
-            str(Path(sys.executable).parent / "accelerate"), "launch",
-            "--config_file", "accelerate_configs/single.yaml", "--num_processes", "1", PROGRAMS[task],
+            str(Path(sys.executable).parent / "accelerate"),
+            *"launch --config_file accelerate_configs/single.yaml --num_processes 1".split(),
+            PROGRAMS[task],
             *flags({**task_options(task, options.data), **COMMON, **WAYS[way], **batches, **run}),
-        ]  # fmt: skip
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{task} {way} left with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
@@ -234,9 +235,13 @@ KEYS = {"source": by_source, "sum": by_sum}
 
 
 def padding_share(
-    columns: tuple[np.ndarray, ...], keys: tuple[np.ndarray, np.ndarray], size: int, micro: int, window: int,
+    columns: tuple[np.ndarray, ...],
+    keys: tuple[np.ndarray, np.ndarray],
+    size: int,
+    micro: int,
+    window: int,
     epochs: int = 10,
-) -> float:  # fmt: skip
+) -> float:
     """The share of padding in all positions of one process; window 0: at random, 1: as --length_grouping update."""
     tokens = positions = 0
     order, sort_key = order_with(keys[0], size, window, seed=0), keys[1] if window else None
@@ -348,13 +353,15 @@ def place_figures(lengths: np.ndarray, size: int, count: int) -> list[dict[str, 
             mean += places / count
             tenths.append((places[ranked[:tenth]].mean(), places[ranked[-tenth:]].mean()))
             correlations.append(np.corrcoef(lengths, places)[0, 1])
-        found.append({
-            "way": way,
-            "shortest": [float(f(np.array(tenths)[:, 0])) for f in (np.mean, lambda x: np.std(x) / count**0.5)],
-            "longest": [float(f(np.array(tenths)[:, 1])) for f in (np.mean, lambda x: np.std(x) / count**0.5)],
-            "correlation": float(np.corrcoef(lengths, mean)[0, 1]),
-            "noise": float(np.std(correlations)),
-        })  # fmt: skip
+        found.append(
+            {
+                "way": way,
+                "shortest": [float(f(np.array(tenths)[:, 0])) for f in (np.mean, lambda x: np.std(x) / count**0.5)],
+                "longest": [float(f(np.array(tenths)[:, 1])) for f in (np.mean, lambda x: np.std(x) / count**0.5)],
+                "correlation": float(np.corrcoef(lengths, mean)[0, 1]),
+                "noise": float(np.std(correlations)),
+            }
+        )
     return found
 
 
@@ -383,12 +390,14 @@ def described(environment: dict[str, Any]) -> str:
     hardware, packages = environment["hardware"], environment["packages"]
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "accelerate", "numpy"))
     changed = ", with uncommitted changes" if environment["zerofit_changed"] else ""
-    return "\n".join([
-        f"command   python {' '.join(environment['arguments'][1:])}",
-        f"hardware  {hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB, no GPU used",
-        f"versions  {versions}, Python {environment['python']}",
-        f"commit    {(environment['zerofit_commit'] or 'unknown')[:7]}{changed}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"command   python {' '.join(environment['arguments'][1:])}",
+            f"hardware  {hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB, no GPU used",
+            f"versions  {versions}, Python {environment['python']}",
+            f"commit    {(environment['zerofit_commit'] or 'unknown')[:7]}{changed}",
+        ]
+    )
 
 
 def _text(document: str) -> str:

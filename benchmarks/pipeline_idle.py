@@ -49,12 +49,33 @@ def seconds_of_an_update(micro_batches: int, options: argparse.Namespace) -> flo
 
     with tempfile.TemporaryDirectory() as folder:
         lines = launch(
-            Path(folder) / "run", "--config_name", "llama-2-7b", "--config_overrides", options.shape,
-            "--train_tokenizer_vocab_size", "2048", "--train_file", options.text, "--block_size", "128",
-            "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", str(micro_batches),
-            "--max_train_steps", str(options.updates), "--validation_split_percentage", "0", "--precision", "fp32",
-            "--max_train_samples", "4000", strategy="pp", processes=STAGES, timeout=1200,
-        )  # fmt: skip
+            Path(folder) / "run",
+            "--config_name",
+            "llama-2-7b",
+            "--config_overrides",
+            options.shape,
+            "--train_tokenizer_vocab_size",
+            "2048",
+            "--train_file",
+            options.text,
+            "--block_size",
+            "128",
+            "--per_device_train_batch_size",
+            "8",
+            "--gradient_accumulation_steps",
+            str(micro_batches),
+            "--max_train_steps",
+            str(options.updates),
+            "--validation_split_percentage",
+            "0",
+            "--precision",
+            "fp32",
+            "--max_train_samples",
+            "4000",
+            strategy="pp",
+            processes=STAGES,
+            timeout=1200,
+        )
     return statistics.median(line["seconds"] for line in updates(lines)[NOT_COUNTED:])
 
 

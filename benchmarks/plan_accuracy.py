@@ -53,55 +53,130 @@ PATIENCE_S = 1200
 NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 TEXT = ["--train_file", "{stdlib}/*.py", "--train_tokenizer_vocab_size", "4096"]
 LABELLED = ["--dataset_name", "stdlib-docstrings", "--train_tokenizer_vocab_size", "4096"]
-PAIRS = ["--dataset_name", "stdlib-functions", "--train_tokenizer_vocab_size", "2048", "--max_target_length", "16",
-         "--max_train_samples", "400", "--predict_with_generate", "false"]  # fmt: skip
+PAIRS = (
+    "--dataset_name stdlib-functions --train_tokenizer_vocab_size 2048 --max_target_length 16 "
+    "--max_train_samples 400 --predict_with_generate false"
+).split()
 LORA, AGAIN = ("--lora",), ("--gradient_checkpointing",)
 SELECTIVE, SECOND, THIRD = ((*AGAIN, which) for which in ("selective", "2", "3"))
 ON_HOST = ("--activation_offload",)
-GENERATES = ("--predict_with_generate", "true", "--num_beams", "4", "--per_device_eval_batch_size", "64",
-             "--val_max_target_length", "48", "--val_min_target_length", "48")  # fmt: skip
+GENERATES = tuple(
+    (
+        "--predict_with_generate true --num_beams 4 --per_device_eval_batch_size 64 --val_max_target_length "
+        "48 --val_min_target_length 48"
+    ).split()
+)
 WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
 MODELS = {  # layers and their width: task, shape, and what is changed of it
     "GPT-2, 4 of 256": ("clm", ["gpt2", f"n_layer=4,n_head=4,n_embd=256,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2, 3 of 512": ("clm", ["gpt2", f"n_layer=3,n_head=8,n_embd=512,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2 with dropout, 4 of 256": ("clm", ["gpt2", "n_layer=4,n_head=4,n_embd=256,n_positions=256"]),
-    "Llama, 4 of 256": ("clm", ["llama-2-7b", "num_hidden_layers=4,hidden_size=256,intermediate_size=688,"
-                                "num_attention_heads=4,num_key_value_heads=4"]),
-    "Llama, 8 of 256": ("clm", ["llama-2-7b", "num_hidden_layers=8,hidden_size=256,intermediate_size=688,"
-                                "num_attention_heads=4,num_key_value_heads=4"]),
-    "Llama, 24 of 128": ("clm", ["llama-2-7b", "num_hidden_layers=24,hidden_size=128,intermediate_size=344,"
-                                 "num_attention_heads=4,num_key_value_heads=4"]),
-    "Llama, 3 of 384, grouped": ("clm", ["llama-2-7b", "num_hidden_layers=3,hidden_size=384,intermediate_size=1024,"
-                                         "num_attention_heads=6,num_key_value_heads=2"]),
-    "GPT-NeoX, 3 of 320": ("clm", ["open-calm-1b", "num_hidden_layers=3,hidden_size=320,intermediate_size=1280,"
-                                   "num_attention_heads=5"]),
-    "Llama classifier, 4 of 256": ("cls", ["llama-2-7b", "num_hidden_layers=4,hidden_size=256,intermediate_size=688,"
-                                           "num_attention_heads=4,num_key_value_heads=4"]),
-    "BERT, 4 of 256": ("cls", ["bert", "num_hidden_layers=4,hidden_size=256,num_attention_heads=4,"
-                               "intermediate_size=1024"]),
-    "RoBERTa, 3 of 384": ("cls", ["roberta", "num_hidden_layers=3,hidden_size=384,num_attention_heads=6,"
-                                  "intermediate_size=1536,hidden_dropout_prob=0,attention_probs_dropout_prob=0"]),
-    "DeBERTa, 3 of 192": ("cls", ["deberta-v2-xlarge", "num_hidden_layers=3,hidden_size=192,num_attention_heads=4,"
-                                  "intermediate_size=768"]),
-    "BlenderBot, 2 + 3 of 256": ("seq2seq", ["blenderbot-400M-distill", "d_model=256,encoder_layers=2,"
-                                             "decoder_layers=3,encoder_attention_heads=4,decoder_attention_heads=4,"
-                                             "encoder_ffn_dim=1024,decoder_ffn_dim=1024"]),
-    "T5, 3 + 3 of 256": ("seq2seq", ["t5-large", "d_model=256,d_kv=64,d_ff=1024,num_layers=3,num_decoder_layers=3,"
-                                     "num_heads=4"]),
-    "BART, 2 + 2 of 256": ("seq2seq", ["bart", "d_model=256,encoder_layers=2,decoder_layers=2,"
-                                       "encoder_attention_heads=4,decoder_attention_heads=4,encoder_ffn_dim=1024,"
-                                       "decoder_ffn_dim=1024"]),
-    "Mixtral, 4 of 256": ("clm", ["mixtral", "num_hidden_layers=4,hidden_size=256,intermediate_size=512,"
-                                  "num_attention_heads=4,num_key_value_heads=2,num_local_experts=8,"
-                                  "num_experts_per_tok=2,max_position_embeddings=256,output_router_logits=true"]),
-    "OLMoE, 3 of 192": ("clm", ["olmoe", "num_hidden_layers=3,hidden_size=192,intermediate_size=192,"
-                                "num_attention_heads=4,num_key_value_heads=4,num_experts=16,num_experts_per_tok=4,"
-                                "max_position_embeddings=256,output_router_logits=true"]),
-    "Qwen 3 MoE, 4 of 192": ("clm", ["qwen3_moe", "num_hidden_layers=4,hidden_size=192,intermediate_size=512,"
-                                     "moe_intermediate_size=256,num_attention_heads=4,num_key_value_heads=2,"
-                                     "num_experts=8,num_experts_per_tok=3,max_position_embeddings=256,"
-                                     "output_router_logits=true"]),
-}  # fmt: skip
+    "Llama, 4 of 256": (
+        "clm",
+        [
+            "llama-2-7b",
+            "num_hidden_layers=4,hidden_size=256,intermediate_size=688,num_attention_heads=4,num_key_value_heads=4",
+        ],
+    ),
+    "Llama, 8 of 256": (
+        "clm",
+        [
+            "llama-2-7b",
+            "num_hidden_layers=8,hidden_size=256,intermediate_size=688,num_attention_heads=4,num_key_value_heads=4",
+        ],
+    ),
+    "Llama, 24 of 128": (
+        "clm",
+        [
+            "llama-2-7b",
+            "num_hidden_layers=24,hidden_size=128,intermediate_size=344,num_attention_heads=4,num_key_value_heads=4",
+        ],
+    ),
+    "Llama, 3 of 384, grouped": (
+        "clm",
+        [
+            "llama-2-7b",
+            "num_hidden_layers=3,hidden_size=384,intermediate_size=1024,num_attention_heads=6,num_key_value_heads=2",
+        ],
+    ),
+    "GPT-NeoX, 3 of 320": (
+        "clm",
+        ["open-calm-1b", "num_hidden_layers=3,hidden_size=320,intermediate_size=1280,num_attention_heads=5"],
+    ),
+    "Llama classifier, 4 of 256": (
+        "cls",
+        [
+            "llama-2-7b",
+            "num_hidden_layers=4,hidden_size=256,intermediate_size=688,num_attention_heads=4,num_key_value_heads=4",
+        ],
+    ),
+    "BERT, 4 of 256": (
+        "cls",
+        ["bert", "num_hidden_layers=4,hidden_size=256,num_attention_heads=4,intermediate_size=1024"],
+    ),
+    "RoBERTa, 3 of 384": (
+        "cls",
+        [
+            "roberta",
+            "num_hidden_layers=3,hidden_size=384,num_attention_heads=6,"
+            "intermediate_size=1536,hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+        ],
+    ),
+    "DeBERTa, 3 of 192": (
+        "cls",
+        ["deberta-v2-xlarge", "num_hidden_layers=3,hidden_size=192,num_attention_heads=4,intermediate_size=768"],
+    ),
+    "BlenderBot, 2 + 3 of 256": (
+        "seq2seq",
+        [
+            "blenderbot-400M-distill",
+            "d_model=256,encoder_layers=2,"
+            "decoder_layers=3,encoder_attention_heads=4,decoder_attention_heads=4,"
+            "encoder_ffn_dim=1024,decoder_ffn_dim=1024",
+        ],
+    ),
+    "T5, 3 + 3 of 256": (
+        "seq2seq",
+        ["t5-large", "d_model=256,d_kv=64,d_ff=1024,num_layers=3,num_decoder_layers=3,num_heads=4"],
+    ),
+    "BART, 2 + 2 of 256": (
+        "seq2seq",
+        [
+            "bart",
+            "d_model=256,encoder_layers=2,decoder_layers=2,"
+            "encoder_attention_heads=4,decoder_attention_heads=4,encoder_ffn_dim=1024,"
+            "decoder_ffn_dim=1024",
+        ],
+    ),
+    "Mixtral, 4 of 256": (
+        "clm",
+        [
+            "mixtral",
+            "num_hidden_layers=4,hidden_size=256,intermediate_size=512,"
+            "num_attention_heads=4,num_key_value_heads=2,num_local_experts=8,"
+            "num_experts_per_tok=2,max_position_embeddings=256,output_router_logits=true",
+        ],
+    ),
+    "OLMoE, 3 of 192": (
+        "clm",
+        [
+            "olmoe",
+            "num_hidden_layers=3,hidden_size=192,intermediate_size=192,"
+            "num_attention_heads=4,num_key_value_heads=4,num_experts=16,num_experts_per_tok=4,"
+            "max_position_embeddings=256,output_router_logits=true",
+        ],
+    ),
+    "Qwen 3 MoE, 4 of 192": (
+        "clm",
+        [
+            "qwen3_moe",
+            "num_hidden_layers=4,hidden_size=192,intermediate_size=512,"
+            "moe_intermediate_size=256,num_attention_heads=4,num_key_value_heads=2,"
+            "num_experts=8,num_experts_per_tok=3,max_position_embeddings=256,"
+            "output_router_logits=true",
+        ],
+    ),
+}
 TYPES = ("bert", "roberta", "bart", "mixtral", "olmoe", "qwen3_moe")  # of transformers, without a name in this tree
 
 
@@ -148,11 +223,22 @@ class Configuration:
         task, (shape, overrides) = MODELS[self.model]
         lengths = {"clm": "--block_size", "cls": "--max_length", "seq2seq": "--max_source_length"}
         return [
-            "--task", task, *{"clm": TEXT, "cls": LABELLED, "seq2seq": PAIRS}[task],
-            "--model_type" if shape in TYPES else "--config_name", shape, "--config_overrides", overrides,
-            lengths[task], str(self.length), "--precision", self.precision, "--gradient_accumulation_steps",
-            str(self.accumulation), "--per_device_eval_batch_size", "4", "--max_train_steps", "100", *self.more,
-        ]  # fmt: skip
+            "--task",
+            task,
+            *{"clm": TEXT, "cls": LABELLED, "seq2seq": PAIRS}[task],
+            "--model_type" if shape in TYPES else "--config_name",
+            shape,
+            "--config_overrides",
+            overrides,
+            lengths[task],
+            str(self.length),
+            "--precision",
+            self.precision,
+            "--gradient_accumulation_steps",
+            str(self.accumulation),
+            *"--per_device_eval_batch_size 4 --max_train_steps 100".split(),
+            *self.more,
+        ]
 
 
 def _make(model: str, strategy: str, precision: str, length: int, accumulation: int, sizes: tuple[int, int], *more):
@@ -233,13 +319,17 @@ OFFLOADED = [  # the inputs of recomputed layers wait on the host; the same with
     *(
         _make("Llama, 8 of 256", strategy, precision, 256, accumulation, (2, 8), WHOLE, AGAIN, ON_HOST)
         for strategy, precision, accumulation in (
-            ("ddp", "fp32", 1), ("zero2", "fp32", 2), ("zero3", "fp32", 1), ("fsdp2", "fp32", 1), ("sp", "fp32", 1),
+            ("ddp", "fp32", 1),
+            ("zero2", "fp32", 2),
+            ("zero3", "fp32", 1),
+            ("fsdp2", "fp32", 1),
+            ("sp", "fp32", 1),
         )
     ),
     _make("Llama, 8 of 256", "single", "fp32", 256, 1, (2, 8), WHOLE, SECOND, ON_HOST),
     _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN, ON_HOST),
     _make("DeBERTa, 3 of 192", "zero2", "fp32", 64, 1, (2, 12), AGAIN, ON_HOST),
-]  # fmt: skip
+]
 GENERATED = [  # evaluated by generation, in batches that need more than the small micro-batch
     _make("BlenderBot, 2 + 3 of 256", "single", "bf16", 64, 1, (2, 96), GENERATES),
     _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 64), GENERATES),
@@ -264,9 +354,14 @@ ON_DISK = [  # the optimizer's state on a disk: needs libaio's headers
     _make("Llama, 8 of 256", "zero3_offload_nvme", "fp32", 128, 2, (2, 8), WHOLE),
     _make("BERT, 4 of 256", "zero3_offload_nvme", "bf16", 96, 1, (2, 12)),
 ]
-OTHERS = {"disk": ON_DISK, 
-    "generated": GENERATED, "shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED, "experts": EXPERTS,
-}  # fmt: skip
+OTHERS = {
+    "disk": ON_DISK,
+    "generated": GENERATED,
+    "shared": SHARED,
+    "recomputed": RECOMPUTED,
+    "offloaded": OFFLOADED,
+    "experts": EXPERTS,
+}
 
 
 def chosen(half: str, on: str) -> list[Configuration]:
@@ -274,9 +369,10 @@ def chosen(half: str, on: str) -> list[Configuration]:
     if half in OTHERS:
         return OTHERS[half]
     return [
-        one for place, one in enumerate(CONFIGURATIONS)
+        one
+        for place, one in enumerate(CONFIGURATIONS)
         if half in ("all", "set-aside" if place in SET_ASIDE else "first") and (on != "cpu" or place in ON_CPU)
-    ]  # fmt: skip
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -321,9 +417,14 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
     shutil.rmtree(folder, ignore_errors=True)
     process = psutil.Process()
     request = TrialRequest(
-        sizes=configuration.tried, first=configuration.tried[0], only_first=False, steps=1, pid=process.pid,
-        started=process.create_time(), must_try=configuration.tried,
-    )  # fmt: skip
+        sizes=configuration.tried,
+        first=configuration.tried[0],
+        only_first=False,
+        steps=1,
+        pid=process.pid,
+        started=process.create_time(),
+        must_try=configuration.tried,
+    )
     file, recipe = request.write(folder), folder / "recipe.yaml"
     flags = [*configuration.recipe, "--cache_dir", str(output / "cache"), "--strategies", configuration.strategy]
     options, cls = read_with_recipe(
@@ -331,10 +432,13 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
     )
     recipe.write_text(yaml.safe_dump(make_recipe(options, cls).values))
     trial = Trial(
-        configuration.task, ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml", recipe, folder / "run",
+        configuration.task,
+        ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml",
+        recipe,
+        folder / "run",
         ("--per_device_train_batch_size", str(request.first)),
         ("-m", "zerofit.tools.compare.trial", configuration.task, str(file)),
-    )  # fmt: skip
+    )
     command, log = trial.command(configuration.processes), folder / "log.txt"
     with launched(command, trial.output, log, environment=_environment(on, configuration.processes)) as launch:
         launch.wait(PATIENCE_S)
@@ -429,16 +533,35 @@ def compare(configuration: Configuration, on: str, peaks: dict[int, int]) -> dic
 
 
 def tabulate(results: list[dict], configurations: list[Configuration]) -> list[list[str]]:
-    rows = [["model", "strategy", "precision", "tokens", "micro-batches", "", "micro-batch", "predicted, MiB",
-             "measured, MiB", "error", "phase", "largest"]]  # fmt: skip
+    rows = [
+        [
+            *"model strategy precision tokens micro-batches".split(),
+            "",
+            "micro-batch",
+            "predicted, MiB",
+            "measured, MiB",
+            "error",
+            "phase",
+            "largest",
+        ]
+    ]
     for result, one in zip(results, configurations, strict=True):
         more = ", ".join(word.removeprefix("--").replace("_", " ") for word in one.more if word != "--packing")
         about = [one.model, one.strategy, one.precision, str(one.length), str(one.accumulation), more]
         for size, measured in result["measured"].items():
             last = size == one.sizes[-1]
             found = f"{result['predicted_largest']} of {result['largest']}" if last else ""
-            rows.append([*about, str(size), f"{result['predicted'][size] / MIB:.2f}", f"{measured / MIB:.2f}",
-                         f"{100 * result['error'][size]:+.1f} %", result["phase"][size], found])  # fmt: skip
+            rows.append(
+                [
+                    *about,
+                    str(size),
+                    f"{result['predicted'][size] / MIB:.2f}",
+                    f"{measured / MIB:.2f}",
+                    f"{100 * result['error'][size]:+.1f} %",
+                    result["phase"][size],
+                    found,
+                ]
+            )
             about = [""] * len(about)
     return rows
 

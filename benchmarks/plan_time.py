@@ -25,10 +25,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = "PLAN_TIMES"  # a folder: this is a process of a launch
-GPT2 = ("--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=12,n_embd=768,n_positions=128,resid_pdrop=0,"
-        "embd_pdrop=0,attn_pdrop=0", "--block_size", "128")  # fmt: skip
-LLAMA = ("--config_name", "llama-2-7b", "--config_overrides", "num_hidden_layers=4,hidden_size=512,"
-         "intermediate_size=1408,num_attention_heads=8,num_key_value_heads=8", "--block_size", "128")  # fmt: skip
+GPT2 = tuple(
+    (
+        "--config_name gpt2 --config_overrides "
+        "n_layer=2,n_head=12,n_embd=768,n_positions=128,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0 --block_size "
+        "128"
+    ).split()
+)
+LLAMA = tuple(
+    (
+        "--config_name llama-2-7b --config_overrides "
+        "num_hidden_layers=4,hidden_size=512,intermediate_size=1408,num_attention_heads=8,num_key_value_heads=8 "
+        "--block_size 128"
+    ).split()
+)
 FP32, BF16 = ("--precision", "fp32"), ("--precision", "bf16")
 CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # name: (strategy, micro-batch, flags of the recipe)
     "gpt2 ddp": ("ddp", 2, (*GPT2, *FP32)),
@@ -40,18 +50,38 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {  # name: (strategy, micro
     "llama ddp": ("ddp", 4, (*LLAMA, *FP32)),
     "llama zero2": ("zero2", 2, (*LLAMA, *FP32)),
 }
-COMMON = ("--train_tokenizer_vocab_size", "4096", "--train_file", "{stdlib}/*.py", "--gradient_accumulation_steps",
-          "2")  # fmt: skip
-NOT_KEPT = ("--save_strategy", "no", "--report_to", "none", "--eval_on_start", "false", "--max_eval_samples", "2",
-            "--sample_tokens", "0", "--max_train_steps", "7")  # fmt: skip
+COMMON = (
+    "--train_tokenizer_vocab_size",
+    "4096",
+    "--train_file",
+    "{stdlib}/*.py",
+    "--gradient_accumulation_steps",
+    "2",
+)
+NOT_KEPT = tuple(
+    (
+        "--save_strategy no --report_to none --eval_on_start false --max_eval_samples 2 --sample_tokens 0 "
+        "--max_train_steps 7"
+    ).split()
+)
 
 
 def measure(strategy: str, micro_batch: int, flags: tuple[str, ...]) -> float:
     """Processor seconds of an update, of the slower process."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes",
-                 "2", "--config_file", f"accelerate_configs/{strategy}.yaml", __file__, *flags, *COMMON, *NOT_KEPT,
-                 "--per_device_train_batch_size", str(micro_batch), "--output_dir", f"{folder}/run"]  # fmt: skip
+        words = [
+            sys.executable,
+            *"-m accelerate.commands.launch --main_process_port 0 --num_processes 2 --config_file".split(),
+            f"accelerate_configs/{strategy}.yaml",
+            __file__,
+            *flags,
+            *COMMON,
+            *NOT_KEPT,
+            "--per_device_train_batch_size",
+            str(micro_batch),
+            "--output_dir",
+            f"{folder}/run",
+        ]
         environment = {**os.environ, TIMES: folder, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -63,8 +93,19 @@ def measure(strategy: str, micro_batch: int, flags: tuple[str, ...]) -> float:
 def predict(strategy: str, micro_batch: int, flags: tuple[str, ...]) -> dict:
     from zerofit.cli import main as zerofit
 
-    words = ["plan", "--task", "clm", *flags, *COMMON, "--gpu", "cpu", "--gpu_memory", "64GiB", "--num_gpus", "2",
-             "--strategies", strategy, "--batch_sizes", str(micro_batch), "--json", "-"]  # fmt: skip
+    words = [
+        "plan",
+        "--task",
+        "clm",
+        *flags,
+        *COMMON,
+        *"--gpu cpu --gpu_memory 64GiB --num_gpus 2 --strategies".split(),
+        strategy,
+        "--batch_sizes",
+        str(micro_batch),
+        "--json",
+        "-",
+    ]
     with redirect_stdout(io.StringIO()) as said:
         if zerofit(words):
             raise SystemExit(1)

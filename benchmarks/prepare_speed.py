@@ -239,8 +239,7 @@ def main() -> None:
         if args.rounds:
             once = write_text(folder / "once.jsonl", args.text, 0)
             repeated = write_text(folder / "repeated.jsonl", args.text, args.megabytes)
-            sources = {f"once, {once.stat().st_size / 1e6:.2g} MB": once,
-                       f"repeated, {args.megabytes:g} MB": repeated}  # fmt: skip
+            sources = {f"once, {once.stat().st_size / 1e6:.2g} MB": once, f"repeated, {args.megabytes:g} MB": repeated}
             shown += [*compare_speeds(args, sources, folder), ""]
         if args.memory:
             shown += compare_memory(args, folder)

@@ -42,23 +42,38 @@ def main() -> None:
             step(model, inputs)
         flops[way] = counted.get_total_flops()
     models = make_models(options.layers, options.width)
-    rounds = [{way: seconds(model, inputs) for way, model in models.items()}
-              for _ in range(NOT_COUNTED + options.rounds)][NOT_COUNTED:]  # fmt: skip
+    rounds = [
+        {way: seconds(model, inputs) for way, model in models.items()} for _ in range(NOT_COUNTED + options.rounds)
+    ][NOT_COUNTED:]
     rows = [["gradient_checkpointing", "time, of none", "quartiles", "ms a layer", "FLOPs, of none"]]
     for way in models:
         ratios = [times[way] / times["none"] for times in rounds]
         low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
         beyond = statistics.median(times[way] - times["none"] for times in rounds) * 1e3 / options.layers
-        rows.append([way, f"{statistics.median(ratios):.2f}", f"{low:.2f} to {high:.2f}", f"{beyond:.2f}",
-                     f"{flops[way] / flops['none']:.2f}"])  # fmt: skip
+        rows.append(
+            [
+                way,
+                f"{statistics.median(ratios):.2f}",
+                f"{low:.2f} to {high:.2f}",
+                f"{beyond:.2f}",
+                f"{flops[way] / flops['none']:.2f}",
+            ]
+        )
     print(table(rows), "", provenance("one process", "torch", "transformers"), sep="\n")
 
 
 def make_models(layers: int, width: int, is_traced: bool = False) -> dict[str, torch.nn.Module]:
     """{way: a model}, all with the same weights."""
     torch.manual_seed(0)
-    config = LlamaConfig(num_hidden_layers=layers, hidden_size=width, intermediate_size=width * 43 // 16,
-                         num_attention_heads=4, num_key_value_heads=4, vocab_size=4096, use_cache=False)  # fmt: skip
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=width * 43 // 16,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=4096,
+        use_cache=False,
+    )
     first = AutoModelForCausalLM.from_config(config).train()
     models = {way: copy.deepcopy(first) for way in WAYS}
     for way, which in WAYS.items():

@@ -34,8 +34,10 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=30, help=f"a multiple of {EVERY}")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "save-stall.md")
     options = parser.parse_args()
-    rows = ["| strategy | ranks | written | MB | first, s | paused, s | written in, s | updates meanwhile |",
-            "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    rows = [
+        "| strategy | ranks | written | MB | first, s | paused, s | written in, s | updates meanwhile |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     print("\n".join(rows))
     options.output.parent.mkdir(exist_ok=True)
     for strategy in options.strategies:
@@ -53,13 +55,35 @@ def measured(strategy: str, meanwhile: bool, options: argparse.Namespace) -> str
     with tempfile.TemporaryDirectory(dir=options.output.parent) as folder:
         output = Path(folder) / "run"
         lines = launch(
-            output, "--config_name", "gpt2", "--config_overrides", options.shape, "--tokenizer_name",
+            output,
+            "--config_name",
+            "gpt2",
+            "--config_overrides",
+            options.shape,
+            "--tokenizer_name",
             options.tokenizer,
-            "--train_file", options.text, "--block_size", "128", "--per_device_train_batch_size",
-            str(4 // processes), "--max_train_steps", str(options.updates), "--validation_split_percentage", "0",
-            "--precision", "fp32", "--save_steps", str(EVERY), "--save_total_limit", "2", "--save_async",
-            str(meanwhile).lower(), strategy=strategy, processes=processes, timeout=1200,
-        )  # fmt: skip
+            "--train_file",
+            options.text,
+            "--block_size",
+            "128",
+            "--per_device_train_batch_size",
+            str(4 // processes),
+            "--max_train_steps",
+            str(options.updates),
+            "--validation_split_percentage",
+            "0",
+            "--precision",
+            "fp32",
+            "--save_steps",
+            str(EVERY),
+            "--save_total_limit",
+            "2",
+            "--save_async",
+            str(meanwhile).lower(),
+            strategy=strategy,
+            processes=processes,
+            timeout=1200,
+        )
         saves = json.loads((output / "environment.json").read_text())["checkpoints"]
     assert len(saves) == options.updates // EVERY
     stood = statistics.mean(save["blocked_s"] for save in saves[1:])

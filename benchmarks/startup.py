@@ -69,10 +69,16 @@ def launch(strategy: str, processes: int) -> dict[str, float]:
 
 def launcher(strategy: str, processes: int) -> list[str]:
     return [
-        str(Path(sys.executable).parent / "accelerate"), "launch",
-        "--config_file", f"accelerate_configs/{strategy}.yaml",
-        "--num_processes", str(processes), "--main_process_port", "0", "train/clm.py",
-    ]  # fmt: skip
+        str(Path(sys.executable).parent / "accelerate"),
+        "launch",
+        "--config_file",
+        f"accelerate_configs/{strategy}.yaml",
+        "--num_processes",
+        str(processes),
+        "--main_process_port",
+        "0",
+        "train/clm.py",
+    ]
 
 
 def median_phases(launches: list[dict[str, float]]) -> dict[str, float]:

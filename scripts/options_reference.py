@@ -20,9 +20,15 @@ from zerofit.recipe.help import default_text, heading, option_groups, value_text
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 TASKS = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 TOOLS = (
-    "launch", "doctor", "plan", "compare", "verify", "prepare", "prepare merge", "prepare info", "convert meta-to-hf",
-    "convert hf-to-meta", "convert megatron-args", "merge", "generate",
-)  # fmt: skip
+    *"launch doctor plan compare verify prepare".split(),
+    "prepare merge",
+    "prepare info",
+    "convert meta-to-hf",
+    "convert hf-to-meta",
+    "convert megatron-args",
+    "merge",
+    "generate",
+)
 WITH_RECIPE = ("launch", "doctor", "plan", "compare", "verify")
 INTRO = """# Options
 

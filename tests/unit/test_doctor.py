@@ -15,8 +15,8 @@ from zerofit.cli import main
 from zerofit.recipe.idle import IDLE, idle_options
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
-from zerofit.tools.doctor.installation import COMPILED, IMPOSSIBLE, TO_COMPILE, Folder, Installation
-from zerofit.tools.doctor.judge import Needs, judge
+from zerofit.tools.doctor.check import Needs, check_machine
+from zerofit.tools.doctor.installation import Folder, Installation
 from zerofit.tools.doctor.report import Finding, Report
 from zerofit.tools.doctor.values import OWNERS, flat
 from zerofit.tools.machine import Device
@@ -26,10 +26,16 @@ A100 = Device("A100", 40 * GIB, 39 * GIB, has_bf16=True)
 T4 = Device("T4", 16 * GIB, 15 * GIB, has_bf16=False)
 OUTPUT = Folder("output", "--output_dir", "outputs/x", free=100 * GIB, total=200 * GIB)
 HEALTHY = Installation(
-    cores=8, memory_free=60 * GIB, memory=64 * GIB, shm=32 * GIB, torch="2.13.0+cu128", built_for="CUDA 12.8",
-    kind="cuda", devices=(A100, A100), present={"NVIDIA": 2}, compiler="/usr/bin/c++", ninja="/usr/bin/ninja",
-    cuda_toolkit="12.8", operations={"cpu_adam": TO_COMPILE, "fused_adam": TO_COMPILE}, folders=(OUTPUT,),
-)  # fmt: skip
+    cores=8,
+    memory_free=60 * GIB,
+    memory=64 * GIB,
+    shm=32 * GIB,
+    kind="cuda",
+    devices=(A100, A100),
+    present={"NVIDIA": 2},
+    folders=(OUTPUT,),
+)
+CPU = dataclasses.replace(HEALTHY, devices=(), kind="cpu", present={})
 NEEDS = Needs(processes=2, precision="bf16", deepspeed=True)
 RECIPE = """
 config_name: gpt2
@@ -42,8 +48,8 @@ output_dir: out
 """
 
 
-def judged(machine: Installation = HEALTHY, needs: Needs = NEEDS, **variables: str) -> list[tuple[str, str]]:
-    return [(one.level, f"{one.what}. {one.remedy}") for one in judge(machine, needs, variables)]
+def check(machine: Installation = HEALTHY, needs: Needs = NEEDS, **variables: str) -> list[tuple[str, str]]:
+    return [(found.level, f"{found.what}. {found.remedy}") for found in check_machine(machine, needs, variables)]
 
 
 def change(machine=HEALTHY, **changes) -> Installation:
@@ -54,136 +60,52 @@ def change(machine=HEALTHY, **changes) -> Installation:
 
 
 def test_a_healthy_machine():
-    assert judged() == []
-    assert judged(change(devices=(), kind="cpu", present={}), Needs(processes=8, precision="fp32")) == []
+    assert check() == []
+    assert check(CPU, Needs(processes=8, precision="fp32")) == []
+    assert check(change(devices=(T4, T4)), dataclasses.replace(NEEDS, precision="fp16")) == []
+    assert check(change(CPU, bf16_slowdown=12.4), Needs(precision="fp32")) == []
 
 
-def test_a_gpu_without_a_known_peak():
-    ((level, said),) = judged(change(devices=(A100, dataclasses.replace(A100, name="NVIDIA A10G"))))
-    assert level == "note"
-    assert "no peak of NVIDIA A10G" in said
-    assert "--peak_tflops gives it" in said
-
-
-def test_more_processes_than_devices():
-    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, processes=4))
-    assert level == "error"
-    assert "4 processes on this machine, which has 2 devices. Use --num_processes 2" in said
-    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, processes=1))
-    assert (level, "--num_processes 2" in said) == ("note", True)
-    ((_, said),) = judged(change(folders=()), dataclasses.replace(NEEDS, visible=1, num_machines=2))
-    assert "Use --num_processes 2" in said, "gpu_ids leaves one on each of two machines"
-
-
-def test_a_cpu_that_is_slow_in_bf16():
-    cpu = change(devices=(), kind="cpu", present={}, bf16_slowdown=12.4)
-    ((level, said),) = judged(cpu, Needs(processes=1, precision="bf16"))
-    assert level == "warning"
-    assert "12 times" in said
-    assert "--precision fp32" in said
-    assert judged(cpu, Needs(processes=1, precision="fp32")) == []
-
-
-def test_processes_without_cores():
-    ((level, said),) = judged(change(devices=(), kind="cpu", present={}, cores=2), Needs(processes=4))
-    assert level == "warning"
-    assert "4 processes oversubscribe 2 cores" in said
-
-
-def test_a_gpu_that_is_hidden():
-    ((level, said),) = judged(change(devices=()), CUDA_VISIBLE_DEVICES="")
-    assert level == "warning"
-    assert "hides the machine's 2 NVIDIA GPUs" in said
-    assert "unset CUDA_VISIBLE_DEVICES" in said
-
-
-def test_bf16_on_a_gpu_without():
-    ((level, said),) = judged(change(devices=(T4, T4)))
-    assert level == "warning"
-    assert "a T4 does not compute in it" in said
-    assert "--precision fp16" in said
-    assert judged(change(devices=(T4, T4)), dataclasses.replace(NEEDS, precision="fp16")) == []
-
-
-def test_a_device_that_others_use():
-    busy = dataclasses.replace(A100, free=10 * GIB)
-    ((level, said),) = judged(change(devices=(A100, busy)))
-    assert level == "warning"
-    assert "device 1 (A100): 30.00 GiB of 40.00 GiB are in use" in said
-
-
-def test_state_that_no_device_holds():
-    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, state_bytes=100 * GIB))
-    assert level == "error"
-    assert "100.00 GiB of each device, which has 40.00 GiB" in said
+BUSY, UNKNOWN = dataclasses.replace(A100, free=10 * GIB), dataclasses.replace(A100, name="NVIDIA A10G")
+DENIED = {"problem": "cannot be written: Permission denied", "what": "HF cache"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "operation", "words"),
+    ("changes", "needs", "level", "words"),
     [
-        ({"ninja": None}, "cpu_adam", "ninja is not on PATH"),
-        ({"compiler": None}, "cpu_adam", "there is no C++ compiler"),
-        ({"cuda_toolkit": "not found"}, "fused_adam", '"torch_adam": true'),
-        (
-            {"cuda_toolkit": "not found", "operations": {"async_io": TO_COMPILE}},
-            "async_io",
-            "set CUDA_HOME; or use --strategy zero3_offload",
-        ),
-        ({"operations": {"async_io": IMPOSSIBLE}}, "async_io", "libaio-dev); or use --strategy zero3_offload"),
-        ({"operations": {"cpu_adam": IMPOSSIBLE}}, "cpu_adam", "DeepSpeed has no cpu_adam for this machine"),
-        ({"deepspeed_problem": "CUDAMismatchException: 11.8"}, "cpu_adam", "DeepSpeed cannot be imported"),
+        ({"devices": (A100, UNKNOWN)}, {}, "note", ["no peak of NVIDIA A10G", "--peak_tflops"]),
+        ({}, {"processes": 4}, "error", ["4 processes", "2 devices", "--num_processes 2"]),
+        ({}, {"processes": 1}, "note", ["--num_processes 2"]),
+        ({"folders": ()}, {"visible": 1, "num_machines": 2}, "error", ["Use --num_processes 2"]),
+        ({**vars(CPU), "bf16_slowdown": 12.4}, {}, "warning", ["12 times", "--precision fp32"]),
+        ({**vars(CPU), "cores": 2}, {"processes": 4}, "warning", ["oversubscribe 2 cores"]),
+        ({"devices": (T4, T4)}, {}, "warning", ["a T4", "--precision fp16"]),
+        ({"devices": (A100, BUSY)}, {}, "warning", ["device 1 (A100): 30.00 GiB of 40.00 GiB"]),
+        ({}, {"state_bytes": 100 * GIB}, "error", ["100.00 GiB of each device", "40.00 GiB"]),
+        ({"operations": {"cpu_adam": ["there is no ninja"]}}, {}, "error", ["cpu_adam", "no ninja", "torch_adam"]),
+        ({"operations": {"async_io": ["x"]}}, {"operations": ("async_io",)}, "error", ["--strategy zero3_offload"]),
+        ({"deepspeed_problem": "CUDAMismatchException: 11.8"}, {}, "error", ["CUDAMismatchException"]),
+        ({}, {"host_bytes": 100 * GIB}, "error", ["100.00 GiB for the state", "64.00 GiB"]),
+        ({}, {"host_bytes": 61 * GIB}, "warning", ["60.00 GiB are free"]),
+        ({"shm": 64 * 2**20}, {}, "warning", ["/dev/shm has 64.0 MiB", "--shm-size"]),
+        ({"folders": (dataclasses.replace(OUTPUT, **DENIED),)}, {}, "error", ["Permission denied"]),
+        ({"folders": (dataclasses.replace(OUTPUT, free=2**20),)}, {}, "warning", ["only 1.0 MiB free"]),
+        ({}, {"checkpoint_bytes": 101 * GIB}, "error", ["a checkpoint takes 101.00 GiB"]),
+        ({}, {"checkpoint_bytes": 99 * GIB}, "warning", ["the second has no room"]),
+        ({}, {"num_machines": 2}, "warning", ["file system", "--output_dir"]),
     ],
 )
-def test_what_deepspeed_compiles(changes, operation, words):
-    ((level, said),) = judged(change(**changes), dataclasses.replace(NEEDS, operations=(operation,)))
-    assert level == "error"
-    assert words in said
-    assert judged(change(**{"deepspeed_problem": None, **changes} if "deepspeed_problem" not in changes else {})) == []
+def test_what_is_wrong_with_a_machine(changes, needs, level, words):
+    needs = dataclasses.replace(NEEDS, **{"operations": ("cpu_adam",), **needs})
+    ((found, said),) = check(change(**changes), needs)
+    assert found == level
+    assert all(word in said for word in words), said
 
 
-def test_compiled_already():
-    needs = dataclasses.replace(NEEDS, operations=("cpu_adam",))
-    assert [level for level, _ in judged(needs=needs)] == ["note"]
-    assert judged(change(operations={"cpu_adam": COMPILED}, ninja=None, compiler=None), needs) == []
-
-
-def test_a_lock_of_a_killed_build():
-    ((level, said),) = judged(change(locks=("/x/cpu_adam/lock",)))
-    assert level == "warning"
-    assert "rm /x/cpu_adam/lock" in said
-
-
-def test_host_memory():
-    ((level, said),) = judged(needs=dataclasses.replace(NEEDS, host_bytes=100 * GIB))
-    assert level == "error"
-    assert "100.00 GiB for the state" in said
-    assert "this machine has 64.00 GiB" in said
-    ((level, _),) = judged(needs=dataclasses.replace(NEEDS, host_bytes=61 * GIB))
-    assert level == "warning", "it fits if other programs end"
-
-
-def test_shared_memory():
-    ((level, said),) = judged(change(shm=64 * 2**20))
-    assert level == "warning"
-    assert "/dev/shm has 64.0 MiB" in said
-
-
-def test_folders():
-    for changes, needs, level, words in (
-        ({"problem": "cannot be written: Permission denied", "what": "HF cache"}, {}, "error", "Permission denied"),
-        ({"free": 2**20}, {}, "warning", "full but for 1.0 MiB"),
-        ({}, {"checkpoint_bytes": 101 * GIB}, "error", "100.00 GiB free, and a checkpoint takes 101.00 GiB"),
-        ({}, {"checkpoint_bytes": 99 * GIB}, "warning", "the second has no room"),
-        ({}, {"num_machines": 2}, "warning", "file system that all machines share"),
-    ):
-        folder = dataclasses.replace(OUTPUT, **changes)
-        ((found, said),) = judged(change(folders=(folder,)), dataclasses.replace(NEEDS, **needs))
-        assert found == level
-        assert words in said
-
-
-def test_variables_of_debugging():
-    ((level, said),) = judged(CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="OFF")
+def test_variables_of_the_shell():
+    ((level, said),) = check(change(devices=()), CUDA_VISIBLE_DEVICES="")
+    assert (level, "unset CUDA_VISIBLE_DEVICES" in said) == ("warning", True)
+    ((level, said),) = check(CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="OFF")
     assert (level, "unset CUDA_LAUNCH_BLOCKING" in said) == ("warning", True)
 
 
@@ -247,74 +169,129 @@ def test_a_sound_run(folder, capsys):
     assert found["deepspeed: gradient_clipping"] == (1.0, "max_grad_norm (default)")
     assert found["deepspeed: train_batch_size"] == (32, "global_batch_size (--global_batch_size)")
     assert found["num_machines"] == (1, "accelerate_configs/zero2.yaml")
-    assert report["machine"]["accelerate"]["Python version"]
 
 
 def test_contradictions_of_three_files_at_once(folder, capsys):
     edit(folder / "accelerate_configs/zero2.yaml", mixed_precision="bf16")
-    edit(folder / "ds_configs/zero2.json", train_micro_batch_size_per_gpu=8, gradient_clipping=0.5,
-         gradient_accumulation_steps=2, bf16={"enabled": False}, fp16={"enabled": False})  # fmt: skip
-    report = examined(capsys, *MINE, "--strategy", "zero2", "--max_grad_norm", "1", "--precision", "fp16",
-                      "--gradient_accumulation_steps", "4")  # fmt: skip
+    edit(
+        folder / "ds_configs/zero2.json",
+        train_micro_batch_size_per_gpu=8,
+        gradient_clipping=0.5,
+        gradient_accumulation_steps=2,
+        bf16={"enabled": False},
+        fp16={"enabled": False},
+    )
+    report = examined(
+        capsys,
+        *MINE,
+        "--strategy",
+        "zero2",
+        "--max_grad_norm",
+        "1",
+        "--precision",
+        "fp16",
+        "--gradient_accumulation_steps",
+        "4",
+    )
     assert report["exit_code"] == 1
     said = "\n".join(texts(report))
     for words in (
-        "bf16 (accelerate_configs/zero2.yaml)", "fp32 (ds_configs/zero2.json)", "fp16 (--precision)",
+        "bf16 (accelerate_configs/zero2.yaml)",
+        "fp32 (ds_configs/zero2.json)",
+        "fp16 (--precision)",
         "train_micro_batch_size_per_gpu = 8, and per_device_train_batch_size = 4 (clm/mine.yaml, line 7)",
         "gradient_accumulation_steps = 2, and gradient_accumulation_steps = 4 (--gradient_accumulation_steps)",
         "gradient_clipping = 0.5, and max_grad_norm = 1.0 (--max_grad_norm)",
-    ):  # fmt: skip
+    ):
         assert words in said
 
 
 def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
     (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\nstrategy: zero1\n")
     edit(folder / "accelerate_configs/zero2.yaml", deepspeed_confg={})
-    edit(folder / "ds_configs/zero2.json", zero_optimisation={"stage": 3})
     report = examined(capsys, *MINE, "--strategy", "zero2")
     assert report["exit_code"] == 2
     said = "\n".join(texts(report))
     for words in (
-        "learning_rat is not an option. Did you mean learning_rate?", "seed = -1", "no effect without --lora",
-        "strategy = 'zero1': a recipe says what is trained, and not how", "deepspeed_confg",
-        "DeepSpeed knows no zero_optimisation",
-    ):  # fmt: skip
+        "learning_rat is not an option. Did you mean learning_rate?",
+        "seed = -1",
+        "no effect without --lora",
+        "strategy = 'zero1'",
+        "deepspeed_confg",
+    ):
         assert words in said
 
 
 def test_everything_that_a_json_has_wrong(folder, capsys):
-    edit(folder / "ds_configs/zero2.json", overlap=True, gradient_clipping=0.5, optimizer={"type": "Lamb"},
-         scheduler={"type": "WarmupLRr"}, zero_optimization={"stage": 2, "overlap_com": True},
-         fp16={"enabled": True}, bf16={"enabled": False})  # fmt: skip
+    edit(
+        folder / "ds_configs/zero2.json",
+        overlap=True,
+        gradient_clipping=0.5,
+        optimizer={"type": "Lamb"},
+        scheduler={"type": "WarmupLRr"},
+        zero_optimization={"stage": 2, "overlap_com": True},
+        fp16={"enabled": True},
+        bf16={"enabled": False},
+    )
     said = "\n".join(
         texts(examined(capsys, *MINE, "--strategy", "zero2", "--max_grad_norm", "1", "--precision", "bf16"))
     )
     for words in (
-        "DeepSpeed knows no overlap ", "Did you mean overlap_comm?",
+        "DeepSpeed knows no overlap ",
+        "Did you mean overlap_comm?",
         "gradient_clipping = 0.5, and max_grad_norm = 1.0",
-        "'Lamb'", "did you mean WarmupLR?", "fp16 (ds_configs/zero2.json) and bf16 (--precision)",
-    ):  # fmt: skip
+        "'Lamb'",
+        "did you mean WarmupLR?",
+        "fp16 (ds_configs/zero2.json) and bf16 (--precision)",
+    ):
         assert words in said
 
 
 def test_checks_of_a_run_before_its_data(folder, capsys):
     """The model's positions, its layout, its template and its adapter, all in one go; nothing is read or loaded."""
     (folder / "model").mkdir()
-    config = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
-              "intermediate_size": 64, "max_position_embeddings": 512, "vocab_size": 300}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+        "vocab_size": 300,
+    }
     (folder / "model" / "config.json").write_text(json.dumps(config))
     command = ("--task", "clm", "--model_name_or_path", "model", "--train_file", "text.txt")
     found = texts(examined(capsys, *command, "--block_size", "4096"), "error")
     assert any("block_size = 4096 (--block_size): the model has 512 positions" in text for text in found)
     assert any("'model'" in text and "tokenizer" in text.lower() for text in found), "it has none"
     report = examined(
-        capsys, *command, "--train_tokenizer_vocab_size", "300", "--block_size", "4096", "--chat_template", "no",
-        "--lora", "--lora_target_modules", "foo", "--optim", "adamw8", "--global_batch_size", "7",
-        "--validation_file", "none.txt",
-    )  # fmt: skip
+        capsys,
+        *command,
+        "--train_tokenizer_vocab_size",
+        "300",
+        "--block_size",
+        "4096",
+        "--chat_template",
+        "no",
+        "--lora",
+        "--lora_target_modules",
+        "foo",
+        "--optim",
+        "adamw8",
+        "--global_batch_size",
+        "7",
+        "--validation_file",
+        "none.txt",
+    )
     found = "\n".join(texts(report, "error"))
-    for name in ("block_size = 4096", "chat_template = 'no'", "lora_target_modules = foo", "optim = 'adamw8'",
-                 "global_batch_size = 7", "validation_file = 'none.txt'"):  # fmt: skip
+    for name in (
+        "block_size = 4096",
+        "chat_template = 'no'",
+        "lora_target_modules = foo",
+        "optim = 'adamw8'",
+        "global_batch_size = 7",
+        "validation_file = 'none.txt'",
+    ):
         assert name in found, found
     assert report["exit_code"] == 2
 
@@ -327,21 +304,39 @@ def test_the_layout(folder, capsys):
 
 def test_what_has_no_effect(folder, capsys):
     edit(folder / "accelerate_configs/zero2.yaml", fsdp_config={"fsdp_version": 2}, num_processes=4, machine_rank=1)
-    edit(folder / "ds_configs/zero2.json", zero_optimization={"stage": 2, "stage3_max_live_parameters": 10},
-         fp16={"enabled": "auto", "initial_scale_power": 8},
-         activation_checkpointing={"cpu_checkpointing": True})  # fmt: skip
-    report = examined(capsys, *MINE, "--strategy", "zero2", "--report_name", "x", "--lr_scheduler_type", "constant",
-                      "--num_warmup_steps", "5", "--min_lr_ratio", "0.1")  # fmt: skip
+    edit(
+        folder / "ds_configs/zero2.json",
+        zero_optimization={"stage": 2, "stage3_max_live_parameters": 10},
+        fp16={"enabled": "auto", "initial_scale_power": 8},
+        activation_checkpointing={"cpu_checkpointing": True},
+    )
+    report = examined(
+        capsys,
+        *MINE,
+        "--strategy",
+        "zero2",
+        "--report_name",
+        "x",
+        "--lr_scheduler_type",
+        "constant",
+        "--num_warmup_steps",
+        "5",
+        "--min_lr_ratio",
+        "0.1",
+    )
     assert report["exit_code"] == 0, texts(report)
     said = "\n".join(texts(report, "warning", "note"))
     for words in (
-        "report_name = x (--report_name) has no effect", "min_lr_ratio = 0.1",
+        "report_name = x (--report_name) has no effect",
+        "min_lr_ratio = 0.1",
         "num_warmup_steps = 5 (--num_warmup_steps) has no effect",
-        "fsdp_config has no effect", "machine_rank has no effect",
+        "fsdp_config has no effect",
+        "machine_rank",
         "num_processes = 4 has no effect: --num_processes 2 overrides the file",
-        "stage3_max_live_parameters has no effect", "fp16.initial_scale_power has no effect",
+        "stage3_max_live_parameters has no effect",
+        "fp16.initial_scale_power has no effect",
         "activation_checkpointing has no effect",
-    ):  # fmt: skip
+    ):
         assert words in said
 
 
@@ -357,12 +352,12 @@ def test_variables_that_an_earlier_launch_has_left(folder, capsys):
     del os.environ["ACCELERATE_GRADIENT_CLIPPING"]
     os.environ["WORLD_SIZE"] = "4"
     assert "unset WORLD_SIZE" in "\n".join(texts(examined(capsys, "--strategy", "single", "--num_processes", "1")))
-    assert not texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2")), "the launcher sets it anew"
+    assert not texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2")), "the launcher sets it"
 
 
 def test_a_launcher_that_starts_one_process(folder, capsys):
     report = examined(capsys, "--strategy", "single", "--num_processes", "4")
-    assert "accelerate launch starts one process, and num_processes = 4" in texts(report)[0]
+    assert "starts one process, and num_processes = 4" in texts(report)[0]
 
 
 def test_accelerates_own_refusals(folder, capsys):
@@ -388,12 +383,12 @@ def test_weights_that_are_elsewhere(folder, capsys):
     words = ("--task", "clm", "--model_name_or_path", "someone/model", "--train_file", "text.txt", "--strategy", "ddp")
     report = examined(capsys, *words)
     assert report["exit_code"] == 1
-    assert "HF_HUB_OFFLINE = 1 forbids the download" in "\n".join(texts(report))
+    assert "unset HF_HUB_OFFLINE" in "\n".join(texts(report))
     del os.environ["HF_HUB_OFFLINE"]
     report = examined(capsys, *words)
     assert report["exit_code"] == 0, texts(report)
     said = "\n".join(texts(report, "note"))
-    assert "the run downloads it. To have it before: hf download someone/model" in said
+    assert "hf download someone/model" in said
     assert "the model's size is not known here" in said
 
 
@@ -500,9 +495,12 @@ def test_the_worst_comes_first():
 
 def test_every_open_value_of_the_pairs_has_an_owner():
     """What is "auto" in a JSON is the recipe's, or follows from the model's size or the machine's processes."""
-    sized = {"zero_optimization.reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
-             "zero_optimization.stage3_param_persistence_threshold",
-             "zero_optimization.zero_hpz_partition_size"}  # fmt: skip
+    sized = set(
+        (
+            "zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size "
+            "zero_optimization.stage3_param_persistence_threshold zero_optimization.zero_hpz_partition_size"
+        ).split()
+    )
     files = sorted((ROOT / "ds_configs").glob("*.json"))
     assert len(files) >= 6
     for file in files:

@@ -28,7 +28,7 @@ from zerofit.tools.prepare import encode
 from zerofit.tools.prepare.cutting import cut_text
 from zerofit.tools.prepare.documents import TEXT, find_input
 from zerofit.tools.prepare.encode import Memo, Mismatch, open_native
-from zerofit.tools.prepare.memo_rules import allows_memo, nasty_texts
+from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 from zerofit.tools.prepare.writer import compact_builder
 
@@ -280,7 +280,7 @@ def test_the_memo_is_the_plain_tokenizer(tokenizers, name):
     assert allows_memo(json.loads(tried))
     added = list(tokenizer.get_added_vocab())
     memo = Memo(open_native(tried, False), "H", kept=500)  # so few that its halves are turned over and over
-    examples = nasty_texts(added)
+    examples = edge_case_texts(added)
     examples += [random_text(draw, added) for _ in range(1500)] + [random_letters(draw) for _ in range(1500)]
     assert len(examples) > 3300
     for start in range(0, len(examples), 50):
@@ -293,7 +293,7 @@ def test_the_memo_is_the_plain_tokenizer(tokenizers, name):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_long_document_goes_in_portions(tokenizers, texts, name, monkeypatch):
     tokenizer = tokenizers[name]
-    text = " ".join([*texts[:8], "a  b \n \n c", *nasty_texts([])[:60]])
+    text = " ".join([*texts[:8], "a  b \n \n c", *edge_case_texts([])[:60]])
     text = text.replace(encode.SHIELD, "").replace(encode.METASPACE, "")
     monkeypatch.setattr(encode, "GROUP", 1000)
     (row,) = Memo(open_native(tokenizer.backend_tokenizer.to_str(), False), "H").encode([text])
@@ -348,7 +348,7 @@ def test_the_memo_of_other_regular_expressions(texts, number):
         vocab_size=1000, initial_alphabet=alphabet, special_tokens=["<s>", "<|x|>"], show_progress=False
     )
     draw = random.Random(number)
-    examples = nasty_texts(["<s>", "<|x|>"]) + [random_text(draw, ["<s>", "<|x|>"]) for _ in range(800)]
+    examples = edge_case_texts(["<s>", "<|x|>"]) + [random_text(draw, ["<s>", "<|x|>"]) for _ in range(800)]
     native.train_from_iterator(texts[-50:] + examples * 3, trainer)
     if number == 3:
         native.add_tokens(["  ", "    ", " \n"])  # as GPT-NeoX has them

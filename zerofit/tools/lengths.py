@@ -54,8 +54,9 @@ def length_problems(options, automatic: bool, without_use: tuple[str, ...]) -> l
         problems.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
     elif (options.source("block_size") or "").startswith("--"):
         problems.append("--block_size and --lengths: keep one of the two")
-    problems += [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use
-                 if options.source(name)]  # fmt: skip
+    problems += [
+        f"{name} has no effect with lengths = {given}. Remove it" for name in without_use if options.source(name)
+    ]
     return problems
 
 

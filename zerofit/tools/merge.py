@@ -62,8 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     output = Path(options.output).expanduser()
     check_output(output)
     silence_libraries()
-    merged = merge(folder, output, base=options.base, precision=options.precision, dequantize=options.dequantize,
-                   trust_remote_code=options.trust_remote_code)  # fmt: skip
+    merged = merge(
+        folder,
+        output,
+        base=options.base,
+        precision=options.precision,
+        dequantize=options.dequantize,
+        trust_remote_code=options.trust_remote_code,
+    )
     say(*merged.notes, f"merged model  {output}")
     return 0
 
@@ -85,9 +91,13 @@ class Merged:
 
 
 def merge(
-    folder: AdapterFolder, output: Path, base: str | None = None, precision: str | None = None,
-    dequantize: bool = False, trust_remote_code: bool = False,
-) -> Merged:  # fmt: skip
+    folder: AdapterFolder,
+    output: Path,
+    base: str | None = None,
+    precision: str | None = None,
+    dequantize: bool = False,
+    trust_remote_code: bool = False,
+) -> Merged:
     """Merge the adapter into its base and write the result to `output`: complete, or not at all.
 
     Args:
@@ -100,9 +110,12 @@ def merge(
     """
     check_output(output)
     adapted = load_with_adapter(
-        folder, base, precision=precision, quantised="dequantize" if dequantize else "refuse",
+        folder,
+        base,
+        precision=precision,
+        quantised="dequantize" if dequantize else "refuse",
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     tokenizer = _tokenizer(folder, adapted, trust_remote_code)
     probe = Probe(adapted.model.get_base_model())
     before = probe.logits(adapted.model.get_base_model())
@@ -268,9 +281,25 @@ def _card(model, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str])
     settings = {name: folder.settings.get(name) for name in of_adapter}
     dtype, base = str(model.dtype).removeprefix("torch."), without_folders(adapted.base)
     merged = f"The LoRA adapter {without_folders(str(folder.path))} merged into {base} in {dtype}"
-    return "\n".join([
-        "---", "library_name: transformers", f"base_model: {base}", "tags: [zerofit]", "---", "",
-        f"# {_name(folder.path)}, merged", "",
-        f"{merged} by zerofit {__version__}.", "",
-        "```", *notes, "```", "", "```json", json.dumps(settings, indent=2), "```", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            f"base_model: {base}",
+            "tags: [zerofit]",
+            "---",
+            "",
+            f"# {_name(folder.path)}, merged",
+            "",
+            f"{merged} by zerofit {__version__}.",
+            "",
+            "```",
+            *notes,
+            "```",
+            "",
+            "```json",
+            json.dumps(settings, indent=2),
+            "```",
+            "",
+        ]
+    )

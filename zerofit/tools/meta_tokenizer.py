@@ -14,10 +14,27 @@ from typing import Any
 from zerofit.recipe.errors import UserError, first_line
 
 RESERVED = "<|reserved_special_token_{}|>"
-LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", RESERVED, RESERVED, RESERVED, RESERVED, "<|start_header_id|>",
-           "<|end_header_id|>", RESERVED, "<|eot_id|>")  # fmt: skip
-LLAMA_3_1 = ("<|begin_of_text|>", "<|end_of_text|>", RESERVED, RESERVED, "<|finetune_right_pad_id|>", RESERVED,
-             "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>")  # fmt: skip
+LLAMA_3 = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    RESERVED,
+    RESERVED,
+    RESERVED,
+    RESERVED,
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    RESERVED,
+    "<|eot_id|>",
+)
+LLAMA_3_1 = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    RESERVED,
+    RESERVED,
+    "<|finetune_right_pad_id|>",
+    RESERVED,
+    *"<|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>".split(),
+)
 ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 SENTENCE = "The quick brown fox jumps over 13 lazy dogs, naïve as they are."
 
@@ -138,14 +155,20 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
         )
     bpe = Converter(vocab_file=str(file), extra_special_tokens=names).converted()
     start = len(ranks)
-    begin = TemplateProcessing(single=f"{names[0]} $A", pair=f"{names[0]} $A {names[0]}:1 $B:1",
-                               special_tokens=[(names[0], start)])  # fmt: skip
+    begin = TemplateProcessing(
+        single=f"{names[0]} $A", pair=f"{names[0]} $A {names[0]}:1 $B:1", special_tokens=[(names[0], start)]
+    )
     bpe.post_processor = Sequence([ByteLevel(trim_offsets=False), begin])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=names[0], eos_token=names[1],
-        model_input_names=["input_ids", "attention_mask"], clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=bpe,
+        bos_token=names[0],
+        eos_token=names[1],
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
     ends = [start + names.index(name) for name in ENDS if name in names]
-    note = ("note: Meta's files have no chat template; for an instruct model, take it from the published tokenizer; "
-            "generation ends at any of " + ", ".join(name for name in ENDS if name in names))  # fmt: skip
+    note = (
+        "note: Meta's files have no chat template; for an instruct model, take it from the published tokenizer; "
+        "generation ends at any of " + ", ".join(name for name in ENDS if name in names)
+    )
     return Converted(tokenizer, (start, ends), [note])

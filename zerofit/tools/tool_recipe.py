@@ -16,13 +16,21 @@ from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 
 T = TypeVar("T", bound=Recipe)
 # A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
-NOT_KEPT = {
-    "output_dir", "overwrite_output_dir", "resume", "max_hours", "save_strategy", "save_steps", "save_total_limit",
-    "save_keep_every", "save_only_model", "metric_for_best_model", "early_stopping_patience",
-    "early_stopping_threshold", "load_best_model_at_end", "run_name", "report_name", "sample_prompt",
-}  # fmt: skip
-QUIET = {"eval_on_start": False, "save_best": False, "with_tracking": False, "report_to": "none", "sample_tokens": 0,
-         "n_val_batch_generations": 0}  # fmt: skip
+NOT_KEPT = set(
+    (
+        "output_dir overwrite_output_dir resume max_hours save_strategy save_steps save_total_limit "
+        "save_keep_every save_only_model metric_for_best_model early_stopping_patience "
+        "early_stopping_threshold load_best_model_at_end run_name report_name sample_prompt"
+    ).split()
+)
+QUIET = {
+    "eval_on_start": False,
+    "save_best": False,
+    "with_tracking": False,
+    "report_to": "none",
+    "sample_tokens": 0,
+    "n_val_batch_generations": 0,
+}
 PRECISIONS = ("fp32", "bf16", "fp16")
 TASKS: dict[str, type[TrainingRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 

@@ -28,10 +28,24 @@ class Axis:
 
 
 BATCHES = Axis(
-    "per_device_train_batch_size", "batch_size", "batch size", "batch", "Batch sizes", "Largest batches",
-    "batch size of one process", "each sample", "samples_per_s",
-)  # fmt: skip
+    "per_device_train_batch_size",
+    "batch_size",
+    "batch size",
+    "batch",
+    "Batch sizes",
+    "Largest batches",
+    "batch size of one process",
+    "each sample",
+    "samples_per_s",
+)
 LENGTHS = Axis(
-    "block_size", "length", "length", "length", "Lengths of rows", "Longest rows", "tokens of a row", "each token",
+    "block_size",
+    "length",
+    "length",
+    "length",
+    "Lengths of rows",
+    "Longest rows",
+    "tokens of a row",
+    "each token",
     "tokens_per_s",
-)  # fmt: skip
+)

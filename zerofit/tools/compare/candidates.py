@@ -16,16 +16,20 @@ from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.lengths import micro_batch_of, possible_lengths
 from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 
-OMITTED = NOT_KEPT | {"on_anomaly", "eval_steps", "per_device_train_batch_size", "global_batch_size",
-                      "global_batch_warmup", "block_size_warmup",
-                      "difficulty_warmup"}  # fmt: skip
-SET_BY_EACH_RUN = {  # options that each run of --finish sets for itself
-    "output_dir", "overwrite_output_dir", "resume", "run_name", "per_device_train_batch_size",
-}  # fmt: skip
+OMITTED = NOT_KEPT | set(
+    (
+        "on_anomaly eval_steps per_device_train_batch_size global_batch_size global_batch_warmup "
+        "block_size_warmup difficulty_warmup"
+    ).split()
+)
+SET_BY_EACH_RUN = set("output_dir overwrite_output_dir resume run_name per_device_train_batch_size".split())
 REPLACED = QUIET | {
-    "save_strategy": "no", "save_minutes": 0.0, "pad_to_max_length": True, "record_samples": False,
+    "save_strategy": "no",
+    "save_minutes": 0.0,
+    "pad_to_max_length": True,
+    "record_samples": False,
     "watchdog_minutes": 0.0,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,12 @@ def read_candidates(names: list[str]) -> list[Candidate]:
     parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
     wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
     if wrong:
-        raise UserError([f"strategy {name!r}: {text!r} sets nothing. Write STRATEGY:option=value, e.g. zero2:lora=true"
-                         for name, text in wrong])  # fmt: skip
+        raise UserError(
+            [
+                f"strategy {name!r}: {text!r} sets nothing. Write STRATEGY:option=value, e.g. zero2:lora=true"
+                for name, text in wrong
+            ]
+        )
     configs = find_strategies([strategy for strategy, *_ in parts.values()])
     return [
         Candidate(name, configs[strategy], dict(_pair(text) for text in pairs))
@@ -98,8 +106,12 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
         remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
-        raise UserError([f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
-                         for name in useless])  # fmt: skip
+        raise UserError(
+            [
+                f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
+                for name in useless
+            ]
+        )
     values, notes = recipe_values(options, cls, omitted, REPLACED), []
     if options.lengths:
         values["per_device_train_batch_size"] = micro_batch_of(options)
@@ -128,11 +140,13 @@ def with_one_batch_evaluations(candidates: list[Candidate], options) -> list[Can
     """The candidates; where one sets its own evaluation batch size, its trials evaluate one batch of that size."""
     option = "per_device_eval_batch_size"
     return [
-        replace(candidate, trial_flags=("--max_eval_samples",
-                                        str(_one_batch(options, int(candidate.overrides[option])))))
-        if option in candidate.overrides else candidate
+        replace(
+            candidate, trial_flags=("--max_eval_samples", str(_one_batch(options, int(candidate.overrides[option]))))
+        )
+        if option in candidate.overrides
+        else candidate
         for candidate in candidates
-    ]  # fmt: skip
+    ]
 
 
 def check_overrides(
@@ -150,8 +164,9 @@ def check_overrides(
             if lengths:
                 possible_lengths(lengths, load_configuration(parsed))
         except UserError as error:
-            problems += [f"{candidate.name}: {problem}" if candidate.overrides else problem
-                         for problem in error.problems]  # fmt: skip
+            problems += [
+                f"{candidate.name}: {problem}" if candidate.overrides else problem for problem in error.problems
+            ]
         fixed = sorted(candidate.overrides.keys() & (_omitted(lengths) | REPLACED.keys()))
         problems += [f"{candidate.name}: {name} is set by the comparison itself" for name in fixed]
     if problems:

@@ -67,9 +67,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.memory_limit is None:
         (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
     (output / JOURNAL).touch()
-    say(f"recipe    {source or 'from flags'}", f"compared  {', '.join(candidate.name for candidate in candidates)}",
-        f"machine   {machine.describe()}", f"folder    {output}",
-        *(f"note      {note}" for note in (*trial_recipe.notes, *limits.notes)))  # fmt: skip
+    say(
+        f"recipe    {source or 'from flags'}",
+        f"compared  {', '.join(candidate.name for candidate in candidates)}",
+        f"machine   {machine.describe()}",
+        f"folder    {output}",
+        *(f"note      {note}" for note in (*trial_recipe.notes, *limits.notes)),
+    )
     comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output, timer)
     report = Report(comparison, f"zerofit compare {shlex.join(argv)}", trial_recipe.notes)
     with ending_in_order():

@@ -35,9 +35,15 @@ class Comparison:
     """
 
     def __init__(
-        self, options, candidates: list[Candidate], machine: TrialMachine, limits: Limits, recipe: Path, output: Path,
+        self,
+        options,
+        candidates: list[Candidate],
+        machine: TrialMachine,
+        limits: Limits,
+        recipe: Path,
+        output: Path,
         timer: Timer | None = None,
-    ):  # fmt: skip
+    ):
         self.options, self.candidates, self.machine, self.limits = options, candidates, machine, limits
         self.recipe, self.output = recipe, output
         self.journal = Journal(output / "journal.jsonl")
@@ -77,12 +83,19 @@ class Comparison:
         limit = self.limits.device or min((device.total for device in self.machine.devices), default=None)
         if self.named or not new or limit is None:
             return
-        guesses = guess({
-            "task": self.options.task, "recipe": str(self.recipe), "num_processes": self.options.num_processes,
-            "kind": self.machine.kind, "limit": limit, "sizes": self.sizes, "by_length": bool(self.options.lengths),
-            "has_gpu_kernels": self.machine.kind == "cuda" or bool(self.machine.simulated),
-            "candidates": {one.name: [str(one.config), one.flags] for one in new},
-        })  # fmt: skip
+        guesses = guess(
+            {
+                "task": self.options.task,
+                "recipe": str(self.recipe),
+                "num_processes": self.options.num_processes,
+                "kind": self.machine.kind,
+                "limit": limit,
+                "sizes": self.sizes,
+                "by_length": bool(self.options.lengths),
+                "has_gpu_kernels": self.machine.kind == "cuda" or bool(self.machine.simulated),
+                "candidates": {one.name: [str(one.config), one.flags] for one in new},
+            }
+        )
         for candidate in new:
             if candidate.name in guesses:
                 self.journal.add("guess", key=self.keys[candidate.name], **asdict(guesses[candidate.name]))
@@ -121,11 +134,18 @@ class Comparison:
             if self.machine.simulated:
                 timed = self.journal.of(self._timed_key(candidate), "size") if self.timer else []
                 trials = [with_rates_of(line, timed) for line in trials]
-            rows.append(Row(
-                candidate.name, self.sizes, trials, ready[-1]["about"] if ready else {},
-                self.problems.get(candidate.name, ""), len(self.journal.of(key, "launch")),
-                sum(line["seconds"] or 0.0 for line in ends), self._guess_of(candidate),
-            ))  # fmt: skip
+            rows.append(
+                Row(
+                    candidate.name,
+                    self.sizes,
+                    trials,
+                    ready[-1]["about"] if ready else {},
+                    self.problems.get(candidate.name, ""),
+                    len(self.journal.of(key, "launch")),
+                    sum(line["seconds"] or 0.0 for line in ends),
+                    self._guess_of(candidate),
+                )
+            )
         return rows
 
     # ---------------------------------------------------------------------------------------------------------- search
@@ -153,8 +173,9 @@ class Comparison:
         precision, _ = self.timer.precision(row.about["precision"])
         say(f"{candidate.name}: timed at {' and '.join(map(str, sizes))}, in {precision}")
         request = TrialRequest(sizes=sizes, first=sizes[0], only_first=False, steps=self.options.steps, must_try=sizes)
-        ending = self._run(candidate, request, self._timed_key(candidate), self.timer.machine,
-                           ("--precision", precision))  # fmt: skip
+        ending = self._run(
+            candidate, request, self._timed_key(candidate), self.timer.machine, ("--precision", precision)
+        )
         if ending.how != "done":
             say(f"{candidate.name}: not timed. {ending.text}")
 
@@ -183,17 +204,30 @@ class Comparison:
     def _launch(self, candidate: Candidate, step: Step, again: bool = False) -> Ending:
         state, options, predicted = self._state(candidate), self.options, self._guess_of(candidate)
         request = TrialRequest(
-            sizes=self.sizes, first=step.first, only_first=step.only_first, steps=self.steps,
-            fits=state.fits, fails=state.fails, must_try=self._sizes_to_try(),
-            points=state.points, per_sample=predicted and predicted.per_sample, memory_limit=self.limits.device,
-            host_memory_limit=self.limits.host, by_length=bool(options.lengths),
-        )  # fmt: skip
+            sizes=self.sizes,
+            first=step.first,
+            only_first=step.only_first,
+            steps=self.steps,
+            fits=state.fits,
+            fails=state.fails,
+            must_try=self._sizes_to_try(),
+            points=state.points,
+            per_sample=predicted and predicted.per_sample,
+            memory_limit=self.limits.device,
+            host_memory_limit=self.limits.host,
+            by_length=bool(options.lengths),
+        )
         return self._run(candidate, request, self.keys[candidate.name], self.machine, again=again)
 
     def _run(
-        self, candidate: Candidate, request: TrialRequest, key: str, machine: TrialMachine,
-        flags: tuple[str, ...] = (), again: bool = False,
-    ) -> Ending:  # fmt: skip
+        self,
+        candidate: Candidate,
+        request: TrialRequest,
+        key: str,
+        machine: TrialMachine,
+        flags: tuple[str, ...] = (),
+        again: bool = False,
+    ) -> Ending:
         options = self.options
         folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{request.first}"
         shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
@@ -202,9 +236,17 @@ class Comparison:
         trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
         answered = self._report_trial if machine is self.machine else self._report_time
         launch = TrialLaunch(
-            trial, options.num_processes, request, candidate, key, self.journal, machine, answered,
-            60 * options.trial_minutes, again,
-        )  # fmt: skip
+            trial,
+            options.num_processes,
+            request,
+            candidate,
+            key,
+            self.journal,
+            machine,
+            answered,
+            60 * options.trial_minutes,
+            again,
+        )
         ending = launch.run()
         if ending.how in ("out_of_memory", "timed_out", "killed"):
             what = outcome_text({"outcome": ending.how, "where": ending.where, "phase": ending.phase})
@@ -219,10 +261,17 @@ class Comparison:
     def _key(self, candidate: Candidate, code: str) -> str:
         options = self.options
         return key_of(
-            code=code, recipe=self.recipe.read_text(), task=options.task, pair=self.pair_of(candidate),
-            overrides=candidate.overrides, num_processes=options.num_processes, device=self.limits.device,
-            host=self.limits.host, steps=self.steps, machine=self.machine.identity,
-        )  # fmt: skip
+            code=code,
+            recipe=self.recipe.read_text(),
+            task=options.task,
+            pair=self.pair_of(candidate),
+            overrides=candidate.overrides,
+            num_processes=options.num_processes,
+            device=self.limits.device,
+            host=self.limits.host,
+            steps=self.steps,
+            machine=self.machine.identity,
+        )
 
     def pair_of(self, candidate: Candidate) -> dict[str, Any]:
         """The contents of the candidate's YAML and JSON."""

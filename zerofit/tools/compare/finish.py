@@ -71,10 +71,14 @@ class Finish:
     def _finish(self, candidate: Candidate, row: Row) -> Finished:
         size = batch_to_train(row, self.options.global_batch_size, self.options.num_processes)
         key = key_of(
-            recipe=self.recipe.read_text(encoding="utf-8"), task=self.options.task, size=size,
-            pair=self.comparison.pair_of(candidate), overrides=candidate.overrides,
-            num_processes=self.options.num_processes, machine=self.machine.identity,
-        )  # fmt: skip
+            recipe=self.recipe.read_text(encoding="utf-8"),
+            task=self.options.task,
+            size=size,
+            pair=self.comparison.pair_of(candidate),
+            overrides=candidate.overrides,
+            num_processes=self.options.num_processes,
+            machine=self.machine.identity,
+        )
         folder = self.folder / f"{candidate.folder_name}-{size}-{key[:8]}"
         if RunFolder(folder).is_finished:
             say(f"{candidate.name}: trained at {size} a process before ({folder})")
@@ -107,6 +111,8 @@ class Finish:
 def _newest(launch: Launch) -> str:
     """The last update that a run has printed."""
     printed = UPDATE.findall(launch.text.encode())
-    return f"update {printed[-1].decode()}, after {duration(launch.seconds)}" if printed else (
-        f"no update yet, after {rounded(launch.seconds / 60)} minutes"
-    )  # fmt: skip
+    return (
+        f"update {printed[-1].decode()}, after {duration(launch.seconds)}"
+        if printed
+        else (f"no update yet, after {rounded(launch.seconds / 60)} minutes")
+    )

@@ -12,12 +12,10 @@ from zerofit.record.jsonl import JsonlFile
 from zerofit.record.terminal import duration, rounded, size
 
 HELD = ("eval_", "test_")  # prefixes of held-out figures
-COLUMNS = (
-    "strategy", "micro_batch", "global_batch", "updates", "epochs", "training_seconds", "training_seconds_per_epoch",
-    "training_samples_per_s", "evaluations", "evaluation_seconds", "seconds_per_evaluation",
-    "evaluation_samples_per_s", "eval_batch", "peak_memory_bytes", "loss", "figures_of_update", "zerofit_commit",
-    "folder", "problem",
-)  # fmt: skip
+HEAD = (
+    "strategy|batch|global batch|updates|training|an epoch|training samples/s|eval batch|an evaluation|"
+    "evaluation samples/s|peak|training loss"
+).split("|")
 
 
 @dataclass
@@ -84,16 +82,20 @@ class Finished:
 
     @property
     def values(self) -> dict[str, Any]:
-        """By COLUMNS and figure, for the .csv."""
-        values = {"strategy": self.name, "micro_batch": self.micro_batch, "folder": str(self.folder),
-                 "problem": self.problem}  # fmt: skip
+        """By column of finished.csv."""
+        values = {"strategy": self.name, "micro_batch": self.micro_batch}
+        values |= {"folder": str(self.folder), "problem": self.problem}
         if self.problem or not self.lines:
             return values
         evaluation = self.evaluation or {}
         return values | {
-            "global_batch": self.global_batch, "updates": self.updates, "epochs": self.epochs,
-            "training_seconds": self.training_s, "training_seconds_per_epoch": self.training_s / self.epochs,
-            "training_samples_per_s": self.samples_per_s, "evaluations": len(self._evaluations),
+            "global_batch": self.global_batch,
+            "updates": self.updates,
+            "epochs": self.epochs,
+            "training_seconds": self.training_s,
+            "training_seconds_per_epoch": self.training_s / self.epochs,
+            "training_samples_per_s": self.samples_per_s,
+            "evaluations": len(self._evaluations),
             "evaluation_seconds": sum(line["evaluation_seconds"] for line in self._evaluations),
             "seconds_per_evaluation": evaluation.get("evaluation_seconds"),
             "evaluation_samples_per_s": evaluation.get("evaluation_samples_per_s"),
@@ -101,20 +103,18 @@ class Finished:
             "peak_memory_bytes": max(line["peak_memory_bytes"] for line in self._trained),
             "loss": self._trained[-1]["loss"],
             "figures_of_update": (self.environment.get("held_out") or {}).get("update"),
-            "zerofit_commit": self.environment.get("zerofit_commit"), **self.figures,
-        }  # fmt: skip
+            "zerofit_commit": self.environment.get("zerofit_commit"),
+            **self.figures,
+        }
 
 
 def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
     """Read a run from its folder."""
-
     lines = JsonlFile(folder / "metrics.jsonl").read()
     environment, recipe = folder / "environment.json", folder / "recipe.yaml"
-    return Finished(
-        name, micro_batch, folder, lines,
-        json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {},
-        read_yaml(recipe) if recipe.is_file() else {}, problem,
-    )  # fmt: skip
+    described = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
+    options = read_yaml(recipe) if recipe.is_file() else {}
+    return Finished(name, micro_batch, folder, lines, described, options, problem)
 
 
 def figure_names(runs: list[Finished]) -> list[str]:
@@ -125,23 +125,30 @@ def figure_names(runs: list[Finished]) -> list[str]:
 def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
     """A row for each strategy."""
     names = figure_names(runs)
-    head = ("strategy", "batch", "global batch", "updates", "training", "an epoch", "training samples/s", "eval batch",
-            "an evaluation", "evaluation samples/s", "peak", "training loss",
-            *(name.removeprefix("eval_") for name in names))  # fmt: skip
+    head = (*HEAD, *(name.removeprefix("eval_") for name in names))
     return [head, *(_row(run, names) for run in runs)]
 
 
 def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
     values = run.values
     if run.problem or "updates" not in values:
-        return (run.name, str(run.micro_batch), "failed", *["-"] * (9 + len(names)))
+        return (run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names)))
     once, rate = values["seconds_per_evaluation"], values["evaluation_samples_per_s"]
     return (
-        run.name, str(run.micro_batch), str(run.global_batch), f"{run.updates:,}", _time(run.training_s),
-        _time(values["training_seconds_per_epoch"]), rounded(run.samples_per_s), str(values["eval_batch"]),
-        _time(once) if once else "-", rounded(rate) if rate else "-", size(values["peak_memory_bytes"]),
-        f"{values['loss']:.4f}", *(f"{values[name]:.4f}" if name in values else "-" for name in names),
-    )  # fmt: skip
+        run.name,
+        str(run.micro_batch),
+        str(run.global_batch),
+        f"{run.updates:,}",
+        _time(run.training_s),
+        _time(values["training_seconds_per_epoch"]),
+        rounded(run.samples_per_s),
+        str(values["eval_batch"]),
+        _time(once) if once else "-",
+        rounded(rate) if rate else "-",
+        size(values["peak_memory_bytes"]),
+        f"{values['loss']:.4f}",
+        *(f"{values[name]:.4f}" if name in values else "-" for name in names),
+    )
 
 
 def _time(seconds: float) -> str:
@@ -160,8 +167,10 @@ def agreement(runs: list[Finished]) -> str:
             "different trainings. Set --global_batch_size to make them comparable"
         )
     first, *others = runs
-    differences = {name: max(abs(run.figures.get(name, float("nan")) - value) / max(abs(value), 1e-12)
-                             for run in others) for name, value in first.figures.items()}  # fmt: skip
+    differences = {
+        name: max(abs(run.figures.get(name, float("nan")) - value) / max(abs(value), 1e-12) for run in others)
+        for name, value in first.figures.items()
+    }
     if not differences:
         return f"One global batch of {batches[0]} for all"
     worst = max(differences, key=differences.get)
@@ -175,6 +184,6 @@ def agreement(runs: list[Finished]) -> str:
 def write_csv(runs: list[Finished], file: Path) -> None:
     """A line for each run."""
     with file.open("w", newline="", encoding="utf-8") as opened:
-        writer = csv.DictWriter(opened, [*COLUMNS, *figure_names(runs)], restval="")
+        writer = csv.DictWriter(opened, dict.fromkeys(name for run in runs for name in run.values), restval="")
         writer.writeheader()
         writer.writerows(run.values for run in runs)

@@ -74,8 +74,11 @@ def _table(rows: list[tuple[str, ...]], colours: dict[str, str]) -> str:
     for name, *cells in rest:
         fits = not any(cell.startswith(("none", "failed", "out of", "timed")) for cell in cells)
         dot = f'<span class="dot" style="background:{colours.get(name, "#888")}"></span>'
-        parts += [f"<tr{'' if fits else ' class=none'}><td>{dot}{escape(name)}</td>",
-                  *(f"<td{_class(cell)}>{escape(cell)}</td>" for cell in cells), "</tr>"]  # fmt: skip
+        parts += [
+            f"<tr{'' if fits else ' class=none'}><td>{dot}{escape(name)}</td>",
+            *(f"<td{_class(cell)}>{escape(cell)}</td>" for cell in cells),
+            "</tr>",
+        ]
     return "".join([*parts, "</tbody></table>"])
 
 

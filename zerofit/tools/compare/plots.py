@@ -29,15 +29,27 @@ def memory_plot(rows: list[Row], limit: int | None, axis: Axis = BATCHES) -> str
             points = {**style, "linestyle": "" if row.guess else "-"}
             axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **points)
         others = [line for line in row.fitting if line not in lines]
-        axes.plot([line["size"] for line in others], [peak_of(line) / unit for line in others], linestyle="",
-                  fillstyle="none", **{**style, "label": None, "linewidth": 0})  # fmt: skip
+        axes.plot(
+            [line["size"] for line in others],
+            [peak_of(line) / unit for line in others],
+            linestyle="",
+            fillstyle="none",
+            **{**style, "label": None, "linewidth": 0},
+        )
         if row.guess and row.guess.curve:
             sizes, peaks = zip(*row.guess.curve)
             axes.plot(sizes, [peak / unit for peak in peaks], "-", color=style["color"], linewidth=1.2, alpha=0.8)
         if fails:
             top = (limit or max(shown, default=unit)) / unit
-            axes.plot([fails["size"]], [top], "x", color=style["color"], markersize=9, markeredgewidth=2,
-                      label=None if lines else f"{row.name}: none")  # fmt: skip
+            axes.plot(
+                [fails["size"]],
+                [top],
+                "x",
+                color=style["color"],
+                markersize=9,
+                markeredgewidth=2,
+                label=None if lines else f"{row.name}: none",
+            )
     if limit:
         axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
     axes.set_ylim(0, 1.08 * max(shown, default=unit) / unit)  # from 0, so that heights are in proportion
@@ -50,18 +62,21 @@ def throughput_plot(rows: list[Row], axis: Axis = BATCHES) -> str:
     for index, row in enumerate(rows):
         lines = row.timed
         if lines:
-            axes.plot([line["size"] for line in lines], [line[axis.rate] for line in lines],
-                      **_style(index, row.name))  # fmt: skip
+            axes.plot([line["size"] for line in lines], [line[axis.rate] for line in lines], **_style(index, row.name))
             best = max(lines, key=lambda line: line[axis.rate])
-            axes.plot([best["size"]], [best[axis.rate]], "o", color=colour(index), markersize=11,
-                      fillstyle="none")  # fmt: skip
+            axes.plot([best["size"]], [best[axis.rate]], "o", color=colour(index), markersize=11, fillstyle="none")
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _svg(figure, axes)
 
 
 def _style(index: int, label: str) -> dict:
-    return {"color": colour(index), "marker": MARKERS[index % len(MARKERS)], "markersize": 5, "linewidth": 1.5,
-            "label": label}  # fmt: skip
+    return {
+        "color": colour(index),
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 5,
+        "linewidth": 1.5,
+        "label": label,
+    }
 
 
 def _figure(x: str, y: str):

@@ -17,11 +17,7 @@ from zerofit.tools.lengths import micro_batch_of
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 EVALUATION = ("evaluation_samples_per_s", "evaluation_seconds")
-COLUMNS = (  # after the strategy and the size
-    "outcome", "where", "phase", "fresh_process", "allocated_bytes", "reserved_bytes",
-    "total_bytes", "host_bytes", "peak_with_evaluation_bytes", "samples_per_s", "tokens_per_s", "loss", *EVALUATION,
-    "launch",
-)  # fmt: skip
+PEAKS, RATES = ("allocated", "reserved", "total", "host"), ("samples_per_s", "tokens_per_s", "loss", *EVALUATION)
 
 
 class Report:
@@ -68,9 +64,10 @@ class Report:
         (output / "report.html").write_text(html, encoding="utf-8")
         (output / "report.md").write_text(printable(self._markdown(blocks)), encoding="utf-8")
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("strategy", self.axis.column, *COLUMNS))
-            writer.writerows(self._values(row, line) for row in self.rows for line in row.trials)
+            lines = [self._values(row, line) for row in self.rows for line in row.trials]
+            writer = csv.DictWriter(file, lines[0] if lines else ())
+            writer.writeheader()
+            writer.writerows(lines)
         if self.finished:
             write_csv(self.finished, output / "finished.csv")
 
@@ -86,8 +83,8 @@ class Report:
         lines = [line for rows in tables for line in (table(rows, screen_width()), "")]
         lines += [*problems, self.conclusion]
         if self.finished:
-            lines += ["", "trained to the end, each at its best batch:", table(finished_table(self.finished),
-                      screen_width()), "", self._finished_text()]  # fmt: skip
+            lines += ["", "trained to the end, each at its best batch:"]
+            lines += [table(finished_table(self.finished), screen_width()), "", self._finished_text()]
         return "\n".join(lines)
 
     def _finished_text(self) -> str:
@@ -118,8 +115,8 @@ class Report:
 
     def speed_table(self) -> list[tuple[str, ...]]:
         """Rates of all processes together: at the largest batch that all hold, and at each one's best."""
-        head = ("strategy", f"samples/s at {self.common}", "best batch", "samples/s there", "tokens/s there",
-                "speed-up", "an epoch", "evaluation samples/s", "its seconds")  # fmt: skip
+        head = f"strategy|samples/s at {self.common}|best batch|samples/s there|tokens/s there|speed-up|an epoch"
+        head = (*head.split("|"), "evaluation samples/s", "its seconds")
         return [head, *(self._speed(row, self.rows[0]) for row in self.rows)]
 
     def _speed(self, row: Row, first: Row) -> tuple[str, ...]:
@@ -152,21 +149,21 @@ class Report:
 
     def predicted_table(self) -> list[tuple[str, ...]]:
         """What was predicted before the first launch beside what was measured."""
-        head = ("strategy", "largest predicted", "largest measured", "peak predicted", "peak measured", "error",
-                "launches")  # fmt: skip
+        head = "strategy|largest predicted|largest measured|peak predicted|peak measured|error|launches".split("|")
         rows = []
         for row in self.rows:
             at = row.at(row.largest)
             if row.guess and at:
                 predicted, measured = row.guess.peak_at(row.largest), peak_of(at)
-                rows.append((row.name, str(row.guess.size), str(row.largest), size(predicted), size(measured),
-                             f"{100 * (predicted / measured - 1):+.1f} %", str(row.launches)))  # fmt: skip
-        return [head, *rows]
+                cells = (row.guess.size, row.largest, size(predicted), size(measured))
+                error = f"{100 * (predicted / measured - 1):+.1f} %"
+                rows.append((row.name, *map(str, cells), error, str(row.launches)))
+        return [tuple(head), *rows]
 
     def trials_table(self) -> list[tuple[str, ...]]:
         """Every size that was tried, also those that do not fit."""
-        head = ("strategy", self.axis.short, "outcome", "fresh process", "allocated", "reserved", "total",
-                *(("host",) if self.simulated else ("samples/s", "tokens/s", "loss")))  # fmt: skip
+        last = ("host",) if self.simulated else ("samples/s", "tokens/s", "loss")
+        head = ("strategy", self.axis.short, "outcome", "fresh process", *PEAKS[:3], *last)
         rows = []
         for row in self.rows:
             for line in sorted(row.trials, key=lambda line: (line["size"], line["fresh"])):
@@ -174,7 +171,7 @@ class Report:
                 if line["outcome"] != "fits":
                     rows.append((row.name, str(line["size"]), outcome_text(line), fresh, *["-"] * (len(head) - 4)))
                     continue
-                peaks = [size(peak_of(line, name)) for name in ("allocated", "reserved", "total")]
+                peaks = [size(peak_of(line, name)) for name in PEAKS[:3]]
                 if self.simulated:
                     rest = [size(peak_of(line, "host"))]
                 else:
@@ -185,16 +182,16 @@ class Report:
     def _blocks(self) -> list[tuple[str, str, list[tuple[str, ...]]]]:
         """(heading, text, table) of each part."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
-        return [
-            (self.axis.heading, " ".join([self._batches_text(), *problems]), self.main_table()),
-            *([("Speed", self._speed_text(), self.speed_table())] if self.has_speed_table else []),
-            *([("Trained to the end", f"{_ABOUT_RUNS} {self._finished_text()}", finished_table(self.finished))]
-              if self.finished else []),
-            ("What a process holds", _ABOUT_HELD, self.held_table()),
-            *([("Predicted and measured", _ABOUT_PREDICTED, self.predicted_table())]
-              if any(row.guess for row in self.rows) else []),
-            ("All trials", _ABOUT_TRIALS + _ABOUT_HOST * self.simulated, self.trials_table()),
-        ]  # fmt: skip
+        blocks = [(self.axis.heading, " ".join([self._batches_text(), *problems]), self.main_table())]
+        if self.has_speed_table:
+            blocks.append(("Speed", self._speed_text(), self.speed_table()))
+        if self.finished:
+            text = f"{_ABOUT_RUNS} {self._finished_text()}"
+            blocks.append(("Trained to the end", text, finished_table(self.finished)))
+        blocks.append(("What a process holds", _ABOUT_HELD, self.held_table()))
+        if any(row.guess for row in self.rows):
+            blocks.append(("Predicted and measured", _ABOUT_PREDICTED, self.predicted_table()))
+        return [*blocks, ("All trials", _ABOUT_TRIALS + _ABOUT_HOST * self.simulated, self.trials_table())]
 
     def _batches_text(self) -> str:
         about = next((row.about for row in self.rows if row.about), {})
@@ -241,15 +238,22 @@ class Report:
             "the seconds that it took, generation included: not a full evaluation."
         )
 
-    def _values(self, row: Row, line: dict[str, Any]) -> list[Any]:
-        """A line of results.csv."""
+    def _values(self, row: Row, line: dict[str, Any]) -> dict[str, Any]:
+        """A line of results.csv; empty is what a size that does not fit, or a simulated device, does not have."""
         fits = line["outcome"] == "fits"
-        peaks = [peak_of(line, name, with_evaluation=False) if fits else "" for name in
-                 ("allocated", "reserved", "total", "host")]  # fmt: skip
-        rates = ["" if self.simulated else line.get(name, "") for name in
-                 ("samples_per_s", "tokens_per_s", "loss", *EVALUATION)]  # fmt: skip
-        return [row.name, line["size"], line["outcome"], line.get("where", ""), line.get("phase", ""), line["fresh"],
-                *peaks, peak_of(line) if fits else "", *rates, line["launch"]]  # fmt: skip
+        peaks = {f"{name}_bytes": peak_of(line, name, with_evaluation=False) if fits else "" for name in PEAKS}
+        return {
+            "strategy": row.name,
+            self.axis.column: line["size"],
+            "outcome": line["outcome"],
+            "where": line.get("where", ""),
+            "phase": line.get("phase", ""),
+            "fresh_process": line["fresh"],
+            **peaks,
+            "peak_with_evaluation_bytes": peak_of(line) if fits else "",
+            **{name: "" if self.simulated else line.get(name, "") for name in RATES},
+            "launch": line["launch"],
+        }
 
     # ------------------------------------------------------------------------------------------------------ provenance
 

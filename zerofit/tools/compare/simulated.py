@@ -62,10 +62,15 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
         )
     if not build.target().is_file():
         say("the simulated device is being compiled, once for this version of torch: about a minute")
-    return inspect_trial_machine({
-        **build.environment(build.build()), "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
-        "SIMGPU_WITHOUT_DATA": "1", "SIMGPU_MODEL": model, "SIMGPU_NAME": NAME,
-    })  # fmt: skip
+    return inspect_trial_machine(
+        {
+            **build.environment(build.build()),
+            "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
+            "SIMGPU_WITHOUT_DATA": "1",
+            "SIMGPU_MODEL": model,
+            "SIMGPU_NAME": NAME,
+        }
+    )
 
 
 def _device(text: str) -> tuple[int, str]:

@@ -122,10 +122,13 @@ class Trial:
         self.done, self.held, request = 0, None, self.request
         self.engine.model.train()
         facts = {
-            "longest": task.longest, "mean_sample": task.train_set.stats.mean_length,
-            "num_samples": self.num_samples, "accumulation": self.strategy.batches.accumulation,
-            "precision": self.strategy.precision, "parameters": prepared.parameters,
-        }  # fmt: skip
+            "longest": task.longest,
+            "mean_sample": task.train_set.stats.mean_length,
+            "num_samples": self.num_samples,
+            "accumulation": self.strategy.batches.accumulation,
+            "precision": self.strategy.precision,
+            "parameters": prepared.parameters,
+        }
         self._answer(event="ready", **facts)
         points, fits, size = list(request.points), request.fits, request.first
         while size is not None:
@@ -180,9 +183,12 @@ class Trial:
             "ranks": [dict(zip(names, map(int, rank))) for rank in ranks],
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
             "held": [dict(zip(self.held, map(int, rank[2 * len(names) :]))) for rank in ranks],
-            "seconds": seconds, "samples_per_s": samples / typical, "tokens_per_s": result.totals.tokens / typical,
-            "loss": result.loss, **evaluation,
-        }  # fmt: skip
+            "seconds": seconds,
+            "samples_per_s": samples / typical,
+            "tokens_per_s": result.totals.tokens / typical,
+            "loss": result.loss,
+            **evaluation,
+        }
 
     def _batches(self, size: int) -> list[Batch]:
         """The micro-batches of the next update, made outside the timed part: training has workers for that."""

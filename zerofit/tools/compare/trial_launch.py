@@ -21,8 +21,12 @@ from zerofit.tools.launches import Launch, Trial, failure, launched, mistake
 POLL_S = 0.1
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
 KILLED = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
-AT_THE_LIMIT = ("can't start new thread", "Thread creation failed", "could not create a primitive",
-            "could not create a memory object")  # fmt: skip
+AT_THE_LIMIT = (
+    "can't start new thread",
+    "Thread creation failed",
+    "could not create a primitive",
+    "could not create a memory object",
+)
 CHECK_HOST_S = 2.0
 
 
@@ -56,10 +60,18 @@ class TrialLaunch:
     """
 
     def __init__(
-        self, trial: Trial, num_processes: int, request: TrialRequest, candidate: Candidate, key: str,
-        journal: Journal, machine: TrialMachine, answered: Callable[[dict[str, Any]], None], patience_s: float,
+        self,
+        trial: Trial,
+        num_processes: int,
+        request: TrialRequest,
+        candidate: Candidate,
+        key: str,
+        journal: Journal,
+        machine: TrialMachine,
+        answered: Callable[[dict[str, Any]], None],
+        patience_s: float,
         again: bool,
-    ):  # fmt: skip
+    ):
         self.command, self.num_processes = trial.command(num_processes), num_processes
         self.request, self.candidate, self.key, self.journal = request, candidate, key, journal
         self.machine, self.on_cpu = machine, not machine.devices
@@ -74,8 +86,14 @@ class TrialLaunch:
         """Launch, and follow it to its end. A size that does not fit is in the journal afterwards."""
         number, mark = self.journal.launches + 1, uuid.uuid4().hex
         about = {"launch": number, "key": self.key}
-        self.journal.add("launch", **about, candidate=self.candidate.name, mark=mark, folder=self.folder.name,
-                         first=self.request.first)  # fmt: skip
+        self.journal.add(
+            "launch",
+            **about,
+            candidate=self.candidate.name,
+            mark=mark,
+            folder=self.folder.name,
+            first=self.request.first,
+        )
         run, log = self.folder / "run", self.folder / "log.txt"
         environment = launch_environment(self.machine, self.num_processes)
         with launched(self.command, run, log, mark=mark, environment=environment) as launch:
@@ -91,8 +109,16 @@ class TrialLaunch:
     def _give_up(self, ending: Ending, about: dict[str, Any]) -> None:
         """Write to the journal that the current size does not fit."""
         patience = {"patience_s": self.patience_s} if ending.how == "timed_out" else {}
-        self.journal.add("size", **about, size=self.trying, fresh=self.trying == self.request.first,
-                         outcome=ending.how, where=ending.where, phase=ending.phase, **patience)  # fmt: skip
+        self.journal.add(
+            "size",
+            **about,
+            size=self.trying,
+            fresh=self.trying == self.request.first,
+            outcome=ending.how,
+            where=ending.where,
+            phase=ending.phase,
+            **patience,
+        )
 
     def _follow(self, launch: Launch, about: dict[str, Any]) -> Ending:
         last_answer_at = checked_host_at = launch.seconds

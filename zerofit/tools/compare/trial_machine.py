@@ -39,10 +39,14 @@ class TrialMachine(Machine):
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes it from other machines."""
-        return {"devices": [[device.name, device.total] for device in self.devices],
-                "cpu": self.environment["hardware"].get("cpu"), "cores": self.environment["hardware"].get("cores"),
-                "memory": self.memory, "packages": self.environment["packages"],
-                **{name: value for name, value in self.simulated.items() if name.startswith("SIMGPU_")}}  # fmt: skip
+        return {
+            "devices": [[device.name, device.total] for device in self.devices],
+            "cpu": self.environment["hardware"].get("cpu"),
+            "cores": self.environment["hardware"].get("cores"),
+            "memory": self.memory,
+            "packages": self.environment["packages"],
+            **{name: value for name, value in self.simulated.items() if name.startswith("SIMGPU_")},
+        }
 
     @property
     def settings(self) -> dict[str, str]:
@@ -56,8 +60,11 @@ class TrialMachine(Machine):
         if self.devices:
             return {}
         one_by_one = str(2**16)
-        return {"MALLOC_MMAP_THRESHOLD_": one_by_one, "MALLOC_TRIM_THRESHOLD_": one_by_one,
-                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # fmt: skip
+        return {
+            "MALLOC_MMAP_THRESHOLD_": one_by_one,
+            "MALLOC_TRIM_THRESHOLD_": one_by_one,
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+        }
 
     def describe(self) -> str:
         """One line."""
@@ -86,9 +93,12 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
     """
     root = Path(__file__).resolve().parents[3]
     finished = subprocess.run(
-        [sys.executable, "-m", "zerofit.tools.compare.trial_machine"], capture_output=True, text=True, cwd=root,
+        [sys.executable, "-m", "zerofit.tools.compare.trial_machine"],
+        capture_output=True,
+        text=True,
+        cwd=root,
         env={**os.environ, **(simulated or {})},
-    )  # fmt: skip
+    )
     if finished.returncode:
         raise RuntimeError(f"the description of the machine failed:\n{finished.stderr}")
     found = json.loads(finished.stdout.splitlines()[-1])
@@ -142,8 +152,11 @@ def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | No
         min(device.total for device in machine.devices),
         CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0,
     )
-    notes = [f"{device.name} {index}: {size(device.total - device.free)} are in use by other programs"
-             for index, device in enumerate(machine.devices) if device.free < USABLE * device.total]  # fmt: skip
+    notes = [
+        f"{device.name} {index}: {size(device.total - device.free)} are in use by other programs"
+        for index, device in enumerate(machine.devices)
+        if device.free < USABLE * device.total
+    ]
     if ranks * ((limit or 0) + context) > total:
         raise UserError(_too_many(machine, num_processes, ranks, limit, total, context))
     if ranks > 1:
@@ -159,8 +172,9 @@ def _too_many(
     machine: TrialMachine, num_processes: int, ranks: int, limit: int | None, total: int, context: int
 ) -> str:
     """The message for processes that do not fit on a device with their limit: the numbers, and what to set."""
-    of_process = " + ".join([*([f"memory_limit {size(limit)}"] if limit else []),
-                       *([f"{size(context)} of context"] if context else [])])  # fmt: skip
+    of_process = " + ".join(
+        [*([f"memory_limit {size(limit)}"] if limit else []), *([f"{size(context)} of context"] if context else [])]
+    )
     most_processes = total // ((limit or 0) + context) * len(machine.devices)
     remedies = [f"a memory_limit of at most {size(room)}"] if (room := total // ranks - context) > 0 else []
     remedies += [f"at most {most_processes} processes"] if most_processes else []

@@ -76,12 +76,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _usage(directions: dict) -> str:
     lines = [f"  {name}  {kind.__doc__}" for name, (kind, _) in directions.items()]
-    return "\n".join([
-        "usage: zerofit convert DIRECTION --input FOLDER --output FOLDER [--option value]",
-        "       zerofit convert megatron-args SCRIPT [NAME=value ...]", "", *lines,
-        f"  megatron-args  {MegatronArgsOptions.__doc__}", "",
-        "`zerofit convert DIRECTION --help` lists the options.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "usage: zerofit convert DIRECTION --input FOLDER --output FOLDER [--option value]",
+            "       zerofit convert megatron-args SCRIPT [NAME=value ...]",
+            "",
+            *lines,
+            f"  megatron-args  {MegatronArgsOptions.__doc__}",
+            "",
+            "`zerofit convert DIRECTION --help` lists the options.",
+        ]
+    )
 
 
 # --------------------------------------------------------------------------------------------- Meta's to transformers'
@@ -297,7 +302,23 @@ def _write_card(folder: Path, source: Path, notes: list[str]) -> None:
     from zerofit import __version__
     from zerofit.model.export import write_card
 
-    write_card(folder, "\n".join([
-        "---", "library_name: transformers", "tags: [zerofit]", "---", "", f"# {source.resolve().name}, converted", "",
-        f"{without_folders(str(source))} converted by zerofit {__version__}.", "", "```", *notes, "```", "",
-    ]))  # fmt: skip
+    write_card(
+        folder,
+        "\n".join(
+            [
+                "---",
+                "library_name: transformers",
+                "tags: [zerofit]",
+                "---",
+                "",
+                f"# {source.resolve().name}, converted",
+                "",
+                f"{without_folders(str(source))} converted by zerofit {__version__}.",
+                "",
+                "```",
+                *notes,
+                "```",
+                "",
+            ]
+        ),
+    )

@@ -71,9 +71,12 @@ class HfFolder:
         return (
             [f"lacks {name}" for name in sorted(expected.keys() - stored)]
             + [f"has {name}, which a Llama does not have" for name in sorted(stored - expected.keys())]
-            + [f"has {name} of {self.shape(name)}, and {expected[name]} was expected"
-               for name in sorted(stored & expected.keys()) if self.shape(name) != expected[name]]
-        )  # fmt: skip
+            + [
+                f"has {name} of {self.shape(name)}, and {expected[name]} was expected"
+                for name in sorted(stored & expected.keys())
+                if self.shape(name) != expected[name]
+            ]
+        )
 
 
 class ShardWriter:

@@ -24,7 +24,7 @@ from zerofit.recipe.places import script
 from zerofit.record.environment import installed_packages
 from zerofit.record.terminal import say, screen_width
 from zerofit.tools.doctor.options import DoctorOptions
-from zerofit.tools.doctor.report import ERROR, Finding, Report, shown_value
+from zerofit.tools.doctor.report import ERROR, Report, shown_value
 from zerofit.tools.rank_environment import environment_replaced
 from zerofit.tools.tool_recipe import TASKS, join_with_recipe
 
@@ -99,7 +99,7 @@ def make_report(options: DoctorOptions, task: str | None, problems: list[str], s
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a library that it needs
-        report.findings.append(Finding(ERROR, f"torch cannot be imported: {error}", "make setup"))
+        report.add(ERROR, [f"torch cannot be imported: {error}. Run make setup"])
         return report
 
     from zerofit.tools.doctor.examine import Examination

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import HF_HOME
+from huggingface_hub.errors import HFValidationError
+
+from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
+from zerofit.estimate.planned_strategy import plan_strategy
+from zerofit.estimate.read_model import read_planned_model
 from zerofit.model.configuration import known_architectures, load_configuration
+from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
@@ -17,19 +26,22 @@ from zerofit.strategy.disk import keeps_optimizer_on_disk
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
 from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
-from zerofit.tools.doctor.installation import inspect_installation
-from zerofit.tools.doctor.judge import Needs, judge
+from zerofit.tools.doctor.check import Needs, check_machine
+from zerofit.tools.doctor.installation import BUILDERS, inspect_installation
 from zerofit.tools.doctor.launcher import Launch, look_at_launch, look_at_torchrun, shown_command
 from zerofit.tools.doctor.options import DoctorOptions
-from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report
+from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report, error, note
 from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values, told_by_shell
 from zerofit.tools.doctor.without_effect import idle_keys, idle_settings, schedule_warnings
 from zerofit.tools.rank_environment import environment_of_a_rank
 from zerofit.tools.tool_recipe import TASKS
+from zerofit.training.configuration import check_model, resolve
 
 ADAMS = ("adam", "adamw")
 MODELS = ("model_name_or_path", "config_name", "model_type")
+TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads variables
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -57,8 +69,8 @@ class Examination:
         report = self.report
         try:
             self.launch = launch = self._look()
-        except UserError as error:
-            report.add(ERROR, error.problems)
+        except UserError as refusal:
+            report.add(ERROR, refusal.problems)
             report.bad_input = True
             return
         report.findings += launch.findings + idle_keys(launch)
@@ -80,16 +92,17 @@ class Examination:
     def _look(self) -> Launch:
         """Raises UserError: there is no such strategy, or its YAML cannot be read."""
         options, devices, shell = self.options, num_devices(), self.shell
-        chosen = {name: (value, f"--{name}") for name in ("num_processes", "num_machines")
-                  if (value := getattr(options, name))}  # fmt: skip
+        chosen = {
+            name: (value, f"--{name}")
+            for name in ("num_processes", "num_machines")
+            if (value := getattr(options, name))
+        }
         default = max(1, devices) * (options.num_machines or 1), "one for each device" if devices else "default"
         if self.recipe.deepspeed_config and not options.strategy:
             return look_at_torchrun({"num_processes": default, "num_machines": (1, "default"), **chosen}, shell)
         name = options.strategy
         if name is None and (file := default_config()):
-            self.report.findings.append(Finding(
-                NOTE, f"{file}: accelerate launch reads it where no --config_file is given, and so does this report",
-                "--strategy NAME names another pair"))  # fmt: skip
+            self.report.findings.append(note(f"{file}: accelerate launch reads it. Use --strategy NAME for another"))
             return look_at_launch(Path(file), chosen, devices, shell)
         if name is None:
             chosen = {"num_processes": default, **chosen}
@@ -104,8 +117,9 @@ class Examination:
                 check_paths(self.recipe, output_folder(self.task, self.recipe))
             with self._collected():
                 check_compiled_code()
-        with self._collected():
-            self._resolve_strategy(launch)
+        if not launch.refused:
+            with self._collected():
+                self._resolve_strategy(launch)
         downloads = _to_download(self.recipe, launch.environment) if self.task else []
         if self.task and self.recipe.trains and not downloads and any(getattr(self.recipe, name) for name in MODELS):
             with self._collected():
@@ -120,19 +134,15 @@ class Examination:
         """Report the problems of an error that ends this block, and continue behind it."""
         try:
             yield
-        except UserError as error:
-            self.report.add(ERROR, error.problems)
-        except ImportError as error:
-            self.report.findings.append(Finding(ERROR, f"a package cannot be imported: {error}", "make setup"))
+        except UserError as refusal:
+            self.report.add(ERROR, refusal.problems)
+        except ImportError as missing:
+            self.report.findings.append(error(f"a package cannot be imported: {missing}. Run make setup"))
 
     def _resolve_strategy(self, launch: Launch) -> None:
         """Raises UserError: recipe, pair and earlier run contradict each other."""
-        from zerofit.strategy.read import read_strategy
-
         try:
             if self.task and self.is_sound and self.recipe.trains:
-                from zerofit.training.configuration import resolve
-
                 config = resolve(self.task, self.recipe, launch.config_file)
                 self.recipe, self.strategy = config.recipe, config.strategy
                 self.report.add(NOTE, config.notes)
@@ -147,13 +157,6 @@ class Examination:
 
     def _look_at_model(self) -> None:
         """Raises UserError: the model, its layout, its lengths or its tokenizer are not what the recipe needs."""
-        import transformers
-
-        from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
-        from zerofit.estimate.read_model import read_planned_model
-        from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
-        from zerofit.training.configuration import check_model
-
         recipe = self.recipe.draft()
         self.looked_at_model, auto_class = True, getattr(transformers, AUTO_CLASSES[self.task])
         config = load_configuration(recipe, auto_class)
@@ -181,44 +184,40 @@ class Examination:
             return needs
         if self.looked_at_model and self.planned is None:
             return needs
-        from zerofit.estimate.planned_strategy import plan_strategy
-        from zerofit.estimate.read_model import read_planned_model
-
         try:
             planned = self.planned or read_planned_model(self.recipe, self.task, on_gpu)
             states = plan_strategy(strategy.name, strategy, planned).states(planned, strategy.batches.accumulation > 1)
-        except UserError as error:
-            self.report.findings.append(Finding(
-                NOTE, f"the model's size is not known here, so memory and disk are not checked: "
-                f"{error.problems[0]}"))  # fmt: skip
+        except UserError as refusal:
+            what = f"the model's size is not known here, so memory and disk are not checked: {refusal.problems[0]}"
+            self.report.findings.append(note(what))
             return needs
         weights, host = planned.weights, states.offloaded + (0 if on_gpu else states.held)
         trained = f", {weights.trained / 1e6:,.1f} M of them are trained" if weights.frozen else ""
         self.report.lines.append(("model", f"{(weights.trained + weights.frozen) / 1e6:,.1f} M parameters{trained}"))
         saves = self.recipe.save_strategy != "no" or self.recipe.save_minutes
         return dataclasses.replace(
-            needs, state_bytes=states.held if on_gpu else None, host_bytes=host * launch.local_world_size,
+            needs,
+            state_bytes=states.held if on_gpu else None,
+            host_bytes=host * launch.local_world_size,
             checkpoint_bytes=planned.checkpoint_bytes if saves and not self.recipe.save_only_model else None,
-        )  # fmt: skip
+        )
 
     def of_machine(self) -> None:
         """The machine, and whether it has what the launch asks for."""
         report, needs = self.report, self.needs
         if self.launch is None:
-            try:
+            with self._collected():
                 check_devices()
-            except UserError as error:
-                report.add(ERROR, error.problems)
-        machine = inspect_installation(self._folders(), looks_at_deepspeed=needs.deepspeed or not needs.examined)
+        operations = needs.operations if needs.examined else tuple(BUILDERS)
+        looks = needs.deepspeed or not needs.examined
+        machine = inspect_installation(self._folders(), operations if looks else None)
         variables = self.launch.environment if self.launch else self.shell
-        report.findings += judge(machine, needs, variables)
+        report.findings += check_machine(machine, needs, variables)
         report.lines += machine.lines()
         report.machine |= dataclasses.asdict(machine)
 
     def _folders(self) -> dict[tuple[str, str], Path]:
         """{(what it is for, what sets it): folder into which a run writes}."""
-        from huggingface_hub.constants import HF_HOME
-
         folders = {("HF cache", "HF_HOME"): Path(HF_HOME)}
         if self.needs.operations or not self.needs.examined:
             folders["extensions", "TORCH_EXTENSIONS_DIR"] = Path(extensions_folder())
@@ -239,9 +238,6 @@ def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
 
 def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
     """Weights and tokenizers that the recipe names and that are not here."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     findings = []
     files = {"model_name_or_path": "config.json", "config_name": "config.json"}
     for option, file in {**files, "tokenizer_name": "tokenizer_config.json"}.items():
@@ -253,15 +249,11 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
         with contextlib.suppress(HFValidationError):
             if isinstance(try_to_load_from_cache(name, file), str):
                 continue
-        offline = [
-            variable for variable in OFFLINE if variables.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
-        ]
         what = f"{option} = {name!r} is not on this machine"
-        findings.append(
-            Finding(ERROR, f"{what}, and {offline[0]} = {variables[offline[0]]} forbids the download",
-                    f"unset {offline[0]}, or name a folder") if offline else
-            Finding(NOTE, f"{what}: the run downloads it", f"To have it before: hf download {name}")
-        )  # fmt: skip
+        if offline := next((each for each in OFFLINE if variables.get(each, "").upper() in TRUE), None):
+            findings.append(error(f"{what}, and {offline} forbids the download. Type unset {offline}"))
+        else:
+            findings.append(note(f"{what}: the run downloads it. To have it before: hf download {name}"))
     return findings
 
 

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import launch as utils
+
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_yaml
-from zerofit.strategy.named import environment_of
-from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding
+from zerofit.tools.doctor.report import Finding, error, note, warning
 from zerofit.tools.rank_environment import RANKS, environment_replaced, without_launcher
 
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
 STANDARD = "standard"  # the launcher of several machines that this program is started with
 NOBODY = "127.0.0.1"  # in place of machine 0, whose address is not known here
 
@@ -31,6 +34,7 @@ class Launch:
         world_size, local_world_size, num_machines: processes of all machines, those of this one, machines.
         environment: variables of a process.
         sources: {num_processes, num_machines: who set it}.
+        refused: by accelerate.
         devices: those that `gpu_ids` leaves; None: all.
         leftovers: variables of accelerate that an earlier launch has left in the shell, and that reach the processes.
     """
@@ -43,6 +47,7 @@ class Launch:
     environment: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
+    refused: bool = False
     devices: int | None = None
     leftovers: dict[str, str] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
@@ -85,12 +90,10 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
     with environment_replaced(clean | {"HF_HUB_OFFLINE": "1"}):
         try:
             made = _of_accelerate(launch, words)
-        except (Exception, SystemExit) as error:  # whatever it is, the launch would end with it
-            launch.findings.append(Finding(
-                ERROR, f"accelerate launch refuses {config_file}: {_said(error)}",
-                "The files in accelerate_configs/ are accepted; `accelerate config` writes a new one"))  # fmt: skip
-            with contextlib.suppress(UserError):
-                made = environment_of(launch.content, str(config_file))
+        except (Exception, SystemExit) as refusal:  # whatever it is, the launch would end with it
+            launch.refused = True
+            what = f"accelerate launch refuses {config_file}: {_said(refusal)}"
+            launch.findings.append(error(f"{what}. Name one of accelerate_configs/ with --strategy"))
     launch.environment = {**shell, **made}
     launch.findings += _leftovers(launch, shell, made)
     return launch
@@ -101,37 +104,36 @@ def _read(config_file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{config_file}: expected `key: value` lines, as in accelerate_configs/ddp.yaml")
     if not isinstance(content.get("deepspeed_config") or {}, dict):
-        raise UserError(f"{config_file}: deepspeed_config = {content['deepspeed_config']!r}: expected indented "
-                        "`key: value` lines, e.g. deepspeed_config_file: ds_configs/zero2.json")  # fmt: skip
+        raise UserError(
+            f"{config_file}: deepspeed_config = {content['deepspeed_config']!r}: expected indented "
+            "`key: value` lines, e.g. deepspeed_config_file: ds_configs/zero2.json"
+        )
     return content
 
 
 def _count(launch: Launch, chosen: Chosen, num_devices: int) -> None:
     """How many processes and machines there are, and who says so."""
     file = launch.config_file or ""
-    for name, field_name, default in (("num_processes", "world_size", max(1, num_devices)),
-                                      ("num_machines", "num_machines", 1)):  # fmt: skip
+    for name, field_name, default in (
+        ("num_processes", "world_size", max(1, num_devices)),
+        ("num_machines", "num_machines", 1),
+    ):
         of_yaml = launch.content.get(name)
         of_file = (of_yaml, file) if isinstance(of_yaml, int) and of_yaml > 0 else (default, "default")
         value, launch.sources[name] = chosen.get(name, of_file)
         setattr(launch, field_name, value)
         if of_yaml not in (None, value) and launch.sources[name].startswith("--"):
-            launch.findings.append(
-                Finding(NOTE, f"{file}: {name} = {of_yaml} has no effect: --{name} {value} overrides the file")
-            )
+            what = f"{file}: {name} = {of_yaml} has no effect: --{name} {value} overrides the file"
+            launch.findings.append(note(what))
     if launch.world_size % launch.num_machines:
         fits = launch.num_machines * max(1, launch.world_size // launch.num_machines)
-        launch.findings.append(Finding(
-            ERROR, f"num_processes = {launch.world_size} on {launch.num_machines} machines: each has the same number",
-            f"Use --num_processes {fits}"))  # fmt: skip
+        what = f"num_processes = {launch.world_size} on {launch.num_machines} machines: each has the same number"
+        launch.findings.append(error(f"{what}. Use --num_processes {fits}"))
     launch.local_world_size = max(1, launch.world_size // launch.num_machines)
 
 
 def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
     """The variables that accelerate's launcher gives to processes (accelerate/commands/launch.py, 1.15)."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils import launch as utils
-
     printed = io.StringIO()
     logging.disable(logging.WARNING)
     try:
@@ -148,32 +150,20 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
                 made = utils.prepare_multi_gpu_env(arguments)
             else:
                 made = utils.prepare_simple_launcher_cmd_env(arguments)[1]
-                _of_one_process(launch)
+                if launch.world_size > 1:
+                    kind = f"distributed_type = {launch.content.get('distributed_type')}"
+                    what = f"{launch.config_file}: {kind} starts one process, and num_processes = {launch.world_size}"
+                    launch.findings.append(error(f"{what}. Use --strategy ddp, or --num_processes 1"))
+                launch.world_size = launch.local_world_size = 1
     except SystemExit:
         raise ValueError(printed.getvalue().strip().splitlines()[-1]) from None
     finally:
         logging.disable(logging.NOTSET)
-    for message in {str(one.message) for one in warned if "already in use" in str(one.message)}:
-        port = message.split("`")[1]
-        launch.findings.append(Finding(
-            NOTE, f"port {port} of this machine is in use: accelerate launch takes another one",
-            "To have no warning, say --main_process_port 0"))  # fmt: skip
+    for message in {str(warned_of.message) for warned_of in warned if "already in use" in str(warned_of.message)}:
+        what = f"port {message.split('`')[1]} of this machine is in use: accelerate launch takes another one"
+        launch.findings.append(note(f"{what}. Use --main_process_port 0 to have no warning"))
     ours = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", *VISIBLE)
     return {name: value for name, value in made.items() if name.startswith(ours)}
-
-
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
-
-
-def _of_one_process(launch: Launch) -> None:
-    """accelerate starts a single process, whatever num_processes says."""
-    if launch.world_size > 1:
-        kind = launch.content.get("distributed_type")
-        launch.findings.append(Finding(
-            ERROR, f"{launch.config_file}: distributed_type = {kind}: accelerate launch starts one process, and "
-            f"num_processes = {launch.world_size} ({launch.sources['num_processes']})",
-            "Use --strategy ddp, which also runs without a GPU, or --num_processes 1"))  # fmt: skip
-    launch.world_size = launch.local_world_size = 1
 
 
 def _look_at_arguments(launch: Launch, arguments: argparse.Namespace) -> None:
@@ -181,28 +171,26 @@ def _look_at_arguments(launch: Launch, arguments: argparse.Namespace) -> None:
     several, name = launch.num_machines > 1, "deepspeed_multinode_launcher"
     kind = getattr(arguments, name, None)
     if several and arguments.use_deepspeed and kind != STANDARD:
-        launch.findings.append(Finding(
-            WARNING, f"{launch.config_file}: {name} = {kind}: on several machines accelerate starts the `deepspeed` "
-            "command, which needs a hostfile and ssh", f"Write {name}: {STANDARD}"))  # fmt: skip
+        what = f"{launch.config_file}: {name} = {kind}: on several machines it needs a hostfile and ssh"
+        launch.findings.append(warning(f"{what}. Write {name}: {STANDARD}"))
     ids = getattr(arguments, "gpu_ids", None)
     launch.devices = len(str(ids).split(",")) if ids not in (None, "all") else None
 
 
 def _leftovers(launch: Launch, shell: Mapping[str, str], made: Mapping[str, str]) -> list[Finding]:
     """Variables that an earlier launch has left in the shell, and that reach the processes."""
-    launch.leftovers = {name: value for name, value in sorted(shell.items())
-                        if name.startswith("ACCELERATE_") and name not in made}  # fmt: skip
+    launch.leftovers = {
+        name: value for name, value in sorted(shell.items()) if name.startswith("ACCELERATE_") and name not in made
+    }
     findings = [
-        Finding(WARNING, f"{name} = {value!r} is set in this shell and reaches every process, whatever the YAML says",
-                f"unset {name}")
+        warning(f"{name} = {value!r} is set in this shell and overrides the YAML. Type unset {name}")
         for name, value in launch.leftovers.items()
-    ]  # fmt: skip
+    ]
     ranks = {name: shell[name] for name in RANKS if name in shell}
     if ranks and launch.world_size == 1 and launch.content.get("distributed_type", "NO") == "NO":
         shown = ", ".join(f"{name} = {value}" for name, value in ranks.items())
-        findings.append(Finding(
-            ERROR, f"{shown}: set in this shell, they reach the single process, which takes itself for one of "
-            "several and waits for the others", f"unset {' '.join(ranks)}"))  # fmt: skip
+        what = f"{shown}: set in this shell, they make the single process wait for others"
+        findings.append(error(f"{what}. Type unset {' '.join(ranks)}"))
     return findings
 
 

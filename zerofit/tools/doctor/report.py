@@ -34,6 +34,18 @@ class Finding:
         return cls(level, what, remedy)
 
 
+def error(message: str) -> Finding:
+    return Finding.of_message(message, ERROR)
+
+
+def warning(message: str) -> Finding:
+    return Finding.of_message(message, WARNING)
+
+
+def note(message: str) -> Finding:
+    return Finding.of_message(message, NOTE)
+
+
 @dataclass(frozen=True)
 class Value:
     """An effective value, and who set it.
@@ -87,8 +99,11 @@ class Report:
     def verdict(self) -> str:
         """One line."""
         findings = self.sorted_findings
-        counts = [f"{count} {level}{'s' if count > 1 else ''}" for level in LEVELS
-                  if (count := sum(finding.level == level for finding in findings))]  # fmt: skip
+        counts = [
+            f"{count} {level}{'s' if count > 1 else ''}"
+            for level in LEVELS
+            if (count := sum(finding.level == level for finding in findings))
+        ]
         counted = ", ".join(counts) or "nothing is wrong"
         if self.examined is None:
             return counted
@@ -155,6 +170,10 @@ def _wrapped(text: str, width: int | None, first: str, later: str | None = None)
     if width is None:
         return first + text
     return textwrap.fill(
-        text, width, initial_indent=first, subsequent_indent=first if later is None else later,
-        break_on_hyphens=False, break_long_words=False,
-    )  # fmt: skip
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=first if later is None else later,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

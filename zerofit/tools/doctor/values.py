@@ -24,13 +24,19 @@ OWNERS = {
     "fp16.enabled": "precision",
 }
 # Options that a screen shows whoever has set them; of the others those that somebody has set.
-COMMON = (
-    "model_name_or_path", "config_name", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "global_batch_size", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm",
-    "gradient_checkpointing", "output_dir",
-)  # fmt: skip
-OF_STRATEGY = ("zero_optimization.stage", "zero_optimization.offload_optimizer.device",
-               "zero_optimization.offload_param.device", "optimizer.type", "optimizer.params.torch_adam")  # fmt: skip
+COMMON = tuple(
+    (
+        "model_name_or_path config_name per_device_train_batch_size gradient_accumulation_steps "
+        "global_batch_size learning_rate lr_scheduler_type weight_decay max_grad_norm gradient_checkpointing "
+        "output_dir"
+    ).split()
+)
+OF_STRATEGY = tuple(
+    (
+        "zero_optimization.stage zero_optimization.offload_optimizer.device "
+        "zero_optimization.offload_param.device optimizer.type optimizer.params.torch_adam"
+    ).split()
+)
 # {value: the variable of accelerate that states it where there is no DeepSpeed JSON}
 IN_THE_SHELL = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -47,8 +53,9 @@ def launch_values(launch: Launch) -> list[Value]:
     sizes = {"num_processes": launch.world_size, "num_machines": launch.num_machines}
     values = [Value(name, value, launch.sources[name], common=True) for name, value in sizes.items()]
     file = launch.config_file or ""
-    return values + [Value(f"accelerate: {key}", value, file) for key, value in flat(launch.content)
-                     if key not in sizes]  # fmt: skip
+    return values + [
+        Value(f"accelerate: {key}", value, file) for key, value in flat(launch.content) if key not in sizes
+    ]
 
 
 def recipe_values(recipe: Any, strategy: Strategy | None, folder: Path) -> list[Value]:
@@ -77,8 +84,9 @@ def recipe_values(recipe: Any, strategy: Strategy | None, folder: Path) -> list[
 
 def told_by_shell(values: list[Value], launch: Launch) -> list[Value]:
     """The same, where a variable of the shell and not the YAML has set one."""
-    left = {name: f"{variable} (this shell)" for name, variable in IN_THE_SHELL.items()
-            if variable in launch.leftovers}  # fmt: skip
+    left = {
+        name: f"{variable} (this shell)" for name, variable in IN_THE_SHELL.items() if variable in launch.leftovers
+    }
     return [
         dataclasses.replace(one, source=left[one.name])
         if one.source == launch.config_file and one.name in left
@@ -97,8 +105,12 @@ def strategy_values(strategy: Strategy, recipe: Any) -> list[Value]:
     if strategy.deepspeed is None:
         return values
     if strategy.layout.replica_size > 1:
-        degrees = {"data": strategy.layout.data_size, "tensor": strategy.layout.tensor,
-                   "pipeline": strategy.layout.pipeline, "sequence": strategy.layout.sequence}  # fmt: skip
+        degrees = {
+            "data": strategy.layout.data_size,
+            "tensor": strategy.layout.tensor,
+            "pipeline": strategy.layout.pipeline,
+            "sequence": strategy.layout.sequence,
+        }
         shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         values.append(Value("layout", shown, strategy.source, common=True))
     raw = stated_json(strategy)

@@ -87,9 +87,14 @@ def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
 
 
 def answer_share(
-    writer: Writer, rows: list[list[int]], options: GenerateOptions, journal: Journal, share=(0, 1), writes=True,
+    writer: Writer,
+    rows: list[list[int]],
+    options: GenerateOptions,
+    journal: Journal,
+    share=(0, 1),
+    writes=True,
     after=lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Answer each n-th of the batches that are left.
 
     Args:
@@ -138,13 +143,19 @@ def check_processes(asked: Asked, options: GenerateOptions) -> None:
 def _described(source: Source, options: GenerateOptions, rows: list[list[int]]) -> dict[str, Any]:
     """What answers depend on, for the journal: not on the number of processes."""
     folders = [Path(source.name), *([source.adapter.path] if source.adapter else [])]
-    state = [(str(file.name), file.stat().st_size, file.stat().st_mtime_ns)
-             for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())]  # fmt: skip
+    state = [
+        (str(file.name), file.stat().st_size, file.stat().st_mtime_ns)
+        for folder in folders
+        if folder.is_dir()
+        for file in sorted(folder.iterdir())
+    ]
     drawn = {"seed": options.seed, "batch_size": options.batch_size} if options.samples else {}
     return {
-        "prompts": _digest(rows), "model": _digest([list(map(str, folders)), state]),
-        **{name: getattr(options, name) for name in SETTINGS}, **drawn,
-    }  # fmt: skip
+        "prompts": _digest(rows),
+        "model": _digest([list(map(str, folders)), state]),
+        **{name: getattr(options, name) for name in SETTINGS},
+        **drawn,
+    }
 
 
 def _digest(value: Any) -> str:
@@ -161,8 +172,11 @@ def _launch(options: GenerateOptions, argv: list[str], journal: Journal, size: i
     layout = layout_of(yaml, options.processes, Machines(1, None), 0)
     command = [*LAUNCHER, *layout, "--module", "zerofit.tools.generate.rank", *argv]
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // options.processes))
-    environment = {PART: json.dumps({"pid": os.getpid(), "size": size}), "OMP_NUM_THREADS": threads,
-                   "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}  # fmt: skip
+    environment = {
+        PART: json.dumps({"pid": os.getpid(), "size": size}),
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
     shared = f", {options.tensor_parallel} share each layer" if options.tensor_parallel > 1 else ""
     drawn = f", drawn with seed {options.seed}" if options.samples else ""
     say(f"{counted(options.processes, 'process')}{shared}{drawn}; their output is {log}")

@@ -12,8 +12,9 @@ from zerofit.recipe.errors import UserError
 from zerofit.tools.generate.messages import say
 from zerofit.tools.generate.options import GenerateOptions
 
-NOT_WRITERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
-               "ForMaskedLM")  # fmt: skip
+NOT_WRITERS = tuple(
+    ("ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice ForMaskedLM").split()
+)
 NAMED_WITH = "--model BASE --adapter FOLDER"
 
 
@@ -87,9 +88,13 @@ def load(source: Source, options: GenerateOptions, tensor=None):
     }
     if source.adapter:
         adapted = load_with_adapter(
-            source.adapter, source.name if options.adapter else None, base_option="model", named_with=NAMED_WITH,
-            quantised="keep", **how,
-        )  # fmt: skip
+            source.adapter,
+            source.name if options.adapter else None,
+            base_option="model",
+            named_with=NAMED_WITH,
+            quantised="keep",
+            **how,
+        )
         for note in adapted.notes:
             say(note)
         model = adapted.model.get_base_model()

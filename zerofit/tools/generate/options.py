@@ -21,9 +21,10 @@ class WriterOptions(Recipe):
         False, "Talk with the model, a line at a time; /reset forgets what was said, an empty line ends."
     )
     system_prompt: str | None = option(
-        None, "What a conversation begins with: a system message, or what an encoder-decoder reads first (a persona).",
+        None,
+        "What a conversation begins with: a system message, or what an encoder-decoder reads first (a persona).",
         aliases=("context",),
-    )  # fmt: skip
+    )
     chat_template: str | None = option(
         None, "How conversations are written: a .jinja file or a known name; by default the tokenizer's own."
     )

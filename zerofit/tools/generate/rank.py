@@ -29,8 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     asked = find(options)
     writer = Writer(
         load(asked.source, options, _tensor_group(world_size, tensor) if tensor > 1 else None),
-        asked.source.tokenizer, options, asked.renderer.end_of_turn(),
-    )  # fmt: skip
+        asked.source.tokenizer,
+        options,
+        asked.renderer.end_of_turn(),
+    )
     rows, _ = writer.rows(asked.prompts, asked.renderer)
     journal = Journal(Path(options.output).expanduser(), part["size"])
 

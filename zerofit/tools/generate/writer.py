@@ -74,9 +74,13 @@ class Writer(Positions):
         self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
         samples = options.samples
         self.settings = {
-            "do_sample": samples, "num_beams": options.num_beams or 1, "use_cache": True,
-            "eos_token_id": self.ends or None, "pad_token_id": padding_token(tokenizer), **options.sampling,
-        }  # fmt: skip
+            "do_sample": samples,
+            "num_beams": options.num_beams or 1,
+            "use_cache": True,
+            "eos_token_id": self.ends or None,
+            "pad_token_id": padding_token(tokenizer),
+            **options.sampling,
+        }
         if self.has_encoder:  # generates as in training
             if defaults.max_new_tokens and not options.source("max_new_tokens"):
                 self.max_new_tokens = defaults.max_new_tokens
@@ -151,11 +155,14 @@ class Writer(Positions):
         inputs = collate([({"input_ids": np.array(ids)}, index) for index, ids in enumerate(rows)]).to(device).inputs
         with torch.no_grad():
             written = self.model.generate(
-                inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=self.limit(len(rows[0])),
+                inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=self.limit(len(rows[0])),
                 **self.settings,
-            )[:, 1 if self.has_encoder else inputs["input_ids"].shape[1] :].tolist()  # fmt: skip
-        new = [row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), None)]
-               for row in written]  # fmt: skip
+            )[:, 1 if self.has_encoder else inputs["input_ids"].shape[1] :].tolist()
+        new = [
+            row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), None)] for row in written
+        ]
         return [(self.tokenizer.decode(ids, skip_special_tokens=True), len(ids)) for ids in new]
 
 

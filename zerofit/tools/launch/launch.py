@@ -47,8 +47,10 @@ def launch(argv: list[str], supervisor: Supervisor) -> int:
     devices = num_devices()
     processes = options.num_processes or max(1, devices) * machines.count
     if processes % machines.count:
-        raise UserError(f"--num_processes {processes} on {machines.count} machines: each has the same number. Use "
-                        f"--num_processes {machines.count * max(1, processes // machines.count)}")  # fmt: skip
+        raise UserError(
+            f"--num_processes {processes} on {machines.count} machines: each has the same number. Use "
+            f"--num_processes {machines.count * max(1, processes // machines.count)}"
+        )
     strategy = options.strategy or ("ddp" if processes > 1 else "single")
     if strategy == "single" and processes > 1:
         raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
@@ -159,8 +161,14 @@ def layout_of(config: Path, processes: int, machines: Machines, port: int | None
     words = ["--config_file", str(config), "--num_processes", str(processes)]
     several = machines.count > 1
     if several:
-        words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank),
-                  "--main_process_ip", machines.address]  # fmt: skip
+        words += [
+            "--num_machines",
+            str(machines.count),
+            "--machine_rank",
+            str(machines.rank),
+            "--main_process_ip",
+            machines.address,
+        ]
     else:
         words += ["--num_machines", "1", "--machine_rank", "0"]  # also where the YAML has several
     port = port if port is not None else ((machines.port or PORT) if several else 0)

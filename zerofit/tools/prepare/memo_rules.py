@@ -15,12 +15,17 @@ SPLITS = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2's, written out
 )
-_ODD = (" ", "  ", "   ", "\t", "\n", "\n\n", " \n", "\n ", " \n \n ", "\t ", " \t", "\r\n", "\xa0", " \xa0", "\xa0 ",
-        "\u3000", " \u3000 ", "\x1c", " \x1c ", "\x85", "\x85 ", "\u2028", "\u180e ", "\u200b", "\ufeff ", "\x0b",
-        "\x00", "\u2581", " \u2581", "\u2581 ", SHIELD, "\u2000 ")  # fmt: skip
-_WORDS = ("a", "word", "'s", "don't", "I'LL", "1", "2024", "3.14", "...", "!?", "naïve", "e\u0301", "\u0301", "日本語",
-          "、", "🙂", "👩\u200d🚀", "ÅŁ", "العربية", "नमस्ते", "x" * 70, "_", "@-@", "<unk>", "\ufffd",
-          "\U0001d54f")  # fmt: skip
+# White space and control characters, and words: between two |.
+_ODD = [
+    *" |  |   |\t|\n|\n\n| \n|\n | \n \n |\t | \t|\r\n|\xa0| \xa0|\xa0 |\u3000| \u3000 |\x1c| \x1c |\x85".split("|"),
+    *"\x85 |\u2028|\u180e |\u200b|\ufeff |\x0b|\x00|\u2581| \u2581|\u2581 |\u2000 ".split("|"),
+    SHIELD,
+]
+_WORDS = [
+    *"a|word|'s|don't|I'LL|1|2024|3.14|...|!?|naïve|e\u0301|\u0301|日本語|、|🙂|👩\u200d🚀|ÅŁ|العربية|नमस्ते".split("|"),
+    *"_|@-@|<unk>|\ufffd|\U0001d54f".split("|"),
+    "x" * 70,
+]
 
 
 def allows_memo(parts: dict[str, Any]) -> bool:
@@ -53,7 +58,7 @@ def _is_known_split(steps: list[dict[str, Any]]) -> bool:
     return isolated and split["pattern"].get("Regex") in SPLITS and not level["use_regex"]
 
 
-def nasty_texts(added: list[str]) -> list[str]:
+def edge_case_texts(added: list[str]) -> list[str]:
     """Texts on which a wrong cut would show: words and added tokens beside all kinds of white space."""
     words = [*_WORDS, *added[:8], *added[-2:]]
     texts = ["", *_ODD, *words]

@@ -26,7 +26,7 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.words import counted
 from zerofit.record.terminal import say
 from zerofit.tools.prepare.encode import InputPart, Setup, encoder_of
-from zerofit.tools.prepare.memo_rules import allows_memo, nasty_texts
+from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
 from zerofit.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
 
 SHOWN_BAD = 5  # bad lines that are shown where bad lines are skipped
@@ -117,7 +117,7 @@ def prepare(options: PrepareOptions) -> list[str]:
 
 
 def setup_of(tokenizer, options: PrepareOptions) -> Setup:
-    """The set-up of the workers, with the fastest way that gives the plain tokenizer's ids on nasty texts.
+    """The set-up of the workers, with the fastest way that gives the plain tokenizer's ids on edge-case texts.
 
     Raises:
         UserError: --append_eod, and the tokenizer has no end-of-text token.
@@ -139,7 +139,7 @@ def setup_of(tokenizer, options: PrepareOptions) -> Setup:
         added = [token["content"] for token in parts["added_tokens"]]
         for way in ["memo"] * (options.word_memo and allows_memo(parts)) + ["whole"]:
             setup = Setup(way=way, tokenizer=content, special=special, **common)
-            if _is_exact(setup, tokenizer, nasty_texts(added)):
+            if _is_exact(setup, tokenizer, edge_case_texts(added)):
                 return setup
     return Setup(way="slow", tokenizer=pickle.dumps(tokenizer), special=False, **common)
 

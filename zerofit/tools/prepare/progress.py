@@ -23,9 +23,14 @@ class Meter:
         if not self.line.is_due():
             return
         seconds, part = self.stop(), min(1.0, read_bytes / self.total)
-        self.line.show([f"{part:6.1%}", *([f"{duration(seconds * (1 - part) / part)} left"] if part else []),
-                        f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
-                        f"{documents:,} documents ({documents / seconds:,.0f}/s)"])  # fmt: skip
+        self.line.show(
+            [
+                f"{part:6.1%}",
+                *([f"{duration(seconds * (1 - part) / part)} left"] if part else []),
+                f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
+                f"{documents:,} documents ({documents / seconds:,.0f}/s)",
+            ]
+        )
 
     def stop(self) -> float:
         """Seconds since the beginning."""

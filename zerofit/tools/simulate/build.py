@@ -88,11 +88,17 @@ def _command(library: Path) -> list[str]:
     headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     libraries = cpp_extension.library_paths()
     return [
-        _compiler() or "c++", "-std=c++20", "-O1", "-DNDEBUG", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-isystem{path}" for path in headers),
-        str(SOURCES / "simgpu.cpp"), "-o", str(library), *(f"-L{path}" for path in libraries), "-lc10", "-ltorch",
-        "-ltorch_cpu", "-ltorch_python",
-    ]  # fmt: skip
+        _compiler() or "c++",
+        *"-std=c++20 -O1 -DNDEBUG -fPIC -shared".split(),
+        f"-DTORCH_EXTENSION_NAME={NAME}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-isystem{path}" for path in headers),
+        str(SOURCES / "simgpu.cpp"),
+        "-o",
+        str(library),
+        *(f"-L{path}" for path in libraries),
+        *"-lc10 -ltorch -ltorch_cpu -ltorch_python".split(),
+    ]
 
 
 if __name__ == "__main__":

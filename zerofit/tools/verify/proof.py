@@ -127,10 +127,13 @@ class Proof:
         random = Random(f"{options.kill_seed} {folder}")
         update_s = median(line["seconds"] for line in _metrics(self.output / folder))
         killed = run_and_kill(
-            trial, self.logs, spread_moments(options.kills, options.updates, update_s, random),
-            alternating(options.num_processes, options.resumed_processes), 60 * options.launch_minutes,
+            trial,
+            self.logs,
+            spread_moments(options.kills, options.updates, update_s, random),
+            alternating(options.num_processes, options.resumed_processes),
+            60 * options.launch_minutes,
             say=lambda text: say(f"{strategy}, {text}"),
-        )  # fmt: skip
+        )
         outcome = Outcome(strategy, killed.processes, killed.failure, killed=killed)
         return outcome if killed.failure else self._compared(outcome, trial.output, self.output / folder)
 
@@ -154,12 +157,15 @@ class Proof:
         tolerance, blocks = self.options.tolerance, []
         if self.agreement:
             rows = [_row_of_agreement(each, tolerance) for each in self.agreement]
-            blocks.append(f"each against one process ({self.options.reference}): the largest relative differences\n"
-                          + table([HEAD_OF_AGREEMENT, *rows], width))  # fmt: skip
+            blocks.append(
+                f"each against one process ({self.options.reference}): the largest relative differences\n"
+                + table([HEAD_OF_AGREEMENT, *rows], width)
+            )
         if self.resumed:
             rows = [_row_of_resumes(each, tolerance) for each in self.resumed]
-            blocks.append("killed and resumed, each against its undisturbed run\n"
-                          + table([HEAD_OF_RESUMES, *rows], width))  # fmt: skip
+            blocks.append(
+                "killed and resumed, each against its undisturbed run\n" + table([HEAD_OF_RESUMES, *rows], width)
+            )
         for outcome in self._all():
             disturbed = ", killed and resumed" if outcome.killed else ""
             problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
@@ -187,8 +193,17 @@ class Proof:
 
 
 HEAD_OF_AGREEMENT = ("strategy", "processes", *FIGURES.values(), "samples", "verdict")
-HEAD_OF_RESUMES = ("strategy", "processes", "kills", "while saving", "resumes", *FIGURES.values(), "repeated",
-                   "skipped", "verdict")  # fmt: skip
+HEAD_OF_RESUMES = (
+    "strategy",
+    "processes",
+    "kills",
+    "while saving",
+    "resumes",
+    *FIGURES.values(),
+    "repeated",
+    "skipped",
+    "verdict",
+)
 
 
 def _row_of_agreement(outcome: Outcome, tolerance: float) -> tuple[str, ...]:

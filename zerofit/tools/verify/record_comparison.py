@@ -31,8 +31,9 @@ def compare_metrics(lines: list[dict[str, Any]], reference: list[dict[str, Any]]
     both = sorted(ours.keys() & theirs.keys())
     largest = {}
     for figure in FIGURES:
-        differences = [relative_difference(ours[update][0].get(figure), theirs[update][0].get(figure))
-                       for update in both]  # fmt: skip
+        differences = [
+            relative_difference(ours[update][0].get(figure), theirs[update][0].get(figure)) for update in both
+        ]
         largest[figure] = _largest(differences)
     return Difference(largest, tuple(problems))
 

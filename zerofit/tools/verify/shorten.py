@@ -44,8 +44,9 @@ def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
     if recipe.kills:
-        resolve_batches(BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch),
-                        recipe.resumed_processes)  # fmt: skip
+        resolve_batches(
+            BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch), recipe.resumed_processes
+        )
     values |= {"max_train_steps": recipe.updates, "eval_steps": recipe.updates}
     values["max_eval_samples"] = min(recipe.max_eval_samples or EVALUATED, EVALUATED)
     changes = [f"{recipe.updates} updates of {batches.global_batch} samples"]

@@ -35,8 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     short = shorten(options, cls)
     precision = precision_of(options)
     options.tolerance = options.tolerance or TOLERANCES[precision]
-    say(f"recipe    {source or 'of flags'}", *(f"changed   {change}" for change in short.changes),
-        f"compared  to {options.tolerance:g}, in {precision}", f"folder    {output}")  # fmt: skip
+    say(
+        f"recipe    {source or 'of flags'}",
+        *(f"changed   {change}" for change in short.changes),
+        f"compared  to {options.tolerance:g}, in {precision}",
+        f"folder    {output}",
+    )
     output.mkdir(parents=True, exist_ok=True)
     (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
     proof = Proof(options, configs, output, output / RECIPE, short.save_steps)

@@ -38,8 +38,9 @@ def main(argv: list[str]) -> int:
     positional = []
     while argv and not argv[0].startswith("-"):
         positional.append(argv.pop(0))
-    options = parse_recipe(MegatronArgsOptions, argv, prog="zerofit convert megatron-args [SCRIPT [NAME=value ...]]",
-                           tool=True)  # fmt: skip
+    options = parse_recipe(
+        MegatronArgsOptions, argv, prog="zerofit convert megatron-args [SCRIPT [NAME=value ...]]", tool=True
+    )
     name, calls, given = _calls(positional, words)
     folder = Path(options.output or f"outputs/{name}-converted")
     for note in calls[0].doubts:
@@ -55,8 +56,11 @@ def main(argv: list[str]) -> int:
     if training:
         _convert(training[0], folder, name, options, given)
     if len(training) > 1:
-        print(f"note: the script starts {len(training)} trainings; this is the first. Others: give their arguments "
-              "after --", flush=True)  # fmt: skip
+        print(
+            f"note: the script starts {len(training)} trainings; this is the first. Others: give their arguments "
+            "after --",
+            flush=True,
+        )
     return 0
 
 
@@ -108,10 +112,15 @@ def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions, 
 def write(done: Converted, name: str, folder: Path) -> str:
     """Write the recipe and the pair. Returns the command line that launches them."""
     folder.mkdir(parents=True, exist_ok=True)
-    launch = " ".join([
-        "accelerate launch --config_file", shlex.quote(str(folder / "accelerate.yaml")), *done.layout.launch_options,
-        "train/clm.py --config", shlex.quote(str(folder / "recipe.yaml")),
-    ])  # fmt: skip
+    launch = " ".join(
+        [
+            "accelerate launch --config_file",
+            shlex.quote(str(folder / "accelerate.yaml")),
+            *done.layout.launch_options,
+            "train/clm.py --config",
+            shlex.quote(str(folder / "recipe.yaml")),
+        ]
+    )
     for file, text in {"recipe.yaml": written(done, name, [launch]), **pair_of(done.layout, folder)}.items():
         (folder / file).write_text(text, encoding="utf-8")
     return launch
@@ -169,17 +178,23 @@ def closing(done: Converted, recipe: Path, searched: bool) -> list[str]:
     if done.shape and done.vocabulary and "config_name" in values:
         multiple = values["make_vocab_size_divisible_by"]
         vocabulary = -(-done.vocabulary // multiple) * multiple
-        lines.append(f"model        {parameters_of(values, vocabulary):,} parameters in transformers, "
-                     f"{done.shape.parameters(vocabulary):,} in Megatron, with {done.vocabulary:,} tokens in "
-                     f"{vocabulary:,} rows")  # fmt: skip
+        lines.append(
+            f"model        {parameters_of(values, vocabulary):,} parameters in transformers, "
+            f"{done.shape.parameters(vocabulary):,} in Megatron, with {done.vocabulary:,} tokens in "
+            f"{vocabulary:,} rows"
+        )
     strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
     at_most = "at most " * ("global_batch_size" not in values)
-    lines.append(f"run          {values['max_train_steps']:,} updates of {at_most}{done.batch:,} samples, "
-                 f"{strategy} on {layout.world} process{'es' * (layout.world > 1)}")  # fmt: skip
+    lines.append(
+        f"run          {values['max_train_steps']:,} updates of {at_most}{done.batch:,} samples, "
+        f"{strategy} on {layout.world} process{'es' * (layout.world > 1)}"
+    )
     if layout.machines > 1:
         own = "MACHINE_RANK" if searched else "--machine_rank"
-        lines.append(f"machines     the last line below on each of the {layout.machines}, with its own {own} "
-                     f"(0 to {layout.machines - 1})")  # fmt: skip
+        lines.append(
+            f"machines     the last line below on each of the {layout.machines}, with its own {own} "
+            f"(0 to {layout.machines - 1})"
+        )
     return [*lines, f"written      {recipe}{'' if searched else ' and the pair beside it'}"]
 
 
@@ -188,8 +203,9 @@ def parameters_of(values: dict, vocabulary: int) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = load_configuration(ClmRecipe(config_name=values["config_name"],
-                                          config_overrides=values["config_overrides"]))  # fmt: skip
+    config = load_configuration(
+        ClmRecipe(config_name=values["config_name"], config_overrides=values["config_overrides"])
+    )
     config.vocab_size = vocabulary
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -69,8 +69,11 @@ class Ledger:
         words = self.flags.get(name, [])
         unknown = [one for word in words for one in unknown_in(word)]
         for variable in unknown:
-            self.problems.append(missing(variable, self.reasons) if variable else f"{self.spelled(name)}: only a "
-                                 "running shell knows the value")  # fmt: skip
+            self.problems.append(
+                missing(variable, self.reasons)
+                if variable
+                else f"{self.spelled(name)}: only a running shell knows the value"
+            )
         if unknown:
             self.rows[name] = Row(self.spelled(name), "error", f"${unknown[0]} is not known")
             return []

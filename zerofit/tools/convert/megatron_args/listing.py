@@ -16,12 +16,17 @@ HERE_DOCUMENT = re.compile(r"<<-?\s*['\"\\]?(\w+)['\"]?[^\n]*\n(.*?)\n\s*\1\s*$"
 
 def check_text(lines: list[str]) -> None:
     """Raises UserError: lines that bash would misread."""
-    problems = [f"line {number}: {found[1]} {found[2]} is to be filled in" for number, line in enumerate(lines, 1)
-                for found in TO_FILL_IN.finditer(line)]  # fmt: skip
+    problems = [
+        f"line {number}: {found[1]} {found[2]} is to be filled in"
+        for number, line in enumerate(lines, 1)
+        for found in TO_FILL_IN.finditer(line)
+    ]
     marked = [str(number) for number, line in enumerate(lines, 1) if DIFF.match(line)]
     if marked:
-        problems.append(f"line{'s' * (len(marked) > 1)} {', '.join(marked)}: < and > at the beginning are marks of a "
-                        "diff. Delete the lines with <, and the mark of those with >")  # fmt: skip
+        problems.append(
+            f"line{'s' * (len(marked) > 1)} {', '.join(marked)}: < and > at the beginning are marks of a "
+            "diff. Delete the lines with <, and the mark of those with >"
+        )
     if problems:
         raise UserError(problems)
 

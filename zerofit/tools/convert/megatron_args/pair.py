@@ -15,11 +15,18 @@ from zerofit.tools.convert.megatron_args.ledger import Ledger, Row
 from zerofit.tools.convert.megatron_args.listing import read_json
 from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
 
-DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-           "ds_sequence_parallel_size", "expert_model_parallel_size", "moe_expert_parallel_size")  # fmt: skip
+DEGREES = tuple(
+    (
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "ds_sequence_parallel_size expert_model_parallel_size moe_expert_parallel_size"
+    ).split()
+)
 TENSOR_DEGREE, PIPELINE_DEGREE, *SEQUENCE_DEGREES = SPLITTING = DEGREES[:4]
-KEYS = {TENSOR_DEGREE: f"{TENSOR}.autotp_size", PIPELINE_DEGREE: f"{PIPELINE}.stages",
-        **dict.fromkeys(SEQUENCE_DEGREES, SEQUENCE)}  # fmt: skip
+KEYS = {
+    TENSOR_DEGREE: f"{TENSOR}.autotp_size",
+    PIPELINE_DEGREE: f"{PIPELINE}.stages",
+    **dict.fromkeys(SEQUENCE_DEGREES, SEQUENCE),
+}
 FALLBACK = 8  # processes, where the script does not say
 OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -188,8 +195,12 @@ def _drop_beside_degrees(flags: Ledger, layout: Layout) -> list[str]:
     if layout.block.pop("prescale_gradients", None):
         flags.rows["json.prescale_gradients"].fate = "no counterpart"
         flags.rows["json.prescale_gradients"].words = f"it does not go together with {layout.strategy}"
-    keys = [*OFFLOADED, *ZERO_PLUS_PLUS, *(["reduce_scatter"] if layout.sequence > 1 else []),
-            *(["overlap_comm"] if layout.pipeline > 1 else [])]  # fmt: skip
+    keys = [
+        *OFFLOADED,
+        *ZERO_PLUS_PLUS,
+        *(["reduce_scatter"] if layout.sequence > 1 else []),
+        *(["overlap_comm"] if layout.pipeline > 1 else []),
+    ]
     zero = layout.block.get("zero_optimization", {})
     return [key for key in keys if zero.pop(key, None) is not None]
 
@@ -274,10 +285,12 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     if config:
         shards_at_once = layout.stage == 3 and layout.tensor == 1  # else layers are cut first
         lines += [
-            "distributed_type: DEEPSPEED", "deepspeed_config:",
+            "distributed_type: DEEPSPEED",
+            "deepspeed_config:",
             f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
-            f"  zero3_init_flag: {str(shards_at_once).lower()}", "  deepspeed_multinode_launcher: standard",
-        ]  # fmt: skip
+            f"  zero3_init_flag: {str(shards_at_once).lower()}",
+            "  deepspeed_multinode_launcher: standard",
+        ]
     else:
         lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else quoted_no}")
     lines += [f"num_machines: {layout.machines}", f"num_processes: {layout.world}", "machine_rank: 0"]

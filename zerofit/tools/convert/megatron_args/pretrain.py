@@ -19,8 +19,12 @@ GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 HUB = ("HFTokenizer", "HuggingFaceTokenizer", "PretrainedFromHF")
 KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", "finetune_llama.py", SEARCH)
-ELSEWHERE = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path", "data_args_path",
-             "train_weighted_split_paths", "valid_weighted_split_paths", "test_weighted_split_paths")  # fmt: skip
+ELSEWHERE = tuple(
+    (
+        "train_data_path valid_data_path test_data_path per_split_data_args_path data_args_path "
+        "train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths"
+    ).split()
+)
 
 
 @dataclass
@@ -38,9 +42,12 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
     searched = call.program == SEARCH
     layout = (read_job if searched else read_layout)(flags, call, options.num_processes)
     if call.program not in KNOWN:
-        flags.wrong("", f"{call.program} is not read, and neither is what it sets by itself (extra args provider, "
-                    "args_defaults). Give its launch line after -- with pretrain_gpt.py and these flags in its place "
-                    "(docs/porting-a-model.md)")  # fmt: skip
+        flags.wrong(
+            "",
+            f"{call.program} is not read, and neither is what it sets by itself (extra args provider, "
+            "args_defaults). Give its launch line after -- with pretrain_gpt.py and these flags in its place "
+            "(docs/porting-a-model.md)",
+        )
     shape = read_shape(flags, call.program)
     done = Converted({}, flags, layout, shape)
     _model(done, options)
@@ -187,8 +194,10 @@ def _batches(done: Converted) -> None:
     ours_replicas = max(count for count in range(1, layout.replicas + 1) if total % count == 0)
     if ours_replicas < layout.replicas:
         each = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
-        done.notes.append(f"the global batch of {total} is divided among {ours_replicas} {each} and not to "
-                          f"{layout.replicas}: all of them are data-parallel here")  # fmt: skip
+        done.notes.append(
+            f"the global batch of {total} is divided among {ours_replicas} {each} and not to "
+            f"{layout.replicas}: all of them are data-parallel here"
+        )
         layout.use_fewer(ours_replicas)
     ours = max(size for size in range(1, micro + 1) if (total // ours_replicas) % size == 0)
     accumulation = total // ours_replicas // ours

@@ -112,8 +112,14 @@ def _run(root: Path, bash: list[str], files: dict, folders: list, command: list,
                 os.chmod(os.path.join(path, name), 0o777)
     with (root / ".stderr").open("wb") as stderr:
         tasks = int(Path("/proc/loadavg").read_text().split()[3].split("/")[1])
-        subprocess.Popen([*bash, *command], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                         stderr=stderr, preexec_fn=lambda: _confine(root, tasks + 200)).returncode = 0  # fmt: skip
+        subprocess.Popen(
+            [*bash, *command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            preexec_fn=lambda: _confine(root, tasks + 200),
+        ).returncode = 0
     in_time = _wait()
     found = {}
     for path, folders, names in os.walk(root):
@@ -124,8 +130,13 @@ def _run(root: Path, bash: list[str], files: dict, folders: list, command: list,
 
 
 def _confine(root: Path, processes: int) -> None:
-    limits = {resource.RLIMIT_CPU: CPU_SECONDS, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_FSIZE: FILE,
-              resource.RLIMIT_NPROC: processes, resource.RLIMIT_CORE: 0}  # fmt: skip
+    limits = {
+        resource.RLIMIT_CPU: CPU_SECONDS,
+        resource.RLIMIT_AS: MEMORY,
+        resource.RLIMIT_FSIZE: FILE,
+        resource.RLIMIT_NPROC: processes,
+        resource.RLIMIT_CORE: 0,
+    }
     os.chroot(root)
     os.chdir(f"/{HOME}")
     for kind, limit in limits.items():

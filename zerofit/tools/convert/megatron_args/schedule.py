@@ -73,9 +73,13 @@ def read_optimizer(done: Converted) -> None:
     if flags.has("min_lr"):
         carry(done, "min_lr", "min_lr_ratio", least / peak, f", of {peak:g}")
     _schedule(done)
-    for name, option, default in (("weight_decay", "weight_decay", 0.01), ("adam_beta1", "adam_beta1", 0.9),
-                                  ("adam_beta2", "adam_beta2", 0.999), ("adam_eps", "adam_epsilon", 1e-8),
-                                  ("clip_grad", "max_grad_norm", 1.0)):  # fmt: skip
+    for name, option, default in (
+        ("weight_decay", "weight_decay", 0.01),
+        ("adam_beta1", "adam_beta1", 0.9),
+        ("adam_beta2", "adam_beta2", 0.999),
+        ("adam_eps", "adam_epsilon", 1e-8),
+        ("clip_grad", "max_grad_norm", 1.0),
+    ):
         carry(done, name, option, flags.number(name, float, default))
     if not flags.has("weight_decay"):
         flags.default("--weight-decay 0.01", "weight_decay: 0.01")

@@ -63,14 +63,22 @@ def plan_lines(done: Converted, folder: Path, given: dict[str, str]) -> list[str
         given: {variable: value} from the command line.
     """
     layout, memory = done.layout, given.get(MEMORY_VARIABLE) or os.environ.get(MEMORY_VARIABLE)
-    words = ["zerofit", "plan", "--task", "clm", "--config", str(folder / "recipe.yaml"), "--num_gpus",
-             str(layout.world), "--gpus_per_node", str(layout.world // layout.machines)]  # fmt: skip
+    words = [
+        *"zerofit plan --task clm --config".split(),
+        str(folder / "recipe.yaml"),
+        "--num_gpus",
+        str(layout.world),
+        "--gpus_per_node",
+        str(layout.world // layout.machines),
+    ]
     words += ["--gpu_memory", f"{memory}GB"] if memory else ["--gpu", EXAMPLE]
     if done.flags.has("max_global_batch_size"):
         words += ["--max_global_batch_size", str(done.batch)]
     if not memory:
-        done.notes.append(f"the script names no GPU: put yours in place of {EXAMPLE}, or its memory with "
-                          f"{MEMORY_VARIABLE}=40 after the script's name")  # fmt: skip
+        done.notes.append(
+            f"the script names no GPU: put yours in place of {EXAMPLE}, or its memory with "
+            f"{MEMORY_VARIABLE}=40 after the script's name"
+        )
     pairs = folder / "pairs"
     words += ["--top", "1", "--write", str(pairs)]
     rendezvous = {"MACHINE_RANK": layout.rank, "MAIN_PROCESS_IP": layout.address, "MAIN_PROCESS_PORT": layout.port}

@@ -79,36 +79,54 @@ class Shape:
 
     def _llama(self) -> dict:
         return {
-            "hidden_size": self.hidden, "intermediate_size": self.ffn, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.channels,
-            "max_position_embeddings": self.positions, "tie_word_embeddings": True if self.tied else None,
-            "attention_bias": True if self.bias else None, "mlp_bias": True if self.bias else None,
-            "rms_norm_eps": _unless(self.epsilon, 1e-5), "rope_theta": _unless(self.rope_theta, 10000.0),
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.channels,
+            "max_position_embeddings": self.positions,
+            "tie_word_embeddings": True if self.tied else None,
+            "attention_bias": True if self.bias else None,
+            "mlp_bias": True if self.bias else None,
+            "rms_norm_eps": _unless(self.epsilon, 1e-5),
+            "rope_theta": _unless(self.rope_theta, 10000.0),
             "attention_dropout": _unless(self.attention_dropout, 0.0),
             "initializer_range": _unless(self.init_std, 0.02),
-        }  # fmt: skip
+        }
 
     def _gpt2(self) -> dict:
         return {
-            "n_embd": self.hidden, "n_layer": self.layers, "n_head": self.heads, "n_positions": self.positions,
-            "n_inner": _unless(self.ffn, 4 * self.hidden), "tie_word_embeddings": None if self.tied else False,
+            "n_embd": self.hidden,
+            "n_layer": self.layers,
+            "n_head": self.heads,
+            "n_positions": self.positions,
+            "n_inner": _unless(self.ffn, 4 * self.hidden),
+            "tie_word_embeddings": None if self.tied else False,
             "activation_function": _unless(self.activation, "gelu_new"),
-            "attn_pdrop": _unless(self.attention_dropout, 0.1), "resid_pdrop": _unless(self.hidden_dropout, 0.1),
-            "embd_pdrop": _unless(self.hidden_dropout, 0.1), "layer_norm_epsilon": _unless(self.epsilon, 1e-5),
+            "attn_pdrop": _unless(self.attention_dropout, 0.1),
+            "resid_pdrop": _unless(self.hidden_dropout, 0.1),
+            "embd_pdrop": _unless(self.hidden_dropout, 0.1),
+            "layer_norm_epsilon": _unless(self.epsilon, 1e-5),
             "initializer_range": _unless(self.init_std, 0.02),
-        }  # fmt: skip
+        }
 
     def _neox(self) -> dict:
         return {
-            "hidden_size": self.hidden, "intermediate_size": self.ffn, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "max_position_embeddings": self.positions,
-            "hidden_act": self.activation, "tie_word_embeddings": True if self.tied else None,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "max_position_embeddings": self.positions,
+            "hidden_act": self.activation,
+            "tie_word_embeddings": True if self.tied else None,
             "attention_dropout": _unless(self.attention_dropout, 0.0),
-            "hidden_dropout": _unless(self.hidden_dropout, 0.0), "layer_norm_eps": _unless(self.epsilon, 1e-5),
+            "hidden_dropout": _unless(self.hidden_dropout, 0.0),
+            "layer_norm_eps": _unless(self.epsilon, 1e-5),
             "rope_theta": _unless(self.rope_theta, 10000.0),
             "partial_rotary_factor": _unless(self.rotary_percent, 1.0),
             "initializer_range": _unless(self.init_std, 0.02),
-        }  # fmt: skip
+        }
 
 
 def _unless(value, usual):
@@ -149,19 +167,26 @@ def read_shape(flags: Ledger, program: str) -> Shape | None:
     epsilon = flags.first("norm_epsilon", "layernorm_epsilon") or "norm_epsilon"
     theta = flags.first("rotary_base", "rotary_position_embeddings_theta") or "rotary_base"
     shape = Shape(
-        layers=flags.number("num_layers", default=1), hidden=hidden, heads=heads, kv_heads=_kv_heads(flags, heads),
+        layers=flags.number("num_layers", default=1),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_kv_heads(flags, heads),
         channels=flags.number("kv_channels", default=hidden // heads),
         ffn=flags.number("ffn_hidden_size", default=of_ffn),
         positions=flags.number("max_position_embeddings", default=flags.number("seq_length", default=1024)),
-        gated=gated, rms=norm.lower() == "rmsnorm", learned=not rotary,
+        gated=gated,
+        rms=norm.lower() == "rmsnorm",
+        learned=not rotary,
         tied=not (llama or flags.has("untie_embeddings_and_output_weights")),
         bias=not (llama or flags.first("disable_bias_linear", "no_bias")),
-        activation=_activation(flags), epsilon=flags.number(epsilon, float, 1e-5),
+        activation=_activation(flags),
+        epsilon=flags.number(epsilon, float, 1e-5),
         attention_dropout=flags.number("attention_dropout", float, 0.1),
         hidden_dropout=flags.number("hidden_dropout", float, 0.1),
-        init_std=flags.number("init_method_std", float, 0.02), rope_theta=flags.number(theta, float, 10000.0),
+        init_std=flags.number("init_method_std", float, 0.02),
+        rope_theta=flags.number(theta, float, 10000.0),
         rotary_percent=flags.number("rotary_percent", float, 1.0),
-    )  # fmt: skip
+    )
     if flags.problems:
         return None
     if position == "none":
@@ -201,10 +226,12 @@ def _activation(flags: Ledger) -> str:
 
 def _no_family(shape: Shape) -> str:
     words = [
-        "swiglu" if shape.gated else "gelu", "rmsnorm" if shape.rms else "layernorm",
-        "learned positions" if shape.learned else "rotary positions", "biases" if shape.bias else "no biases",
+        "swiglu" if shape.gated else "gelu",
+        "rmsnorm" if shape.rms else "layernorm",
+        "learned positions" if shape.learned else "rotary positions",
+        "biases" if shape.bias else "no biases",
         *(["grouped queries"] if shape.kv_heads != shape.heads else []),
-    ]  # fmt: skip
+    ]
     return (
         f"there is no family with {', '.join(words)}. There are GPT-2 (gelu, layernorm, learned positions, biases), "
         "GPT-NeoX (the same with rotary positions) and Llama (swiglu, rmsnorm, rotary positions)"
@@ -216,27 +243,44 @@ def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
     llama, family = shape.family == LLAMA, {LLAMA: "a Llama", GPT2: "a GPT-2", NEOX: "a GPT-NeoX"}[shape.family]
     written = dict(part.split("=") for part in shape.overrides().split(","))
     places = {
-        "num_layers": ("num_hidden_layers", "n_layer"), "hidden_size": ("hidden_size", "n_embd"),
-        "num_attention_heads": ("num_attention_heads", "n_head"), "ffn_hidden_size": ("intermediate_size", "n_inner"),
+        "num_layers": ("num_hidden_layers", "n_layer"),
+        "hidden_size": ("hidden_size", "n_embd"),
+        "num_attention_heads": ("num_attention_heads", "n_head"),
+        "ffn_hidden_size": ("intermediate_size", "n_inner"),
         "ffn_hidden_coeff": ("intermediate_size", "n_inner"),
-        "num_key_value_heads": ("num_key_value_heads",), "num_query_groups": ("num_key_value_heads",),
-        "kv_channels": ("head_dim",), "max_position_embeddings": ("max_position_embeddings", "n_positions"),
-        epsilon: ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"), theta: ("rope_theta",),
-        "rotary_percent": ("partial_rotary_factor",), "init_method_std": ("initializer_range",),
-        "attention_dropout": ("attention_dropout", "attn_pdrop"), "hidden_dropout": ("resid_pdrop", "hidden_dropout"),
+        "num_key_value_heads": ("num_key_value_heads",),
+        "num_query_groups": ("num_key_value_heads",),
+        "kv_channels": ("head_dim",),
+        "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+        epsilon: ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+        theta: ("rope_theta",),
+        "rotary_percent": ("partial_rotary_factor",),
+        "init_method_std": ("initializer_range",),
+        "attention_dropout": ("attention_dropout", "attn_pdrop"),
+        "hidden_dropout": ("resid_pdrop", "hidden_dropout"),
         "no_bias_gelu_fusion": ("activation_function", "hidden_act"),
-        "openai_gelu": ("activation_function", "hidden_act"), "squared_relu": ("activation_function", "hidden_act"),
+        "openai_gelu": ("activation_function", "hidden_act"),
+        "squared_relu": ("activation_function", "hidden_act"),
         "untie_embeddings_and_output_weights": ("tie_word_embeddings",),
-    }  # fmt: skip
+    }
     for name, targets in places.items():
         target = next((one for one in targets if one in written), None)
         if flags.has(name) and target:
             flags.carried(name, f"config_overrides {target}={written[target]}")
         elif flags.has(name):
             flags.satisfied(name, f"{family} is like that")
-    for name in ("swiglu", "activation_func_type", "normalization", "layernorm_type", "group_query_attention",
-                 "use_rotary_position_embeddings", "position_embedding_type", "no_position_embedding",
-                 "disable_bias_linear", "no_bias"):  # fmt: skip
+    for name in (
+        "swiglu",
+        "activation_func_type",
+        "normalization",
+        "layernorm_type",
+        "group_query_attention",
+        "use_rotary_position_embeddings",
+        "position_embedding_type",
+        "no_position_embedding",
+        "disable_bias_linear",
+        "no_bias",
+    ):
         if flags.has(name):
             flags.satisfied(name, f"{family} is like that")
     if llama and flags.has("hidden_dropout") and shape.hidden_dropout:
@@ -251,8 +295,10 @@ def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
     if llama and shape.rotary_percent != 1:
         flags.wrong("rotary_percent", "a Llama turns all of each head")
     if shape.heads % shape.kv_heads:
-        flags.wrong(flags.first("num_key_value_heads", "num_query_groups") or "num_query_groups",
-                    f"it must divide the {shape.heads} heads")  # fmt: skip
+        flags.wrong(
+            flags.first("num_key_value_heads", "num_query_groups") or "num_query_groups",
+            f"it must divide the {shape.heads} heads",
+        )
     if not flags.has("attention_dropout") and llama:
         flags.default("--attention-dropout 0.1", "config_overrides attention_dropout=0.1")
 
@@ -272,9 +318,13 @@ def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
         "hidden_size": (shape.hidden, "hidden_size", "n_embd"),
         "num_attention_heads": (shape.heads, "num_attention_heads", "n_head"),
         "ffn_hidden_size": (shape.ffn, "intermediate_size"),
-        flags.first("num_key_value_heads", "num_query_groups") or "num_key_value_heads":
-            (shape.kv_heads, "num_key_value_heads", "num_attention_heads", "n_head"),
-    }  # fmt: skip
+        flags.first("num_key_value_heads", "num_query_groups") or "num_key_value_heads": (
+            shape.kv_heads,
+            "num_key_value_heads",
+            "num_attention_heads",
+            "n_head",
+        ),
+    }
     tied = stored.get("tie_word_embeddings", "n_embd" in stored)  # transformers' default: a GPT-2's are tied
     if tied != shape.tied:
         there = "there is no --untie-embeddings-and-output-weights, and " if not tied else ""

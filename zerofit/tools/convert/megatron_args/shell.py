@@ -106,8 +106,11 @@ class Shell:
 
     def _read_record(self, files: dict[str, str]) -> None:
         tests = [line.split() for line in files.get("/.calls/tests", "").splitlines()]
-        self.doubts = {name: f"line {line} of the script tests ${name}, which is not known, and was not met. Say "
-                       f"{name}=value where it matters" for line, name in reversed(tests)}  # fmt: skip
+        self.doubts = {
+            name: f"line {line} of the script tests ${name}, which is not known, and was not met. Say "
+            f"{name}=value where it matters"
+            for line, name in reversed(tests)
+        }
         self.commands = [self._command(files[path].split("\0")) for path in files.get("/.calls/order", "").split()]
 
     def _fill_in(self, found: re.Match) -> str:
@@ -121,11 +124,16 @@ class Shell:
         arguments |= {int(name): unknown(name) for name in self.unset if name.isdigit()}
         places = [arguments.get(place, unknown(str(place))) for place in range(1, max(arguments, default=0) + 1)]
         preamble = [
-            f"__open={OPEN} __close={CLOSE} __blank={BLANK} __line=0", STUBS.read_text(encoding="utf-8"),
-            *(f'function {path} {{ command_not_found_handle {path} "$@"; }}'
-              for path in self.paths if re.fullmatch(r"[\w./+-]+", path)),
-            f"__before() {{\n{self._before(given)}\n}}", "trap '__at=$LINENO; __before \"$@\"' DEBUG",
-        ]  # fmt: skip
+            f"__open={OPEN} __close={CLOSE} __blank={BLANK} __line=0",
+            STUBS.read_text(encoding="utf-8"),
+            *(
+                f'function {path} {{ command_not_found_handle {path} "$@"; }}'
+                for path in self.paths
+                if re.fullmatch(r"[\w./+-]+", path)
+            ),
+            f"__before() {{\n{self._before(given)}\n}}",
+            "trap '__at=$LINENO; __before \"$@\"' DEBUG",
+        ]
         folders = ["/.calls", *(os.path.dirname(_absolute(path)) for path in self.paths)]
         env = {"PATH": "/nowhere", "LC_ALL": "C", "BASH_ENV": "/.stubs", **given}
         files = {"/.stubs": "\n".join(preamble), f"/{HOME}/script.sh": script}
@@ -137,18 +145,30 @@ class Shell:
         names = [name for name in self.unset if not name.isdigit()]
         empty = [f"[[ ${{{name}-}} != {unknown(name)} ]] || {name}=" for name in names]
         marked = [f"[[ ${{{name}[*]-}} ]] || {name}={unknown(name)}" for name in names]
-        return "\n".join([
-            "set +ex -u", "[[ ${BASH_SOURCE[1]-} == /.stubs ]] || __line=$__at",
-            *(f"{name}={shlex.quote(value)}" for name, value in given.items()),
-            "case $BASH_COMMAND in '[ '* | '[[ '* | 'test '*)", *marked, '__tests "$BASH_COMMAND" "$@"', *empty, ":;;",
-            "*)", *marked, ":;; esac",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                "set +ex -u",
+                "[[ ${BASH_SOURCE[1]-} == /.stubs ]] || __line=$__at",
+                *(f"{name}={shlex.quote(value)}" for name, value in given.items()),
+                "case $BASH_COMMAND in '[ '* | '[[ '* | 'test '*)",
+                *marked,
+                '__tests "$BASH_COMMAND" "$@"',
+                *empty,
+                ":;;",
+                "*)",
+                *marked,
+                ":;; esac",
+            ]
+        )
 
     def _learn(self, stderr: str) -> bool:
         """Take note of what bash missed. Returns whether there was anything new."""
         required = REQUIRED.findall(self.text)
-        unset = [name for name, why in UNSET.findall(stderr)
-                 if (why == "unbound variable" or name in required) and name not in self.unset]  # fmt: skip
+        unset = [
+            name
+            for name, why in UNSET.findall(stderr)
+            if (why == "unbound variable" or name in required) and name not in self.unset
+        ]
         paths = [path for path in MISSING.findall(stderr) if path not in self.paths]
         for name in dict.fromkeys(unset):
             self.unset.append(name)

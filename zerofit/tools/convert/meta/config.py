@@ -64,21 +64,34 @@ def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], positions: in
     if factor:
         rope |= {"rope_type": "llama3", "factor": factor, **SCALED}
     return LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=sizes.vocab, hidden_size=sizes.dim,
-        intermediate_size=sizes.ffn, num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_dim, rms_norm_eps=params.get("norm_eps", 1e-5),
+        architectures=["LlamaForCausalLM"],
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=params.get("norm_eps", 1e-5),
         max_position_embeddings=positions or params.get("max_seq_len") or POSITIONS[version_of(params)],
-        rope_parameters=rope, tie_word_embeddings=meta.tied, bos_token_id=ends[0], eos_token_id=ends[1],
-    )  # fmt: skip
+        rope_parameters=rope,
+        tie_word_embeddings=meta.tied,
+        bos_token_id=ends[0],
+        eos_token_id=ends[1],
+    )
 
 
 def sizes_of(config) -> Sizes:
     """The sizes of a transformers configuration."""
     return Sizes(
-        dim=config.hidden_size, layers=config.num_hidden_layers, heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads, head_dim=config.head_dim, ffn=config.intermediate_size,
+        dim=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        ffn=config.intermediate_size,
         vocab=config.vocab_size,
-    )  # fmt: skip
+    )
 
 
 def check_config(config, says: str, shards: int) -> None:
@@ -98,8 +111,12 @@ def check_config(config, says: str, shards: int) -> None:
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         problems.append(f"{says} has head_dim = {config.head_dim}, and Meta's code takes hidden_size / heads")
     sizes = sizes_of(config)
-    for name, size in (("num_attention_heads", sizes.heads), ("intermediate_size", sizes.ffn),
-                       ("vocab_size", sizes.vocab), ("hidden_size", sizes.dim)):  # fmt: skip
+    for name, size in (
+        ("num_attention_heads", sizes.heads),
+        ("intermediate_size", sizes.ffn),
+        ("vocab_size", sizes.vocab),
+        ("hidden_size", sizes.dim),
+    ):
         if size % shards:
             problems.append(f"shards = {shards}: {name} = {size} cannot be cut into that many. Choose a divisor")
     if sizes.kv_heads % shards and shards % sizes.kv_heads:
@@ -118,10 +135,16 @@ def params_of(config) -> dict[str, Any]:
     """params.json of a transformers configuration."""
     rope, sizes = config.rope_parameters, sizes_of(config)
     params = {
-        "dim": sizes.dim, "n_layers": sizes.layers, "n_heads": sizes.heads, "n_kv_heads": sizes.kv_heads,
-        "vocab_size": sizes.vocab, **ffn_params(sizes.dim, sizes.ffn), "norm_eps": config.rms_norm_eps,
-        "rope_theta": rope["rope_theta"], "max_seq_len": config.max_position_embeddings,
-    }  # fmt: skip
+        "dim": sizes.dim,
+        "n_layers": sizes.layers,
+        "n_heads": sizes.heads,
+        "n_kv_heads": sizes.kv_heads,
+        "vocab_size": sizes.vocab,
+        **ffn_params(sizes.dim, sizes.ffn),
+        "norm_eps": config.rms_norm_eps,
+        "rope_theta": rope["rope_theta"],
+        "max_seq_len": config.max_position_embeddings,
+    }
     if rope.get("rope_type") == "llama3":
         params |= {"use_scaled_rope": True, "rope_scaling_factor": rope["factor"]}
     return params

@@ -55,8 +55,11 @@ class MetaFolder:
     def _find_files(self) -> list[Path]:
         if not self.path.is_dir():
             raise UserError(f"{self.says} is not a folder. Name the one with consolidated.00.pth and params.json")
-        files = {int(match[1]): file for file in self.path.iterdir()
-                 if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))}  # fmt: skip
+        files = {
+            int(match[1]): file
+            for file in self.path.iterdir()
+            if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))
+        }
         if not files:
             other = " (it is transformers' already)" if (self.path / "config.json").is_file() else ""
             raise UserError(f"{self.says} has no consolidated.00.pth{other}. Name the folder of Meta's weights")
@@ -79,8 +82,9 @@ class MetaFolder:
         params = params.get("model", params)
         problems = [
             f"{file}: {name} = {params.get(name)!r}, and a number above 0 was expected"
-            for name in ("dim", "n_layers", "n_heads") if not _is_count(params.get(name))
-        ]  # fmt: skip
+            for name in ("dim", "n_layers", "n_heads")
+            if not _is_count(params.get(name))
+        ]
         if params.get("n_kv_heads") is not None and not _is_count(params["n_kv_heads"]):
             problems.append(f"{file}: n_kv_heads = {params['n_kv_heads']!r}, and a number above 0 was expected")
         foreign = [name for name in FOREIGN if params.get(name)]
@@ -184,10 +188,14 @@ class MetaFolder:
         params = self.params
         heads = params["n_heads"]
         return Sizes(
-            dim=params["dim"], layers=params["n_layers"], heads=heads, kv_heads=params.get("n_kv_heads") or heads,
-            head_dim=self.head_dim, ffn=self.shapes[0]["layers.0.feed_forward.w1.weight"][0] * len(self.files),
+            dim=params["dim"],
+            layers=params["n_layers"],
+            heads=heads,
+            kv_heads=params.get("n_kv_heads") or heads,
+            head_dim=self.head_dim,
+            ffn=self.shapes[0]["layers.0.feed_forward.w1.weight"][0] * len(self.files),
             vocab=self._vocabulary(),
-        )  # fmt: skip
+        )
 
     def _vocabulary(self) -> int:
         """The size in params.json, else that of the weights.
@@ -237,9 +245,10 @@ class MetaFolder:
         """The files with a shard that differs from that of the full weight `full`, in Meta's order."""
         number, cut = len(self.files), self.cuts[weight.meta]
         return [
-            file.name for index, (file, shard) in enumerate(zip(self.files, self.shards))
+            file.name
+            for index, (file, shard) in enumerate(zip(self.files, self.shards))
             if not same_bits(cut.shard(full, index, number), shard[weight.meta])
-        ]  # fmt: skip
+        ]
 
 
 def _is_count(value: Any) -> bool:

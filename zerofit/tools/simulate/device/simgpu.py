@@ -89,9 +89,12 @@ def get_device_capability(device=None) -> tuple[int, int]:
 def get_device_properties(device=None) -> SimpleNamespace:
     major, minor = get_device_capability(device)
     return SimpleNamespace(
-        name=get_device_name(device), total_memory=_C.total(_index(device)), major=major, minor=minor,
+        name=get_device_name(device),
+        total_memory=_C.total(_index(device)),
+        major=major,
+        minor=minor,
         multi_processor_count=1,
-    )  # fmt: skip
+    )
 
 
 class device:

@@ -76,10 +76,15 @@ def leave_out_adam_on_the_host(builder) -> None:
 
 
 if os.environ.get("SIMGPU_LIBRARY"):
-    sys.meta_path.insert(0, AfterImport({
-        "torch": register,
-        "accelerate.state": tell_accelerate,
-        "accelerate.utils.modeling": give_accelerate_a_scaler,
-        "deepspeed.accelerator.real_accelerator": tell_deepspeed,
-        "deepspeed.ops.op_builder.cpu.cpu_adam": leave_out_adam_on_the_host,
-    }))  # fmt: skip
+    sys.meta_path.insert(
+        0,
+        AfterImport(
+            {
+                "torch": register,
+                "accelerate.state": tell_accelerate,
+                "accelerate.utils.modeling": give_accelerate_a_scaler,
+                "deepspeed.accelerator.real_accelerator": tell_deepspeed,
+                "deepspeed.ops.op_builder.cpu.cpu_adam": leave_out_adam_on_the_host,
+            }
+        ),
+    )

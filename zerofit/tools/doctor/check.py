@@ -1,0 +1,154 @@
+"""Whether what a run needs is on a machine. Nothing is asked of this machine here: tests make machines up."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from zerofit.estimate.memory_constants import PROGRAM_BYTES
+from zerofit.recipe.words import counted
+from zerofit.record.terminal import size
+from zerofit.strategy.gpu_table import NO_PEAK, gpu_of
+from zerofit.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE
+from zerofit.tools.doctor.installation import Folder, Installation
+from zerofit.tools.doctor.report import Finding, error, note, warning
+
+SMALL_SHM = 512 * 2**20  # ds_report's limit
+FULL_DISK = 2**30
+NO_MEMORY_FREE = 0.9
+SLOW = {  # variables of debugging that somebody has forgotten
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
+    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked",
+    "NCCL_P2P_DISABLE": "GPUs exchange data through the host",
+}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run asks of this machine. Sizes are in bytes; None: not known.
+
+    Attributes:
+        processes: on this machine.
+        precision: None: nothing says.
+        visible: devices that the launcher leaves to the run; None: all.
+        operations: of DeepSpeed, that the strategy uses.
+        state_bytes: weights, gradients and optimizer state of one process on its device.
+        host_bytes: of all processes of this machine.
+        checkpoint_bytes: of one checkpoint; None too where none is saved.
+        examined: a run was looked at; else only the machine.
+    """
+
+    processes: int = 1
+    num_machines: int = 1
+    precision: str | None = None
+    deepspeed: bool = False
+    visible: int | None = None
+    operations: tuple[str, ...] = ()
+    state_bytes: int | None = None
+    host_bytes: int | None = None
+    checkpoint_bytes: int | None = None
+    examined: bool = True
+
+
+def check_machine(machine: Installation, needs: Needs, variables: Mapping[str, str]) -> list[Finding]:
+    """What is wrong.
+
+    Args:
+        variables: the environment of a process.
+    """
+    findings = [*_processes(machine, needs, variables), *_devices(machine, needs), *_deepspeed(machine, needs)]
+    findings += [*_memory(machine, needs), *_folders(machine, needs)]
+    set_here = {name: variables[name] for name in SLOW if variables.get(name, "") not in ("", "0", "OFF", "INFO")}
+    return findings + [
+        warning(f"{name} = {value}: {SLOW[name]}, which is slow. Type unset {name}")
+        for name, value in set_here.items()
+    ]
+
+
+def _processes(machine: Installation, needs: Needs, variables: Mapping[str, str]) -> Iterator[Finding]:
+    there, processes = len(machine.devices), counted(needs.processes, "process")
+    for maker, count in machine.present.items():
+        hiding = [name for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]) if variables.get(name) in NO_DEVICE]
+        if hiding and not there:
+            what = f"{hiding[0]} = {variables[hiding[0]]!r} hides the machine's {counted(count, f'{maker} GPU')}"
+            yield warning(f"{what}: a run is on the CPU. Type unset {hiding[0]}")
+    if not there and needs.processes > machine.cores:
+        remedy = f"Use --num_processes {machine.cores * needs.num_machines} or less"
+        yield warning(f"{processes} oversubscribe {counted(machine.cores, 'core')}. {remedy}")
+    usable = min(there, needs.visible) if needs.visible is not None else there
+    remedy = f"Use --num_processes {usable * needs.num_machines}"
+    if there and needs.examined and needs.processes > usable:
+        yield error(f"{processes} on this machine, which has {counted(usable, 'device')}. {remedy}")
+    if there and needs.examined and needs.processes < usable:
+        yield note(f"this machine has {usable} devices, and the run uses {needs.processes}. {remedy} for all of them")
+
+
+def _devices(machine: Installation, needs: Needs) -> Iterator[Finding]:
+    without = sorted({device.name for device in machine.devices if device.has_bf16 is False})
+    if needs.precision == "bf16" and without:
+        what = f"precision = bf16: torch emulates it, slowly, on a {', a '.join(without)}"
+        yield warning(f"{what}. Use --precision fp16")
+    if needs.precision == "bf16" and machine.bf16_slowdown:
+        what = f"precision = bf16: its products take {machine.bf16_slowdown:.0f} times as long as fp32 on this CPU"
+        yield warning(f"{what}. Use --precision fp32")
+    for name in sorted({device.name for device in machine.devices if not gpu_of(device.name)}):
+        yield note(f"{NO_PEAK.format(name)}. Set --peak_tflops, and MFU is reported")
+    for number, device in enumerate(machine.devices):
+        if device.free < NO_MEMORY_FREE * device.total:
+            used = f"{size(device.total - device.free)} of {size(device.total)}"
+            yield warning(f"device {number} ({device.name}): {used} are in use. See nvidia-smi or rocm-smi")
+    largest = min((device.total for device in machine.devices), default=None)
+    if needs.state_bytes and largest and needs.state_bytes > largest:
+        what = f"weights, gradients and optimizer state take {size(needs.state_bytes)} of each device, which has"
+        yield error(f"{what} {size(largest)}. See zerofit plan --gpu_memory SIZE for strategies that fit")
+
+
+def _deepspeed(machine: Installation, needs: Needs) -> Iterator[Finding]:
+    """DeepSpeed itself, and what it compiles when it is needed first."""
+    level = error if needs.deepspeed else warning
+    if machine.deepspeed_problem:
+        yield level(f"DeepSpeed cannot be imported: {machine.deepspeed_problem}. Use --strategy ddp, or make setup")
+        return
+    for name in needs.operations:
+        remedy = "Use --strategy zero3_offload"
+        if name != "async_io":
+            remedy = 'Write "torch_adam": true in optimizer.params of the JSON'
+        if lacking := machine.operations.get(name):
+            yield error(f"DeepSpeed cannot compile {name} here: {', '.join(lacking)}. {remedy}, or install it")
+
+
+def _memory(machine: Installation, needs: Needs) -> Iterator[Finding]:
+    if machine.shm is not None and machine.shm < SMALL_SHM and (machine.devices or needs.processes > 1):
+        what = f"/dev/shm has {size(machine.shm)}: processes that exchange data through it may die with a bus error"
+        yield warning(f"{what}. Start the container with --shm-size=1g or more")
+    program = needs.processes * PROGRAM_BYTES
+    total = program + (needs.host_bytes or 0)
+    if not needs.examined or total <= machine.memory_free:
+        return
+    state = f", {size(needs.host_bytes)} for the state that they keep there" if needs.host_bytes else ""
+    parts = f"the run takes about {size(total)} of host memory: {size(program)} for "
+    parts += f"{counted(needs.processes, 'process')}{state}"
+    if total > machine.memory:
+        yield error(f"{parts}; this machine has {size(machine.memory)}. Use fewer processes, or offload less")
+    else:
+        yield warning(f"{parts}; {size(machine.memory_free)} are free now. End other programs")
+
+
+def _folders(machine: Installation, needs: Needs) -> Iterator[Finding]:
+    for folder in machine.folders:
+        is_output, remedy = folder.what == "output", f"Name another folder with {folder.option}"
+        if folder.problem and not is_output:  # the recipe's own check reports that one
+            level = error if needs.examined else warning
+            yield level(f"{folder.path} ({folder.what}) {folder.problem}. {remedy}")
+        elif folder.free < FULL_DISK:
+            yield warning(f"{folder.path} ({folder.what}): only {size(folder.free)} free. {remedy}")
+        elif is_output and needs.checkpoint_bytes and folder.free < 2 * needs.checkpoint_bytes:
+            fits = folder.free >= needs.checkpoint_bytes
+            what = f"{folder.path} has {size(folder.free)} free, and a checkpoint takes {size(needs.checkpoint_bytes)}"
+            level = warning if fits else error
+            yield level(f"{what}{': the second has no room' if fits else ''}. {remedy}")
+        if is_output and needs.num_machines > 1 and not folder.shared:
+            yield warning(_not_shared(folder, needs.num_machines))
+
+
+def _not_shared(folder: Folder, num_machines: int) -> str:
+    what = f"{folder.path} seems to be on a disk of this machine, one of {num_machines}"
+    return f"{what}. Name a folder on a file system that all machines share with {folder.option}"
