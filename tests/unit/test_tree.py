@@ -9,7 +9,8 @@ from helpers import ROOT
 
 BESIDE = "../" + "shared"  # a folder that stood beside the checkout where this was written
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-NAMED_FILE = re.compile(r"`((?:train|tests|benchmarks|scripts|recipes|docs|accelerate_configs|ds_configs)/[\w./-]+)`")
+FOLDERS = "zerofit|train|tests|benchmarks|scripts|recipes|docs|accelerate_configs|ds_configs"
+NAMED_FILE = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
 
 PLACEHOLDER = re.compile(r"NAME|TASK|FAMILY")
 
@@ -82,3 +83,12 @@ def test_pages_that_programs_and_recipes_name_exist():
     }
     assert len(named) >= 30
     assert not [(page, file) for page, file in sorted(named) if not (ROOT / page).is_file()]
+
+
+def test_names_in_contributing_exist():
+    text = without_code((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    names = {name for name in re.findall(r"`([A-Za-z]\w+)`", text) if not PLACEHOLDER.search(name)}
+    files = [*(ROOT / "zerofit").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    assert len(names) >= 30
+    assert not names - words
