@@ -43,6 +43,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "zero2_plain": ("zero2_plain", 2, 2),
     "zero3_offload_optimizer": ("zero3_offload_optimizer", 2, 2),
     "fsdp2": ("fsdp2", 2, 2),
+    "hsdp": ("hsdp", 4, 2),
     "sp": ("sp", 2, 2),
     "sp x dp": ("sp", 4, 2),
     "tp": ("tp", 2, 2),

@@ -36,7 +36,8 @@ def read(monkeypatch, tmp_path):
 
     def made(content: dict, *flags: str, processes: int = 2):
         world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+        made_here = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(made_here)}
         monkeypatch.setattr(os, "environ", {**kept, **world})
         (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
         words = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt", *flags]
@@ -53,6 +54,10 @@ def test_what_it_is(read):
     assert not keeping.reshards
     dividing = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_ignored_modules": "experts"}})
     assert (dividing.name, dividing.divides_experts, strategy.divides_experts) == ("ep", True, False)
+    twice = read({**OWN, "parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, processes=4)
+    assert (twice.name, twice.layout.replicas, twice.layout.shard_size) == ("hsdp", 2, 2)
+    once = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_sync_each_batch": False}})
+    assert (strategy.syncs_each_batch, once.syncs_each_batch) == (True, False)
     alone = read(OWN, processes=1)
     assert not alone.fully_shards
     assert "nothing is sharded" in alone.notes[0]
@@ -80,6 +85,8 @@ def test_what_it_is(read):
             {"fsdp_config": {"fsdp_version": 2, "fsdp_ignored_modules": "lm_head"}}, [],
             "fsdp_ignored_modules = lm_head is not supported. Write experts",
         ),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, [], "parallelism_config_tp_size = 2 is not"),
+        ({"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, [], "Use --num_processes 4"),
         ({"deepspeed_config": {"deepspeed_config_file": "ds_configs/zero3.json"}}, [], "Keep one of the two"),
         ({}, ["--precision", "fp16"], "FSDP does not go together with precision = fp16. Use --precision bf16"),
         ({}, ["--torch_compile", "model"], "torch_compile = model (--torch_compile). Use --torch_compile blocks"),

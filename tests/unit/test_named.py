@@ -66,8 +66,10 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
         assert "ACCELERATE_USE_DEEPSPEED" in ours
         assert theirs == ours
     elif kind == "FSDP":
-        assert read_fsdp(ours) == {key: read_fsdp(all_theirs)[key] for key in read_fsdp(ours)}
-        assert fsdp_problems(read_fsdp(all_theirs), {}, "") == [], "nor of accelerate's defaults"
+        content = yaml.safe_load(path.read_text())
+        settings = read_fsdp(all_theirs, content)
+        assert read_fsdp(ours, content) == {key: settings[key] for key in read_fsdp(ours, content)}
+        assert fsdp_problems(settings, content, "") == [], "nor of accelerate's defaults"
         assert ours["ACCELERATE_MIXED_PRECISION"] == theirs["ACCELERATE_MIXED_PRECISION"] == "no"
     else:
         assert theirs["ACCELERATE_MIXED_PRECISION"] == ours["ACCELERATE_MIXED_PRECISION"] == "no"

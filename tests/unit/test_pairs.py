@@ -77,7 +77,7 @@ def test_yaml_through_accelerate(path):
         assert section["deepspeed_config_file"] == f"ds_configs/{path.stem}.json"
         assert (ROOT / section["deepspeed_config_file"]).is_file()
     settings = content.get("fsdp_config") or {}
-    assert bool(settings) == (path.stem in ("fsdp2", "ep"))
+    assert bool(settings) == (path.stem in ("fsdp2", "hsdp", "ep"))
     assert all(str(value).lower() in HONOURED[key][0] for key, value in settings.items())
     for owned in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
         assert owned not in content

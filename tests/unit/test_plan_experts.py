@@ -131,7 +131,7 @@ def test_a_plan_has_expert_parallelism(capfd):
     plan = json.loads(capfd.readouterr().out)
     ep, fsdp2 = (next(one for one in plan["predictions"] if one["strategy"] == name) for name in ("ep", "fsdp2"))
     assert ep["components"]["weights"] == fsdp2["components"]["weights"]
-    assert ep["peak_allocated_bytes"] < fsdp2["peak_allocated_bytes"]
+    assert ep["peak_allocated_bytes"] <= fsdp2["peak_allocated_bytes"]
     assert ep["tokens_per_s"] > 0
 
 

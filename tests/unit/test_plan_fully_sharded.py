@@ -1,5 +1,7 @@
 """`zerofit plan`: what FSDP2 holds, counted by hand from torch's fully_shard."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,6 +57,39 @@ def test_later_micro_batches_add_to_the_shards():
         engine.complete("embed")
         engine.finish()
         assert engine.by_kind == (0, (ENDS + 2 * LAYER) // 2, 0)
+
+
+def test_gradients_that_are_reduced_once_an_update_are_kept_in_full():
+    for width in (4, 2):  # in fp32 in half precision, too
+        engine = FullyShardedEngine(weights(), width, 2, reshards=True, syncs=False)
+        for number in range(3):
+            engine.begin(first=number == 0, last=number == 2)
+            for phase, layer in (("forward", None), ("forward", 0), ("forward", 1), ("loss", None),
+                                 ("backward", None), ("backward", 1), ("backward", 0), ("backward", None)):  # fmt: skip
+                engine.enter(at(phase, layer))
+                if phase == "backward" and layer is not None:
+                    engine.complete(f"layers.{layer}.w")
+            engine.complete("embed")
+            engine.finish()
+            full = ENDS + 2 * LAYER
+            assert engine.by_kind == (0, full // 2 if number == 2 else full, 0)
+
+
+def test_a_head_that_is_not_tied_is_reduced_as_its_backward_pass_ends():
+    made = weights()
+    untied = replace(made, all=(*made.all, Weight("head", 80, rows=10)), head="head")
+    engine = FullyShardedEngine(untied, 4, 2, reshards=True)
+    engine.begin(first=True, last=True)
+    engine.enter(at("forward"))
+    assert engine.gathered == 2 * ENDS, "the embedding and its flat copy"
+    engine.enter(at("forward", 0))
+    engine.enter(at("forward", 1))
+    engine.enter(at("loss"))
+    assert engine.gathered == 3 * ENDS, "both, and the flat copy of the one that came last"
+    engine.enter(at("backward")._replace(name="backward of after"))
+    engine.complete("head")
+    engine.enter(at("backward", 1))
+    assert engine.by_kind == (ENDS + 2 * LAYER, ENDS // 2, ENDS), "its gradients are on their way"
 
 
 def test_blocks_that_are_not_forgotten_stay():

@@ -65,25 +65,32 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str 
 
 
 def fully_sharded_exchanges(
-    weights: Weights, world_size: int, width: int, reshards: bool, divided: frozenset[str] = frozenset()
-) -> Exchanges:
-    """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch, the latter in fp32.
+    weights: Weights, world_size: int, width: int, reshards: bool, divided: frozenset[str] = frozenset(),
+    syncs: bool = True, replicas: int = 1,
+) -> Exchanges:  # fmt: skip
+    """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch, the latter in fp32; of several
+    replicas an all-reduce of the shards in the last one.
 
     Args:
+        world_size: ranks of a replica.
         width: bytes of an element of the weights that are gathered.
         divided: names of weights of experts, which are neither gathered nor reduced: what travels to them is in the
             trace.
+        syncs: False: gradients are reduced in the last micro-batch only.
     """
     gathered = [one for one in weights.all if one.name not in divided]
     total, half = sum(one.size for one in gathered), width < 4
     trained = sum(one.size for one in gathered if one.trained)
     in_blocks = sum(one.size for one in gathered if weights.place_of(one.name)) if reshards else 0
-    groups = len({weights.place_of(one.name) for one in gathered})
+    groups = len({weights.place_of(one.name) for one in gathered}) + (2 if weights.head else 0)  # embedding, head
     shard = weights.trained / world_size
+    reduced = [Exchange(REDUCE_SCATTER, 4 * trained, groups)] * bool(trained)
+    between = [Exchange(ALL_REDUCE, 4 * trained / world_size, groups, among=replicas, apart=world_size)]
+    between = between if trained and replicas > 1 else []
     return Exchanges(
         forward=[Exchange(ALL_GATHER, width * total, groups, half)],
-        backward=[Exchange(ALL_GATHER, width * in_blocks, groups, half)] * bool(in_blocks)
-        + [Exchange(REDUCE_SCATTER, 4 * trained, groups)] * bool(trained),
+        backward=[Exchange(ALL_GATHER, width * in_blocks, groups, half)] * bool(in_blocks) + reduced * syncs,
+        last_backward=reduced * (not syncs) + between,
         micro_moved=2 * width * (total + in_blocks) + (width + 4) * trained,  # out of flat tensors, and into them
         step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW
     )

@@ -1,9 +1,10 @@
-"""What FSDP2 holds during the passes: torch's fully_shard, with one group for each block and one for what is in none.
+"""What FSDP2 holds during the passes: torch's fully_shard, with one group for each block, one for a head that is not
+tied, and one for the rest (the embedding, which has a group of its own in a run, is there all the time, too).
 
 A group's weights are gathered as its forward pass begins; the flat tensor that they arrive in is kept until the next
-group has arrived. In the backward pass each group fetches the one before it ahead. The weights that are in no block
-stay from the forward pass to the end of the backward pass. Experts that ranks divide (`ep`) are in no group: none of
-them is gathered, and their gradients, of all ranks' tokens, stay where the backward pass has made them.
+group has arrived. In the backward pass each group fetches the one before it ahead. The head's weights stay from the
+forward pass until its backward pass, those of the rest until the end of it. Experts that ranks divide (`ep`) are in no
+group: none of them is gathered, and their gradients, of all ranks' tokens, stay where the backward pass has made them.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, post_backward),
 _fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; zerofit/strategy/fsdp_engine.py.
@@ -25,10 +26,15 @@ class FullyShards:
     Attributes:
         reshards: the forward pass forgets the weights of blocks that it has gathered.
         divides_experts: each rank has some experts of a mixture in full.
+        syncs: gradients are reduced in each micro-batch; else a rank keeps full ones until the last.
     """
 
     reshards: bool
     divides_experts: bool = False
+    syncs: bool = True
+
+
+HEAD: Place = ("head", 0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,13 @@ class Group:
 
 
 def fully_sharded_states(
-    weights: Weights, world_size: int, dtype, on_gpu: bool, reshards: bool, divided: frozenset[str] = frozenset()
+    weights: Weights,
+    world_size: int,
+    dtype,
+    on_gpu: bool,
+    reshards: bool,
+    divided: frozenset[str] = frozenset(),
+    syncs: bool = True,
 ) -> States:
     """
     Args:
@@ -66,7 +78,7 @@ def fully_sharded_states(
     return States(
         weights=held,
         optimizer=MOMENTS_BYTES * trained,
-        engine=lambda rank: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided),
+        engine=lambda rank: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided, syncs),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
     )  # fmt: skip
@@ -76,16 +88,22 @@ class FullyShardedEngine(GradientMemory):
     """FSDP2's groups, on one rank."""
 
     def __init__(
-        self, weights: Weights, width: int, world_size: int, reshards: bool, divided: frozenset[str] = frozenset()
-    ):
+        self, weights: Weights, width: int, world_size: int, reshards: bool, divided: frozenset[str] = frozenset(),
+        syncs: bool = True,
+    ):  # fmt: skip
         super().__init__(weights, width)
-        self.reshards, self.place_of, self.world_size, self.divided = reshards, weights.place_of, world_size, divided
+        self.reshards, self.weights, self.world_size, self.divided = reshards, weights, world_size, divided
+        self.syncs = syncs
         members: dict[Place | None, list[Weight]] = {None: []}
         for weight in weights.all:
             if weight.name not in divided:
                 members.setdefault(self.place_of(weight.name), []).append(weight)
         self.groups = {place: _group(several, width, world_size) for place, several in members.items()}
         self.kept = 0  # shards of gradients
+        self.full: dict[Place | None, int] = {}  # full gradients, until the last micro-batch
+
+    def place_of(self, name: str) -> Place | None:
+        return HEAD if name == self.weights.head else self.weights.place_of(name)
 
     @property
     def gathered(self) -> int:
@@ -94,8 +112,8 @@ class FullyShardedEngine(GradientMemory):
 
     def begin(self, first, last):
         if first:
-            self.kept = 0
-        self.first, self.gradients, self.buffers = first, self.kept, 0
+            self.kept, self.full = 0, {}
+        self.first, self.last, self.gradients, self.buffers = first, last, self.kept + sum(self.full.values()), 0
         self.here: set[Place | None] = set()
         self.arrived = self.arriving = 0  # flat tensors: of the group that came last, and of the one that comes next
         self.next: Place | None = None  # which is on its way
@@ -106,6 +124,8 @@ class FullyShardedEngine(GradientMemory):
     def enter(self, step: TracedStep) -> int:
         backward, most = step.phase == "backward", self.held
         place = step.place if step.place in self.groups else None
+        if HEAD in self.groups and (step.phase == "loss" or step.name == "backward of after"):
+            place = HEAD
         if not self.here:  # the pass begins
             most = self._gather(None)
         if (place, backward) == (self.place, self.backward):
@@ -156,7 +176,7 @@ class FullyShardedEngine(GradientMemory):
             return self.held
         if self.backward:
             return self._reduce(self.place)
-        if self.reshards:
+        if self.reshards and self.place != HEAD:
             self.here.discard(self.place)
         return self.held
 
@@ -180,13 +200,27 @@ class FullyShardedEngine(GradientMemory):
         """A group's gradients; those of the group before it are free now."""
         group = self.groups[place]
         self.here.discard(place)
+        if not (self.syncs or self.last):
+            return self._keep_full(place)
         self.buffers = group.reduced
         most = self.held
-        self.gradients -= self.completed.pop(place, 0)
+        self.gradients -= self.completed.pop(place, 0) + self.full.pop(place, 0)
         most = max(most, self.held + group.shard)
-        if self.first:
+        if self.first if self.syncs else self.last:
             self.kept += group.shard
             self.gradients += group.shard
+        return most
+
+    def _keep_full(self, place: Place | None) -> int:
+        """A group's gradients in fp32; later ones are added to the first."""
+        made = self.completed.pop(place, 0)
+        cast = MASTER_BYTES * made // self.width
+        if place not in self.full and self.width < MASTER_BYTES:
+            self.gradients += cast
+        most = self.held
+        if place in self.full or self.width < MASTER_BYTES:
+            self.gradients -= made
+        self.full.setdefault(place, cast)
         return most
 
     def finish(self):

@@ -22,7 +22,8 @@ class Exchange(NamedTuple):
     Attributes:
         bytes: of the full buffers, all of them together; of an all-to-all, of what each process has.
         count: how many collectives they are.
-        among: ranks that stand side by side; 0: all that hold the same weights.
+        among: ranks; 0: all that shard the same weights.
+        apart: from one of them to the next; 1: they stand side by side.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Exchange(NamedTuple):
     count: int = 1
     half: bool = False
     among: int = 0
+    apart: int = 1
 
 
 def bus_factor(kind: str, world_size: int) -> float:

@@ -48,7 +48,7 @@ class PlannedStrategy:
         weights, sharers = subject.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
             return fully_sharded_states(weights, sharers, trained, subject.on_gpu, self.sharding.reshards,
-                                        self.divided(subject))  # fmt: skip
+                                        self.divided(subject), self.sharding.syncs)  # fmt: skip
         if self.zero is None:
             return torch_states(weights, sharers, trained, frozen, subject.on_gpu, subject.recipe.optim)
         return deepspeed_states(
@@ -59,7 +59,11 @@ class PlannedStrategy:
 def plan_strategy(name: str, strategy: Strategy, subject: PlannedModel) -> PlannedStrategy:
     """With what follows from the model: sizes of buckets and thresholds."""
     if strategy.deepspeed is None:
-        sharding = FullyShards(strategy.reshards, strategy.divides_experts) if strategy.fully_shards else None
+        sharding = (
+            FullyShards(strategy.reshards, strategy.divides_experts, strategy.syncs_each_batch)
+            if strategy.fully_shards
+            else None
+        )
         return PlannedStrategy(name, strategy.layout, strategy.precision, sharding)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
     weights = subject.weights_of(strategy.layout)

@@ -137,7 +137,10 @@ class Timing:
         if isinstance(resolved.sharding, FullyShards):
             width = DTYPES[resolved.precision].itemsize
             divided = resolved.divided(self.subject)
-            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding.reshards, divided)
+            return fully_sharded_exchanges(
+                weights, world_size, width, resolved.sharding.reshards, divided, resolved.sharding.syncs,
+                resolved.layout.replicas,
+            )  # fmt: skip
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.subject.on_gpu, self.subject.recipe.optim)
         return deepspeed_exchanges(

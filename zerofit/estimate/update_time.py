@@ -118,7 +118,7 @@ def update_time(
     local = min(world_size, per_machine)
 
     def exchanged(several: list[Exchange]) -> float:
-        return sum(links.seconds(one, one.among or world_size, per_machine) for one in several)
+        return sum(links.seconds(one, one.among or world_size, max(1, per_machine // one.apart)) for one in several)
 
     def copied(moved: float) -> float:
         return moved / speeds.host_link if speeds.host_link else 2 * speeds.memory_seconds(moved, half)

@@ -51,7 +51,7 @@ def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int,
 
 def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
     if strategy.fully_shards:
-        keep_rows(model, strategy.layout.rank, strategy.layout.world_size)
+        keep_rows(model, strategy.layout.shard_rank, strategy.layout.shard_size)
     if strategy.pipeline > 1:
         keep_stage(model, strategy.layout.stage, strategy.pipeline, dtype)
     if strategy.tensor > 1:

@@ -1,10 +1,11 @@
 """FSDP2's settings in an accelerate YAML, or among the flags of its launcher: those that a run honours.
 
-accelerate hands each key of `fsdp_config` down as an environment variable of that name (utils/launch.py, 1.15).
+accelerate passes each key of `fsdp_config` and `parallelism_config` on as an environment variable of that name
+(utils/launch.py, 1.15). It ignores keys of `fsdp_config` that it does not know, such as SYNCS: those are read from the
+YAML.
 """
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerofit.recipe.errors import UserError
@@ -13,12 +14,17 @@ RESHARDS = "fsdp_reshard_after_forward"
 IGNORED = "fsdp_ignored_modules"
 EXPERTS = "experts"
 VERSION = "fsdp_version"
+SYNCS = "fsdp_sync_each_batch"  # accelerate's name for it in GradientAccumulationPlugin
+REPLICAS = "parallelism_config_dp_replicate_size"
+SHARDS = "parallelism_config_dp_shard_size"
 EITHER = ("true", "false")
+SIZES = [str(size) for size in range(1, 1025)]
 ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
 # {key: (values that are honoured, the remedy for others)}
-HONOURED = {
+HONOURED: dict[str, tuple[Sequence[str], str]] = {
     VERSION: (("2",), f"Write {VERSION}: 2"),
     RESHARDS: (EITHER, "Write true, or false to keep weights from the forward pass to the backward pass"),
+    SYNCS: (EITHER, "Write false to reduce gradients once an update, from full gradients, or true"),
     IGNORED: ((EXPERTS,), f"Write {EXPERTS}, which divides the experts of a mixture among the ranks, or remove it"),
     "fsdp_auto_wrap_policy": (("transformer_based_wrap",), "Each block of the model is sharded. Remove it"),
     "fsdp_state_dict_type": (("sharded_state_dict",), "Each rank writes its part of a checkpoint. Remove it"),
@@ -26,23 +32,59 @@ HONOURED = {
     "fsdp_offload_params": (("false",), "Offload is DeepSpeed's here: remove it, or use zero3_offload.yaml"),
     "fsdp_activation_checkpointing": (("false",), "Remove it, and use --gradient_checkpointing"),
     "fsdp_activation_checkpointing_offload": (("false",), "Remove it"),
+    REPLICAS: (SIZES, "Write the number of machines"),
+    SHARDS: (SIZES, "Remove it: all processes of a replica share it"),
+    **{f"parallelism_config_{kind}_size": (("1",), "Remove it") for kind in ("tp", "cp", "sp")},
 }
 
 
-def read_fsdp(environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """The settings, in lower case, that the launcher has put into the environment; None: it does not use FSDP."""
+def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, str] | None:
+    """The settings, in lower case, that the launcher has put into the environment; None: it does not use FSDP.
+
+    Args:
+        content: of the accelerate YAML.
+    """
     if environment.get("ACCELERATE_USE_FSDP", "false") != "true":
         return None
     settings = {key: environment[key.upper()].lower() for key in HONOURED if key.upper() in environment}
-    return {VERSION: "1", **settings}  # 1 is accelerate's default
+    section = content.get("fsdp_config") or {}
+    own = {key: str(section[key]).lower() for key in (SYNCS,) if key in section}
+    return {VERSION: "1", **own, **settings}  # 1 is accelerate's default
 
 
-def variables_of(section: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that accelerate launch makes of `fsdp_config`."""
+def variables_of(content: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that accelerate launch makes of a YAML's `fsdp_config` and `parallelism_config`."""
+    settings = {VERSION: 1, **(content.get("fsdp_config") or {}), **(content.get("parallelism_config") or {})}
     return {
         "ACCELERATE_USE_FSDP": "true",
-        **{key.upper(): str(value) for key, value in {VERSION: 1, **section}.items() if key in HONOURED},
+        **{key.upper(): str(value) for key, value in settings.items() if key in HONOURED},
     }
+
+
+def replicas_of(settings: Mapping[str, str] | None, world_size: int, source: str) -> int:
+    """How many groups of processes have a sharded copy of the model of their own.
+
+    Raises:
+        UserError: the processes cannot be divided so, or experts are to be divided among all of them.
+    """
+    replicas = int((settings or {}).get(REPLICAS, "1"))
+    if settings is None or replicas == 1:
+        return 1
+    stated = f"{source}: {REPLICAS} = {replicas}"
+    if settings.get(IGNORED) == EXPERTS:
+        raise UserError(f"{stated} does not go together with {IGNORED}: {EXPERTS}. Remove one of them")
+    if world_size % replicas or world_size == replicas:
+        raise UserError(
+            f"{stated} needs a multiple of it as num_processes, {2 * replicas} or more, and there are {world_size}. "
+            f"Use --num_processes {2 * replicas}, or --parallelism_config_dp_replicate_size"
+        )
+    shards = int(settings.get(SHARDS, "1"))
+    if shards not in (1, world_size // replicas):
+        raise UserError(
+            f"{source}: {SHARDS} = {shards}, and {world_size} processes in {replicas} replicas are "
+            f"{world_size // replicas} each. Remove it"
+        )
+    return replicas
 
 
 def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:

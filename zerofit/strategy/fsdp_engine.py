@@ -1,5 +1,8 @@
 """FSDP2: torch's fully_shard shards weights, gradients and optimizer state, block by block.
 
+Groups of weights that are gathered and reduced together: each block; the embedding and the head where they are not
+tied, so that they travel while blocks compute; the rest (norms), or all that is in no block.
+
 accelerate's own FSDP does not engage on a host without a GPU (1.15: DistributedType is NO there, and each rank is
 alone, or MULTI_CPU), and it loads the full model before it shards it. So the engine calls torch itself.
 """
@@ -10,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofit.model.compilation import blocks_of
 from zerofit.model.parameters import true_shape
@@ -48,7 +51,7 @@ class FullyShardedEngine(Engine):
         their place, so that no weight has to be there in full."""
         half = self.strategy.frozen_dtype if self.strategy.precision != "fp32" else None
         policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
-        mesh = init_device_mesh(self.device.type, (self.layout.world_size,))
+        mesh = self._mesh()
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
         replace_parameters(model, {
             name: torch.nn.Parameter(torch.empty(true_shape(each), dtype=each.dtype, device="meta"),
@@ -60,6 +63,8 @@ class FullyShardedEngine(Engine):
         common = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
         for block in blocks:
             fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)
+        for table in untied_tables(model):  # the backward pass begins with the head, and needs no embedding
+            fully_shard(table, reshard_after_forward=False, **common)
         fully_shard(model, **common)
         alone = mesh_of_one(mesh) if experts else None
         for module in experts:
@@ -71,20 +76,32 @@ class FullyShardedEngine(Engine):
         # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
         fully_shard.state(model)._lazy_init()
 
+    def _mesh(self) -> DeviceMesh:
+        """Of all ranks; with replicas (replicas, ranks that share one), the latter side by side, as in a machine."""
+        shards, replicas = self.layout.shard_size, self.layout.replicas
+        if replicas == 1:
+            return init_device_mesh(self.device.type, (shards,))
+        return init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
     def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a parameter, in memory of their own."""
         if hasattr(parameter, "cut"):
             return parameter.detach()
-        start, stop = rows_of(len(parameter), self.layout.rank, self.layout.world_size)
+        start, stop = rows_of(len(parameter), self.layout.shard_rank, self.layout.shard_size)
         return parameter.detach()[start:stop].clone()
 
     def _as_shard(self, rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         return DTensor.from_local(
-            rows.to(self.device), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            rows.to(self.device), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
     def accumulate(self, last):
-        return contextlib.nullcontext()  # each micro-batch is reduced, so that a rank never holds full gradients
+        if not self.strategy.syncs_each_batch:
+            self.module.set_requires_gradient_sync(last)
+        elif self.layout.replicas > 1:  # sharded gradients are summed up, and travel between machines once
+            self.module.set_requires_all_reduce(last)
+        return contextlib.nullcontext()
 
     def backward(self, loss):
         loss.backward()
@@ -108,12 +125,11 @@ class FullyShardedEngine(Engine):
     def gradients(self):
         return [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
 
-    @staticmethod
-    def _norm_of_all(gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The 2-norm of all ranks' gradients together, a scalar."""
+    def _norm_of_all(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The 2-norm of the gradients of a replica's ranks together, a scalar."""
         square = gradient_norm(gradients) ** 2
         torch.distributed.all_reduce(square)
-        return square.sqrt()
+        return (square / self.layout.replicas).sqrt()
 
     @property
     def learning_rate(self):
@@ -179,9 +195,18 @@ class FullyShardedEngine(Engine):
 
     def effective_strategy(self):
         fsdp = {"version": 2, "reshard_after_forward": self.strategy.reshards, "blocks": self.blocks,
+                "replicas": self.layout.replicas, "sync_each_batch": self.strategy.syncs_each_batch,
                 "gathered_in": self.strategy.precision, "reduced_in": "fp32",
                 "divides_experts": self.strategy.divides_experts}  # fmt: skip
         return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
+
+
+def untied_tables(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The embedding and the head, where they share no weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None or {*map(id, embedding.parameters())} & {*map(id, head.parameters())}:
+        return []
+    return [embedding, head]
 
 
 def replace_parameters(model: torch.nn.Module, made: dict[str, torch.nn.Parameter]) -> None:

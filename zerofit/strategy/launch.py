@@ -84,7 +84,7 @@ def find_launch(named: Named | None = None, config_file: str | None = None) -> L
         config_file=config_file,
         yaml=content,
         command=command,
-        fsdp=read_fsdp(environment),
+        fsdp=read_fsdp(environment, content),
         threads_are_the_users=threads_are_the_users,
     )
 

@@ -18,6 +18,7 @@ class ParallelLayout:
         tensor: ranks that split each layer.
         pipeline: stages, each with some of the layers.
         sequence: ranks that split each row.
+        replicas: groups of ranks, each with a sharded copy of its own of what is sharded (HSDP); neighbours share.
     """
 
     world_size: int = 1
@@ -25,6 +26,7 @@ class ParallelLayout:
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
+    replicas: int = 1
 
     def __post_init__(self):
         if self.world_size % self.replica_size:
@@ -71,13 +73,13 @@ class ParallelLayout:
 
     @property
     def shard_rank(self) -> int:
-        """The place of this rank among those that hold the same weights."""
-        return self.rank // self.tensor
+        """The place of this rank among those that shard the same weights."""
+        return self.rank // self.tensor % self.shard_size
 
     @property
     def shard_size(self) -> int:
-        """Ranks that hold the same weights: ZeRO shards among them."""
-        return self.data_size * self.sequence
+        """Ranks that shard the same weights."""
+        return self.data_size * self.sequence // self.replicas
 
     @property
     def is_main(self) -> bool:

@@ -30,7 +30,7 @@ VARIABLES = {
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED", "FSDP")
-NOT_SUPPORTED = ("dynamo_config", "fp8_config", "parallelism_config", "megatron_lm_config")
+NOT_SUPPORTED = ("dynamo_config", "fp8_config", "megatron_lm_config")
 RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -121,6 +121,8 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     ]
     if kind not in SUPPORTED:
         problems.append(f"{source}: distributed_type = {kind} is not supported. Use one of accelerate_configs/")
+    if kind != "FSDP" and content.get("parallelism_config"):
+        problems.append(f"{source}: parallelism_config is for distributed_type: FSDP. Remove it")
     if kind == "NO" and world > 1:
         problems.append(f"{source} is for one process, not for {world}. Use --strategy ddp")
     if problems:
@@ -136,5 +138,5 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
                 is_name = key in ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
                 made[f"ACCELERATE_{VARIABLES[key]}"] = str(value) if is_name else str(value).lower()
     if kind == "FSDP":
-        made |= variables_of(content.get("fsdp_config") or {})
+        made |= variables_of(content)
     return made

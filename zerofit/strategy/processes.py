@@ -72,7 +72,8 @@ def start_processes(
     # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
     # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # the engine shards, and transformers would load on one rank only
+    for name in ("FSDP", "PARALLELISM_CONFIG"):  # the engine shards, and transformers would load on one rank only
+        os.environ.pop(f"ACCELERATE_USE_{name}", None)
     store = store_of_one_process()  # noqa: F841 - it serves until the process group has taken it over
     accelerator = Accelerator(
         cpu=on_cpu and strategy.deepspeed is None,

@@ -243,13 +243,16 @@ class AsItIs(WholeState):
 
 
 class RowState(OptimizerState):
-    """FSDP2: each rank holds some rows of each parameter."""
+    """FSDP2: each rank holds some rows of each parameter; of several replicas the first one writes."""
+
+    def own(self):
+        return super().own() if self.engine.layout.rank < self.engine.layout.shard_size else []
 
     def held(self):
         pieces = []
         for name, parameter in self.parameters.items():
             layout, inner = self.engine.layout, parameter.shape[1:].numel()
-            start, stop = (row * inner for row in rows_of(len(parameter), layout.rank, layout.world_size))
+            start, stop = (row * inner for row in rows_of(len(parameter), layout.shard_rank, layout.shard_size))
             if start < stop:
                 pieces.append(self.piece(name, start, stop))
         return pieces

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.fsdp import EXPERTS, IGNORED, RESHARDS
+from zerofit.strategy.fsdp import EXPERTS, IGNORED, REPLICAS, RESHARDS, SYNCS
 from zerofit.strategy.grid import layer_groups
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
@@ -50,7 +50,8 @@ class Strategy:
     @property
     def layout(self) -> ParallelLayout:
         """Which part of the model, and which samples, this process works on."""
-        return ParallelLayout(self.launch.world_size, self.launch.rank, self.tensor, self.pipeline, self.sequence)
+        degrees = self.tensor, self.pipeline, self.sequence, int((self.fsdp or {}).get(REPLICAS, "1"))
+        return ParallelLayout(self.launch.world_size, self.launch.rank, *degrees)
 
     @property
     def shards_parameters(self) -> bool:
@@ -74,6 +75,11 @@ class Strategy:
         return (self.fsdp or {}).get(RESHARDS, "true") == "true"
 
     @property
+    def syncs_each_batch(self) -> bool:
+        """Under FSDP2: whether gradients are reduced in each micro-batch, so that no rank keeps full ones."""
+        return (self.fsdp or {}).get(SYNCS, "true") == "true"
+
+    @property
     def divides_experts(self) -> bool:
         """Under FSDP2: whether each rank has some of the experts in full (expert parallelism)."""
         return (self.fsdp or {}).get(IGNORED) == EXPERTS
@@ -94,7 +100,7 @@ class Strategy:
             degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
             return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
         if self.fully_shards:
-            return "ep" if self.divides_experts else "fsdp2"
+            return "ep" if self.divides_experts else "hsdp" if self.layout.replicas > 1 else "fsdp2"
         return "ddp" if self.launch.world_size > 1 else "single"
 
     @property
