@@ -43,7 +43,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "zero2_plain": ("zero2_plain", 2, 2),
     "zero3_offload_optimizer": ("zero3_offload_optimizer", 2, 2),
     "fsdp2": ("fsdp2", 2, 2),
-    "hsdp": ("hsdp", 4, 2),
+    "hsdp": ("hsdp", 4, 1),
     "sp": ("sp", 2, 2),
     "sp x dp": ("sp", 4, 2),
     "tp": ("tp", 2, 2),
@@ -388,6 +388,7 @@ LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
     ("zero2", [(8, "3d", 4), (16, "tp", 2)]),
     ("fsdp2", [(8, "single", 1), (16, "zero2", 2)]),
     ("zero2", [(8, "single", 1), (16, "fsdp2", 2)]),
+    ("hsdp", [(8, "single", 1), (16, "zero2", 2)]),
 )
 LEGS = [("tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 

@@ -21,8 +21,9 @@ RUN = ["--model_type", "llama", "--config_overrides",
        "--save_steps", "2", "--learning_rate", "1e-3", "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
 LAYOUTS = {  # micro-batch, processes, machines; two micro-batches an update
     "single": (4, 1, 1), "sp": (4, 2, 1), "zero3_hpz": (1, 4, 2), "fsdp2": (2, 2, 1),
+    "hsdp": (1, 4, 2),
 }  # fmt: skip
-GROUPS = {"sp": 2, "zero3_hpz": 2, "fsdp2": 1}  # that a rank makes at least
+GROUPS = {"sp": 2, "zero3_hpz": 2, "fsdp2": 1, "hsdp": 3}  # that a rank makes at least
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def check_alike(ours, theirs) -> None:
             assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-15), (name, line["update"])
 
 
-@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz", "fsdp2", "hsdp"])
 def test_it_trains_as_one_process_does(runs, strategy):
     check_alike(metrics(runs[strategy]), metrics(runs["single"]))
 
@@ -89,15 +90,27 @@ def test_a_run_goes_on_in_another_layout_with_recomputed_activations(runs, start
     check_alike(metrics(output), metrics(runs["single"]))
 
 
-def test_fsdp2_holds_its_rows_and_goes_on_where_one_process_has_left(runs, start, tmp_path):
+def test_gradients_that_are_reduced_once_an_update(runs, cache, tmp_path):
+    pair = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
+    pair["fsdp_config"]["fsdp_sync_each_batch"] = False
+    (tmp_path / "once.yaml").write_text(yaml.safe_dump(pair))
+    flags = ["--per_device_train_batch_size", "2", "--cache_dir", cache]
+    lines = launch(tmp_path / "run", *RUN, *flags, strategy=str(tmp_path / "once.yaml"), processes=2)
+    check_alike(lines, metrics(runs["single"]))
+    made = yaml.safe_load((tmp_path / "run" / "strategy.yaml").read_text())
+    assert made["fsdp"]["sync_each_batch"] is False
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
+def test_a_rank_holds_half_of_the_rows_and_goes_on_where_one_process_has_left(runs, start, tmp_path, strategy):
     ours, theirs = (json.loads((runs[each] / "environment.json").read_text())["bytes_held_by_rank_0"]
-                    for each in ("fsdp2", "single"))  # fmt: skip
+                    for each in (strategy, "single"))  # fmt: skip
     assert ours == pytest.approx({name: size / 2 for name, size in theirs.items()}, rel=0.01)
     output = tmp_path / "run"
     shutil.copytree(runs["single"], output, symlinks=True)
     shutil.rmtree(output / "checkpoints" / "update_00000004")
     shutil.rmtree(output / "model")
-    start("fsdp2", output)
+    start(strategy, output)
     check_alike(metrics(output), metrics(runs["single"]))
     ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (output, runs["single"]))
     assert ours.keys() == theirs.keys()

@@ -4,11 +4,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from helpers import ROOT, forked, refusal, tiny_model
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from zerofit.model.compilation import blocks_of
@@ -20,7 +23,8 @@ from zerofit.model.tensor_parallel.draw import draw_share
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.fsdp_engine import replace_parameters
+from zerofit.strategy.fsdp import REPLICAS, SYNCS, VERSION
+from zerofit.strategy.fsdp_engine import FullyShardedEngine, replace_parameters
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 
@@ -156,6 +160,48 @@ def test_blocks_are_found(kind, auto_class, sizes, count):
     with torch.device("meta"):
         model = auto_class.from_config(AutoConfig.for_model(kind, vocab_size=20, **sizes))
     assert len(blocks_of(model)) == count
+
+
+class Collectives(TorchDispatchMode):
+    """Counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"_allgather_base_": 0, "_reduce_scatter_base_": 0, "allreduce_": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.counts[function._opname] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def four_ranks():
+    """The first of four, whose collectives bring nothing."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("settings", "tied", "counts"), [
+    ({}, True, (21, 12, 0)),  # of 4 groups in 3 micro-batches: all, 3 blocks once more in the backward pass
+    ({}, False, (27, 18, 0)),  # an embedding and a head have groups of their own
+    ({SYNCS: "false"}, False, (27, 6, 0)),
+    ({REPLICAS: "2"}, False, (27, 18, 6)),
+])  # fmt: skip
+def test_the_collectives_of_an_update(four_ranks, settings, tied, counts):
+    launch = launch_module.Launch(4, 0, deepspeed=False, precision=None, json_path=None, config_file=None)
+    strategy = Strategy(launch, BatchSizes(2, 3, 4), "fp32", None, "a test", fsdp={VERSION: "2", **settings})
+    model = tiny_model("llama", num_hidden_layers=3, tie_word_embeddings=tied)
+    keep_rows(model, 0, strategy.layout.shard_size)
+    recipe, accelerator = ClmRecipe(model_name_or_path="x"), SimpleNamespace(device=torch.device("cpu"))
+    engine, ids = FullyShardedEngine(strategy, accelerator, model, recipe, None), torch.arange(32).view(2, 16)
+    with Collectives() as collectives:
+        for is_last in (False, False, True):
+            with engine.accumulate(is_last):
+                engine.backward(engine.module(input_ids=ids, labels=ids).loss)
+    assert tuple(collectives.counts.values()) == counts
+    assert len(engine.gradients()) == len(engine.parameters), "each rank has its rows of all"
 
 
 def adapted(base: str, world_size: int, rank: int = 0) -> dict:

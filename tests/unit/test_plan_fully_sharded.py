@@ -11,6 +11,9 @@ from zerofit.estimate.weights import Weight, Weights
 
 ENDS, LAYER = 4 * 80, 4 * 48  # bytes of the weights in no block, and of a block's
 
+PASSES = [("forward", None), ("forward", 0), ("forward", 1), ("loss", None)]
+PASSES += [("backward", None), ("backward", 1), ("backward", 0), ("backward", None)]
+
 
 def weights(rows: int = 6) -> Weights:
     layers = [Weight(f"layers.{number}.w", rows * 8, rows=rows) for number in range(2)]
@@ -49,8 +52,7 @@ def test_later_micro_batches_add_to_the_shards():
     engine = FullyShardedEngine(weights(), 4, 2, reshards=True)
     for number in range(3):
         engine.begin(first=number == 0, last=number == 2)
-        for phase, layer in (("forward", None), ("forward", 0), ("forward", 1), ("loss", None),
-                             ("backward", None), ("backward", 1), ("backward", 0), ("backward", None)):  # fmt: skip
+        for phase, layer in PASSES:
             engine.enter(at(phase, layer))
             if phase == "backward" and layer is not None:
                 engine.complete(f"layers.{layer}.w")
@@ -64,8 +66,7 @@ def test_gradients_that_are_reduced_once_an_update_are_kept_in_full():
         engine = FullyShardedEngine(weights(), width, 2, reshards=True, syncs=False)
         for number in range(3):
             engine.begin(first=number == 0, last=number == 2)
-            for phase, layer in (("forward", None), ("forward", 0), ("forward", 1), ("loss", None),
-                                 ("backward", None), ("backward", 1), ("backward", 0), ("backward", None)):  # fmt: skip
+            for phase, layer in PASSES:
                 engine.enter(at(phase, layer))
                 if phase == "backward" and layer is not None:
                     engine.complete(f"layers.{layer}.w")
