@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from zerofit.cli import main
 from zerofit.tools.convert import convert as convert
+from zerofit.tools.convert.meta import conversion
 from zerofit.tools.convert.meta.config import ffn_params, ffn_size, version_of
 from zerofit.tools.convert.meta.folder import MetaFolder
 from zerofit.tools.convert.meta.forward import meta_logits
@@ -188,7 +189,7 @@ def test_metas_own_computation_agrees(tmp_path, rope):
 
 
 def test_a_wrong_permutation_is_noticed(tmp_path, meta, monkeypatch):
-    monkeypatch.setattr(convert, "to_hf", lambda tensor, heads: to_meta(tensor, heads))
+    monkeypatch.setattr(conversion, "to_hf", lambda tensor, heads: to_meta(tensor, heads))
     with pytest.raises(RuntimeError, match="converted back differs from"):
         run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
     assert not list(tmp_path.glob("hf*"))

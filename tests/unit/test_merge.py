@@ -21,6 +21,7 @@ from zerofit.cli import main
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.base_fingerprint import differs, sample_weights
 from zerofit.recipe import UserError
+from zerofit.tools import merge_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft on the odd adapters that are made here
 
@@ -531,14 +532,12 @@ def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):
 
 
 def test_a_folder_that_reads_back_differently_gets_no_name(build, monkeypatch):
-    import zerofit.model.export as export
-
-    case, true = build(), export.export_model
+    case, true = build(), merge_adapter.export_model
 
     def spoilt(model, weights, *others):
         true(model, ((name, tensor * 1.01) for name, tensor in weights), *others)
 
-    monkeypatch.setattr(export, "export_model", spoilt)
+    monkeypatch.setattr(merge_adapter, "export_model", spoilt)
     with pytest.raises(RuntimeError, match="read back: the logits differ by"):
         main(["merge", "--adapter", str(case.adapter), "--output", str(case.base.parent / "merged")])
     assert not list(case.base.parent.glob("merged*"))

@@ -197,8 +197,8 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+    from zerofit.tools.prepare.corpora import setup_of
     from zerofit.tools.prepare.options import PrepareOptions
-    from zerofit.tools.prepare.prepare import setup_of
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
     slow = ByT5Tokenizer()

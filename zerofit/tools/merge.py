@@ -6,32 +6,16 @@ The merge is checked twice: the merged model has the logits of base and adapter 
 the written folder, read back before it gets its name.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.model.adapter_folder import AdapterFolder, open_adapter
-from zerofit.model.adapter_loading import AdaptedModel, load_with_adapter
-from zerofit.model.pretrained_io import (
-    atomic_folder,
-    check_output,
-    read_config,
-    read_model,
-    read_tokenizer,
-    silence_libraries,
-)
-from zerofit.recipe.errors import UserError, first_line
+from zerofit.model.adapter_folder import open_adapter
+from zerofit.model.pretrained_io import check_output, silence_libraries
 from zerofit.recipe.fields import option
-from zerofit.recipe.files import without_folders
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
 from zerofit.tools.tool_recipe import PRECISIONS
-
-# Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
-# another order; in bf16 and fp16 the merged weight itself is rounded, which is once more in every layer.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-ROWS, LENGTH = 3, 16
 
 
 @dataclass
@@ -58,6 +42,8 @@ class MergeOptions(Recipe):
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_recipe(MergeOptions, argv, prog="zerofit merge", tool=True)
+    from zerofit.tools.merge_adapter import merge
+
     folder = open_adapter(options.adapter)
     output = Path(options.output).expanduser()
     check_output(output)
@@ -72,234 +58,3 @@ def main(argv: list[str] | None = None) -> int:
     )
     say(*merged.notes, f"merged model  {output}")
     return 0
-
-
-@dataclass
-class Merged:
-    """The result of a merge.
-
-    Args:
-        difference: the largest between a logit before merging and that of the folder read back.
-        effect: the largest between a logit of the base alone and one with the adapter; None where the base alone
-            is not available (its biases were trained too).
-        notes: for the terminal.
-    """
-
-    difference: float
-    effect: float | None
-    notes: list[str]
-
-
-def merge(
-    folder: AdapterFolder,
-    output: Path,
-    base: str | None = None,
-    precision: str | None = None,
-    dequantize: bool = False,
-    trust_remote_code: bool = False,
-) -> Merged:
-    """Merge the adapter into its base and write the result to `output`: complete, or not at all.
-
-    Args:
-        base: the base's folder or hub name; None: the one that the adapter names.
-        precision: fp32, bf16 or fp16; None: that of the base.
-
-    Raises:
-        UserError: the adapter and the base do not fit together, or cannot be loaded.
-        RuntimeError: the merged model differs from the adapted one. Nothing is written then.
-    """
-    check_output(output)
-    adapted = load_with_adapter(
-        folder,
-        base,
-        precision=precision,
-        quantised="dequantize" if dequantize else "refuse",
-        trust_remote_code=trust_remote_code,
-    )
-    tokenizer = _tokenizer(folder, adapted, trust_remote_code)
-    probe = Probe(adapted.model.get_base_model())
-    before = probe.logits(adapted.model.get_base_model())
-    if not before.isfinite().all():
-        raise UserError(f"adapter = {str(folder.path)!r} gives logits that are not finite: its training has diverged")
-    effect = _effect(adapted, folder, probe, before)
-    model = fold(adapted)
-    notes = [*adapted.notes, *probe.compare(before, model, effect, "merged")]
-    with atomic_folder(output) as partial:
-        _write(model, folder, adapted, tokenizer, partial, notes)
-        del model, adapted.model  # there are never two models in memory
-        again = _read_back(adapted, partial, trust_remote_code)
-        notes += probe.compare(before, again, effect, "read back")
-    return Merged(probe.difference, effect, notes)
-
-
-def fold(adapted: AdaptedModel):
-    """The plain transformers model with the adapter in its weights. `adapted.model` is used up.
-
-    A matrix that the base uses twice (its embeddings, as the head) becomes two where the adapter tells them apart, and
-    stays one where it does not.
-    """
-    import torch
-
-    tied = adapted.model.get_base_model().config.tie_word_embeddings
-    _untie(adapted.model)
-    try:
-        model = adapted.model.merge_and_unload()
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"this kind of adapter cannot be merged: {first_line(error)}") from None
-    head = model.get_output_embeddings()
-    if tied and head is not None and torch.equal(head.weight, model.get_input_embeddings().weight):
-        model.config.tie_word_embeddings = True
-        model.tie_weights()
-    return model
-
-
-def _untie(model) -> None:
-    import torch
-
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for module in model.modules():
-        weight = getattr(getattr(module, "base_layer", None), "weight", None)
-        if weight is not None and owners.get(id(weight), 0) > 1:
-            module.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
-
-
-class Probe:
-    """A few random rows of tokens, and the logits that a model gives for them.
-
-    Each row goes through by itself (a classifier without a padding token takes no two), and ends with the end token
-    and has no other (BART's classifier reads there).
-    """
-
-    def __init__(self, model):
-        import torch
-
-        from zerofit.model.configuration import usable_positions
-
-        config = model.config
-        length = min(LENGTH, usable_positions(config) or LENGTH)
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        rows = torch.randint(0, vocabulary, (ROWS, 1, length), generator=generator)
-        end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-        if end is not None and end < vocabulary:
-            rows[rows == end] = (end + 1) % vocabulary
-            rows[:, :, -1] = end
-        self.rows, self.difference = rows, 0.0
-        self.has_decoder = config.is_encoder_decoder and model.get_output_embeddings() is not None
-
-    def logits(self, model):
-        """Logits of all rows, flattened, in fp32."""
-        import torch
-
-        with torch.no_grad():
-            logits = []
-            for row in self.rows:
-                more = {"decoder_input_ids": row.flip(1)} if self.has_decoder else {}
-                logits.append(model(input_ids=row, **more).logits.float().flatten())
-        return torch.cat(logits)
-
-    def compare(self, before, model, effect: float | None, what: str) -> list[str]:
-        """A line for the terminal on how the model's logits differ from those before.
-
-        Raises:
-            RuntimeError: they differ by more than rounding.
-        """
-        dtype = str(model.dtype).removeprefix("torch.")
-        after = self.logits(model)
-        same_size = after.shape == before.shape
-        self.difference = (after - before).abs().max().item() if same_size else float("nan")
-        spread = (before.max() - before.min()).item()
-        allowed = TOLERANCE[dtype] * spread
-        if not self.difference <= allowed:
-            raise RuntimeError(
-                f"{what}: the logits differ by up to {self.difference:.1e} from those of base and adapter, and "
-                f"rounding in {dtype} explains {allowed:.1e}. Nothing is written"
-            )
-        moved = "" if effect is None else f"; the adapter itself moves them by {effect:.1e}"
-        lines = [f"{what:<12}  logits differ by {self.difference:.1e} of a spread of {spread:.1e}, in {dtype}{moved}"]
-        if effect == 0:
-            lines.append("warning: the adapter changes nothing, like one that was not trained")
-        elif effect is not None and effect < 4 * self.difference and dtype != "float32":
-            lines.append(
-                f"warning: rounding to {dtype} changes the logits about as much as the adapter does; --precision fp32 "
-                "keeps what it has learnt"
-            )
-        return lines
-
-
-def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before) -> float | None:
-    """How far the adapter moves the logits of the base. None where the base is not available without it."""
-    if folder.settings.get("bias", "none") != "none":
-        return None
-    with adapted.model.disable_adapter():
-        of_base = probe.logits(adapted.model.get_base_model())
-    return (of_base - before).abs().max().item() if of_base.isfinite().all() else None
-
-
-def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: bool):
-    """The tokenizer beside the adapter, with which it was trained; else the base's."""
-    config = adapted.model.get_base_model().config
-    if folder.has_tokenizer:
-        return read_tokenizer("adapter", str(folder.path), config, trust_remote_code)
-    return read_tokenizer("base", adapted.base, config, trust_remote_code)
-
-
-def _write(model, folder: AdapterFolder, adapted: AdaptedModel, tokenizer, partial: Path, notes: list[str]) -> None:
-    from zerofit.model.export import export_model
-
-    if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(folder.path)
-    export_model(model, model.state_dict().items(), tokenizer, partial, _card(model, folder, adapted, notes))
-
-
-def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool):
-    config = read_config("output", str(partial), trust_remote_code)
-    model, missing = read_model(
-        adapted.auto_class, "output", str(partial), config, precision=None, trust_remote_code=trust_remote_code
-    )
-    if missing:
-        raise RuntimeError(f"the written folder lacks {missing[:3]}. Nothing is written")
-    return model
-
-
-def _name(path: Path) -> str:
-    """The adapter's name: its folder's, or of a run's model/ the run's."""
-    path = path.resolve()
-    return path.parent.name if path.name == "model" else path.name
-
-
-def _card(model, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str]) -> str:
-    """README.md of the merged model."""
-    from zerofit import __version__
-
-    of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
-    settings = {name: folder.settings.get(name) for name in of_adapter}
-    dtype, base = str(model.dtype).removeprefix("torch."), without_folders(adapted.base)
-    merged = f"The LoRA adapter {without_folders(str(folder.path))} merged into {base} in {dtype}"
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            f"base_model: {base}",
-            "tags: [zerofit]",
-            "---",
-            "",
-            f"# {_name(folder.path)}, merged",
-            "",
-            f"{merged} by zerofit {__version__}.",
-            "",
-            "```",
-            *notes,
-            "```",
-            "",
-            "```json",
-            json.dumps(settings, indent=2),
-            "```",
-            "",
-        ]
-    )

@@ -8,6 +8,7 @@ Linux gives the present size of the data segment and not its peak, so a thread r
 
 import contextlib
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -39,8 +40,6 @@ class DataSegment:
 
     def limit(self, limit: int) -> None:
         """Limit it to this many bytes: the system refuses requests beyond that."""
-        import resource
-
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         present = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([self.untouched + limit, *present]), hard))

@@ -2,6 +2,10 @@
 
 import io
 
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
 from zerofit.tools.compare.axis import BATCHES, Axis
 from zerofit.tools.compare.journal import peak_of
 from zerofit.tools.compare.results import Row
@@ -80,9 +84,6 @@ def _style(index: int, label: str) -> dict:
 
 
 def _figure(x: str, y: str):
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
@@ -93,8 +94,6 @@ def _figure(x: str, y: str):
 
 
 def _svg(figure, axes) -> str:
-    from matplotlib import rc_context
-
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small")
     axes.set_xlim(left=0)

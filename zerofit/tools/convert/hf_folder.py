@@ -4,6 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
 from zerofit.model.folders import read_json
 from zerofit.recipe.errors import UserError, first_line
 
@@ -33,8 +38,6 @@ class HfFolder:
         return dict.fromkeys(self._file("model.safetensors").keys(), "model.safetensors")
 
     def _file(self, name: str):
-        from safetensors import SafetensorError, safe_open
-
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.path / name, "pt")
@@ -59,9 +62,6 @@ class HfFolder:
 
     def wrong_shapes(self, config) -> list[str]:
         """How the weights differ from those of transformers' model of the configuration; empty if they do not."""
-        import torch
-        from transformers import LlamaForCausalLM
-
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -102,8 +102,6 @@ class ShardWriter:
         return full
 
     def _flush(self) -> None:
-        from safetensors.torch import save_file
-
         save_file(self.waiting, self.folder / f"{len(self.written)}.safetensors", metadata={"format": "pt"})
         self.written.append(list(self.waiting))
         self.total_bytes += self.waiting_bytes

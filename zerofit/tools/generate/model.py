@@ -4,10 +4,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.folders import is_adapter, model_folder
 from zerofit.model.pretrained_io import DTYPES, read_config, read_model, read_tokenizer
+from zerofit.model.tensor_parallel.read import read_share
+from zerofit.model.tensor_parallel.split import split_model, split_problem
 from zerofit.recipe.errors import UserError
 from zerofit.tools.generate.messages import say
 from zerofit.tools.generate.options import GenerateOptions
@@ -58,8 +63,6 @@ def find_model(options: GenerateOptions) -> Source:
 
 def check_shares(source: Source, options: GenerateOptions) -> None:
     """Raises UserError unless the processes of tensor_parallel can share the layers of the model."""
-    from zerofit.model.tensor_parallel.split import split_problem
-
     degree, instead = options.tensor_parallel, f"Use --num_processes {options.processes} without it"
     problem = split_problem(source.config, degree, instead)
     if source.adapter:
@@ -79,8 +82,6 @@ def load(source: Source, options: GenerateOptions, tensor=None):
     Raises:
         UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
     """
-    import torch
-
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     how = {
         "precision": options.precision or ("fp32" if device.type == "cpu" else None),
@@ -99,8 +100,6 @@ def load(source: Source, options: GenerateOptions, tensor=None):
             say(note)
         model = adapted.model.get_base_model()
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
-            from transformers import GenerationConfig
-
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
     elif tensor is not None:
         model = _read_share(source, tensor, **how)
@@ -125,11 +124,6 @@ def _read(source: Source, **how):
 
 def _read_share(source: Source, tensor, precision: str | None, trust_remote_code: bool):
     """Read the weights as they are stored, which takes no memory yet, and keep this rank's share of them."""
-    import torch
-
-    from zerofit.model.tensor_parallel.read import read_share
-    from zerofit.model.tensor_parallel.split import split_model
-
     model = _read(source, precision=None, trust_remote_code=trust_remote_code)
     dtype = model.dtype if precision is None else getattr(torch, DTYPES[precision])
     return read_share(lambda _: model, partial(split_model, tensor=tensor), model.dtype, dtype)
@@ -137,8 +131,6 @@ def _read_share(source: Source, tensor, precision: str | None, trust_remote_code
 
 def _auto_class(config, name: str):
     """The transformers class for a model that writes. Raises UserError if this one does not."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
     unknown = type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map")

@@ -5,21 +5,22 @@ import os
 from pathlib import Path
 
 import psutil
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.recipe.errors import leave, reports_user_errors
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.generate.answers import PART, answer_share
-from zerofit.tools.generate.generate import find
 from zerofit.tools.generate.journal import Journal
 from zerofit.tools.generate.model import load
 from zerofit.tools.generate.options import GenerateOptions
+from zerofit.tools.generate.respond import find
 from zerofit.tools.generate.writer import Writer
 
 
 @reports_user_errors
 def main(argv: list[str] | None = None) -> int:
-    import torch
-
     options = parse_recipe(GenerateOptions, argv, prog="zerofit generate", tool=True)
     part = json.loads(os.environ[PART])
     asker = psutil.Process(part["pid"])
@@ -50,11 +51,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _tensor_group(world_size: int, size: int):
     """The group of this process, whose ranks follow each other."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from zerofit.model.tensor_parallel.cut import TensorGroup
-
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("data", "tensor"))
     return TensorGroup(mesh.get_group("tensor"), mesh.get_local_rank("tensor"), size)

@@ -4,7 +4,14 @@ import json
 import sys
 from contextlib import nullcontext
 
+import numpy as np
+import torch
+from transformers import TextStreamer
+
+from zerofit.data.collate import PromptCollator, multiple_for
 from zerofit.data.rendering import Prompt, Renderer
+from zerofit.model.configuration import usable_positions
+from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.errors import UserError, printable
 from zerofit.tools.generate.messages import say
 from zerofit.tools.generate.options import GenerateOptions
@@ -20,8 +27,6 @@ class Positions:
     """
 
     def __init__(self, config):
-        from zerofit.model.configuration import usable_positions
-
         self.positions, self.has_encoder = usable_positions(config), config.is_encoder_decoder
 
     def room(self, length: int) -> int | None:
@@ -62,10 +67,6 @@ class Writer(Positions):
     """
 
     def __init__(self, model, tokenizer, options: GenerateOptions, stops: list[int]):
-        import torch
-
-        from zerofit.model.tokenizer import padding_token
-
         super().__init__(model.config)
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens = options.max_new_tokens
@@ -105,9 +106,6 @@ class Writer(Positions):
         Args:
             number: of the prompt; each has its own seed.
         """
-        import torch
-        from transformers import TextStreamer
-
         room = self.room(len(ids))
         if room is not None and room <= 0:
             raise UserError(self.too_long(len(ids)))
@@ -143,11 +141,6 @@ class Writer(Positions):
         Args:
             number: of the first one, which gives the seed.
         """
-        import numpy as np
-        import torch
-
-        from zerofit.data.collate import PromptCollator, multiple_for
-
         if self.settings["do_sample"]:
             torch.manual_seed(self.seed + number)
         device, left = self.model.device, not self.has_encoder

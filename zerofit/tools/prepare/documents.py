@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
+from pyarrow import parquet
+
 from zerofit.data.encodings import as_utf8, open_bytes
 from zerofit.data.megatron.corpus import INDICES
 from zerofit.recipe.columns import find_delimiter, head_of
@@ -257,9 +260,6 @@ def _cut(path: Path, between: bytes | None, encoding: str | None) -> Iterator[tu
 
 
 def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[InputPart, int]]:
-    import pyarrow
-    from pyarrow import parquet
-
     try:
         table = parquet.ParquetFile(file.path)
         names = table.schema_arrow.names

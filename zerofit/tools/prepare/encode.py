@@ -27,6 +27,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import Tokenizer
+
 CODES = {"uint16": "H", "int32": "i"}  # of array.array
 KEPT_SEGMENTS = 1 << 17  # of each of the two halves of the memo: about 25 MB
 LONGEST_KEPT = 64  # characters
@@ -88,8 +90,6 @@ class Mismatch(Exception):
 
 def open_native(tokenizer: str, special: bool):
     """The native tokenizer from its JSON; it neither cuts off nor pads."""
-    from tokenizers import Tokenizer
-
     native = Tokenizer.from_str(tokenizer)
     native.no_truncation()
     native.no_padding()

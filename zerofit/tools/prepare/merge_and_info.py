@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
+from zerofit import __version__
 from zerofit.data.megatron.corpus import Card, Corpus, open_corpus, tokenizer_fingerprint
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
@@ -94,8 +96,6 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     if problems:
         raise UserError(problems)
     cards = [one.card for one in corpora]
-    from zerofit import __version__
-
     return Card(
         tokenizer=cards[0].tokenizer,
         fingerprint=cards[0].fingerprint,
@@ -239,8 +239,6 @@ class _Native:
     """A tokenizer.json, with what a fingerprint and a decoded text need; transformers would import torch."""
 
     def __init__(self, path: Path):
-        from tokenizers import Tokenizer
-
         self.backend_tokenizer = Tokenizer.from_file(str(path))
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -156,6 +157,4 @@ def _checked(answer: Any, task: Any) -> Any:
 
 
 def _in_main_thread() -> bool:
-    import threading
-
     return threading.current_thread() is threading.main_thread()

@@ -5,6 +5,7 @@ PREFIX.json, and last PREFIX.idx, without which no program opens a corpus. The n
 killed job has left.
 """
 
+import fcntl
 import os
 from array import array
 from collections.abc import Iterator
@@ -67,8 +68,6 @@ class CorpusWriter:
     def _hold(self) -> None:
         """Lock the corpus. Raises UserError where another job has the lock."""
         with suppress(ImportError, OSError):  # not every system and file system has such locks
-            import fcntl
-
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -15,6 +15,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import torch
+from torch.utils import cpp_extension
+
 from zerofit.strategy.builds import check_compiled_code
 
 HERE = Path(__file__).resolve().parent
@@ -73,8 +76,6 @@ def _folder() -> Path:
 
 def _key() -> str:
     """Of all that the extension is made from, wherever the sources lie."""
-    import torch
-
     sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
     command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
     about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {command}"
@@ -82,9 +83,6 @@ def _key() -> str:
 
 
 def _command(library: Path) -> list[str]:
-    import torch
-    from torch.utils import cpp_extension
-
     headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     libraries = cpp_extension.library_paths()
     return [

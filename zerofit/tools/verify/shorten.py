@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from zerofit.model.configuration import load_configuration
 from zerofit.recipe.options import BatchOptions, TrainingRecipe
 from zerofit.strategy.batches import resolve_batches
 from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
@@ -67,8 +68,6 @@ def precision_of(recipe) -> str:
 
 def _silence(recipe, values: dict[str, Any]) -> list[str]:
     """Turn dropout off: its noise depends on the number of processes."""
-    from zerofit.model.configuration import load_configuration
-
     config = load_configuration(recipe)
     noisy = sorted(name for name, value in config.to_dict().items() if _is_noise(name, value))
     if noisy:

@@ -14,6 +14,9 @@ import shlex
 import tempfile
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError, printable
@@ -200,9 +203,6 @@ def closing(done: Converted, recipe: Path, searched: bool) -> list[str]:
 
 def parameters_of(values: dict, vocabulary: int) -> int:
     """The number of weights of the recipe's model, which is built on the meta device."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     config = load_configuration(
         ClmRecipe(config_name=values["config_name"], config_overrides=values["config_overrides"])
     )

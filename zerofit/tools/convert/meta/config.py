@@ -5,6 +5,8 @@ Source of the FFN's size and of the scaled RoPE: model.py of github.com/meta-lla
 
 from typing import Any
 
+from transformers import LlamaConfig
+
 from zerofit.recipe.errors import UserError
 from zerofit.tools.convert.meta.folder import DEFAULT_THETA, MetaFolder
 from zerofit.tools.convert.meta.layout import Sizes
@@ -57,8 +59,6 @@ def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], positions: in
         positions: the option max_position_embeddings.
         factor: of `scaling_factor`.
     """
-    from transformers import LlamaConfig
-
     sizes, params = meta.sizes, meta.params
     rope = {"rope_type": "default", "rope_theta": theta_of(params)}
     if factor:

@@ -3,11 +3,14 @@
 The files are mapped, not read: a weight is read from the disk when it is needed. Nothing in them is executed.
 """
 
+import pickle
 import re
 import zipfile
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zerofit.model.folders import read_json
 from zerofit.recipe.errors import UserError, first_line
@@ -108,10 +111,6 @@ class MetaFolder:
         self._loaded, self._read_bytes = None, 0
 
     def _load(self, file: Path) -> dict[str, Any]:
-        import pickle
-
-        import torch
-
         mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format, which cannot be mapped
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -231,8 +230,6 @@ class MetaFolder:
 
     def read(self, weight: Weight):
         """The full weight, concatenated from its shards, in Meta's order."""
-        import torch
-
         if self._read_bytes > RELEASE_BYTES:
             self.release()
         cut, shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]

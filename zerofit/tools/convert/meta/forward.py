@@ -7,6 +7,9 @@ llama-models (RoPE stretched for Llama 3.1). Independent of transformers, so tha
 import math
 from pathlib import Path
 
+import torch
+from torch.nn.functional import cross_entropy, embedding, linear, scaled_dot_product_attention, silu
+
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.tools.convert.meta.config import SCALED, theta_of
 from zerofit.tools.convert.meta.folder import MetaFolder
@@ -20,8 +23,6 @@ def rows_of(file: str, tokenizer, positions: int):
     Raises:
         UserError: the file cannot be read, or has less than two tokens.
     """
-    import torch
-
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -36,8 +37,6 @@ def rows_of(file: str, tokenizer, positions: int):
 
 def mean_loss(logits, ids) -> float:
     """Mean cross-entropy of the next token. logits [rows, length, vocabulary], ids [rows, length]."""
-    from torch.nn.functional import cross_entropy
-
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()).item()
 
 
@@ -47,9 +46,6 @@ def meta_logits(meta: MetaFolder, ids, factor: float | None = None):
     Args:
         factor: of the stretched RoPE; None: it is not.
     """
-    import torch
-    from torch.nn.functional import embedding, linear
-
     with torch.no_grad():
         named = {weight.meta: weight for weight in meta.weights}
 
@@ -66,8 +62,6 @@ def meta_logits(meta: MetaFolder, ids, factor: float | None = None):
 
 
 def _layer(meta: MetaFolder, hidden, turns, read):
-    from torch.nn.functional import linear, silu
-
     hidden = hidden + _attention(meta, _norm(meta, hidden, read("attention_norm")), turns, read)
     normed = _norm(meta, hidden, read("ffn_norm"))
     gated = silu(linear(normed, read("feed_forward.w1"))) * linear(normed, read("feed_forward.w3"))
@@ -75,8 +69,6 @@ def _layer(meta: MetaFolder, hidden, turns, read):
 
 
 def _attention(meta: MetaFolder, hidden, turns, read):
-    from torch.nn.functional import linear, scaled_dot_product_attention
-
     rows, length, _ = hidden.shape
     heads, kv_heads = meta.sizes.heads, meta.sizes.kv_heads
     queries, keys, values = (
@@ -95,15 +87,11 @@ def _norm(meta: MetaFolder, hidden, weight):
 
 def _turn(tensor, turns):
     """RoPE on [rows, length, heads, head_dim]: neighbours are one complex number."""
-    import torch
-
     pairs = torch.view_as_complex(tensor.reshape(*tensor.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns[None, :, None]).flatten(3)
 
 
 def _turns(meta: MetaFolder, length: int, factor: float | None):
-    import torch
-
     head_dim = meta.sizes.head_dim
     frequencies = [theta_of(meta.params) ** (-i / head_dim) for i in range(0, head_dim, 2)]
     if factor:

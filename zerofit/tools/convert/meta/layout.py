@@ -7,6 +7,8 @@ transformers i and i + head_dim / 2: the rows of wq and wk have another order.
 
 from dataclasses import dataclass
 
+import torch
+
 COLUMNS, ROWS = (0,), (1,)  # the axis along which a weight is cut into shards
 EITHER = (0, 1)  # Llama 1 and 2 cut the embeddings along the hidden dimension, Llama 3 along the vocabulary
 REPLICATED: tuple[int, ...] = ()
@@ -128,8 +130,6 @@ def choose_cut(weight: Weight, num_shards: int, kv_heads: int, along_vocabulary:
 
 def same_bits(one, other) -> bool:
     """Whether two tensors are the same bit for bit, NaN included."""
-    import torch
-
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
