@@ -83,3 +83,69 @@ def test_modules_are_short():
     assert len(lines) > 150
     assert {name: count for name, count in lines.items() if count > LONGEST} == {}
     assert lines["zerofit.training.loop"] < 150
+
+
+# Libraries that a function may import: they take long, and a message about a recipe, a tool's --help or a run without
+# them should not wait; or they are not installed everywhere.
+LATE = {
+    "torch": "seconds; recipes, launchers and tools are checked before",
+    "transformers": "its model code takes a second; a script imports it once the recipe is checked",
+    "deepspeed": "seconds, for DeepSpeed pairs alone",
+    "peft": "for adapters alone",
+    "safetensors": "with torch",
+    "huggingface_hub": "for the hub alone",
+    "matplotlib": "when a plot is drawn",
+    "psutil": "what `zerofit --help` loads has to be small",
+    "pydantic": "with deepspeed",
+    "tqdm": "for a terminal alone",
+    "megatron": "an optional package",
+    "bitsandbytes": "an optional package",
+    "liger_kernel": "an optional package",
+    "charset_normalizer": "to guess an encoding",
+    "fcntl": "not on every system",
+    "resource": "not on every system",
+    "netrc": "for wandb alone",
+}
+OWN_LATE = {  # modules of ours that load one of these
+    ("zerofit.data.rendering", "zerofit.data.pairs.prepare"),
+    ("zerofit.model.configuration", "zerofit.model.attention"),
+    ("zerofit.model.pretrained_io", "zerofit.model.nan_check"),
+    ("zerofit.strategy.gpus", "zerofit.strategy.devices"),
+    ("zerofit.training.entry", "zerofit.training.session"),
+    ("zerofit.training.entry", "zerofit.training.stored_model"),
+}
+
+
+def late_imports() -> set[tuple[str, str]]:
+    """(module, what it imports in a function), of the rooms that train."""
+    found = set()
+    for name, file in modules().items():
+        if name == "zerofit" or room(name) in ("estimate", "tools", "cli"):
+            continue
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.ImportFrom):
+                        found.add((name, node.module))
+                    elif isinstance(node, ast.Import):
+                        found |= {(name, alias.name) for alias in node.names}
+    return found
+
+
+def test_imports_stand_at_the_top():
+    found = late_imports()
+    assert {pair for pair in found if pair[1].partition(".")[0] not in LATE} == OWN_LATE
+    assert {target.partition(".")[0] for _, target in found} >= {*LATE}
+
+
+def test_no_recipe_passes_through_the_data_room():
+    """Its doors take one; what is below takes values, such as those of zerofit/data/options.py."""
+    named = {}
+    for name, file in modules().items():
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and name.startswith("zerofit.data"):
+                for argument in function.args.args:
+                    if argument.arg == "recipe":
+                        assert argument.annotation is not None, f"{name}.{function.name}: what recipe is it?"
+                        named.setdefault(name, []).append(function.name)
+    assert 3 <= len(named) <= 10, named

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
 from zerofit.record.written_files import files_below, remove_empty
 
@@ -202,8 +204,6 @@ def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
 
 def _manifest(why: str, files: dict[str, dict[str, Any]]) -> str:
     """The text of a manifest, which bears a checksum of its own."""
-    import xxhash
-
     content = {"why": why, "files": files}
     return (
         json.dumps({**content, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}, indent=1) + "\n"
@@ -212,8 +212,6 @@ def _manifest(why: str, files: dict[str, dict[str, Any]]) -> str:
 
 def checksum(path: Path) -> str:
     """XXH3 of a file, 128 bits: as fast as the disk, and meant for damage, not for malice."""
-    import xxhash
-
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(2**22):

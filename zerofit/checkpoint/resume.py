@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from zerofit.checkpoint.directory import STATE, CheckpointDirectory
 from zerofit.checkpoint.shards import read_progress
@@ -198,8 +199,6 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
 
 def fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
     """What tells a training set from another: its size, a checksum over some of its samples, and how it is grouped."""
-    import xxhash
-
     digest = xxhash.xxh3_64()
     for index in np.linspace(0, len(samples) - 1, min(len(samples), SAMPLES_LOOKED_AT)).astype(int):
         digest.update(np.ascontiguousarray(samples[int(index)]["input_ids"], dtype=np.int64).tobytes())

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from zerofit.checkpoint.directory import entry
+from zerofit.model.parameters import true_shape
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.recipe.files import atomic_file
 from zerofit.strategy.state import Piece, overlaps
@@ -27,8 +30,6 @@ PROGRESS = "progress.json"
 
 def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:
     """Write what this rank owns; its .json comes into being when the rest is on the disk."""
-    from safetensors.torch import save_file
-
     data = _file(folder, rank)
     save_file(tensors, data)
     parts = {piece.name: _entry_of(piece) for piece in pieces}
@@ -85,8 +86,6 @@ class ShardReader:
 
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
         """What of a model's trained parameters is not here, or in another shape."""
-        from zerofit.model.parameters import true_shape
-
         here, there = self.shapes, {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
         problems = [f"{name} is not in it" for name in there if name not in here]
         problems += [f"{name} is not trained here" for name in here if name not in there]
@@ -122,8 +121,6 @@ class ShardReader:
         return self._of(0).get_tensor(name)
 
     def _of(self, rank: int) -> Any:  # safetensors has no types
-        from safetensors import safe_open
-
         if rank not in self._open:
             self._open[rank] = safe_open(_file(self.folder, rank), "pt")
         return self._open[rank]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from zerofit.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.host_copies import HostCopies
@@ -211,8 +212,6 @@ class AsyncCheckpointWriter:
         Raises:
             UserError: it is of another model, or no checkpoint at all.
         """
-        from safetensors import SafetensorError
-
         state = self.engine.state
         try:
             progress, files = read_progress(folder / STATE), ShardReader(folder / STATE)
@@ -343,8 +342,6 @@ class _Save:
 
 def is_of_the_disk(error: Exception) -> bool:
     """Whether a save failed for want of room or permission, and not through a mistake in the program."""
-    from safetensors import SafetensorError
-
     text = str(error).lower()
     words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
     return isinstance(error, OSError) or (isinstance(error, SafetensorError) and any(word in text for word in words))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.model.chat import BadTemplate, apply_template, install_template
+from zerofit.model.configuration import usable_positions
 from zerofit.recipe.errors import UserError, first_line
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
@@ -49,7 +50,6 @@ class Renderer:
     def _encoder(self, raw: bool):
         """The encoder of sources, in the format of training; the system prompt is never cut."""
         from zerofit.data.pairs.prepare import PairEncoder, SourceFormat
-        from zerofit.model.configuration import usable_positions
 
         positions = usable_positions(self.config) or sys.maxsize
         form = SourceFormat.of(self.tokenizer, self.config, positions)

@@ -1,6 +1,7 @@
 """A trained LoRA adapter injected into the model that the engine will hold, also under ZeRO-3's sharding."""
 
 import torch
+from safetensors.torch import load_file
 
 from zerofit.model.adapter_folder import ADAPTER_PREFIX, WEIGHTS, AdapterFolder, adapter_settings, name_some
 from zerofit.model.base_fingerprint import check_base_weights
@@ -63,8 +64,6 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
 
 def _tensors(folder: AdapterFolder) -> dict[str, torch.Tensor]:
     """{name in the base: tensor} of a file that open_adapter has checked."""
-    from safetensors.torch import load_file
-
     file = next(folder.path / name for name in WEIGHTS if (folder.path / name).is_file())
     tensors = torch.load(file, map_location="cpu", weights_only=True) if file.suffix == ".bin" else load_file(file)
     return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in tensors.items()}

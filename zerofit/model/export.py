@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from zerofit.model.configuration import usable_positions
 from zerofit.model.families import family_of
@@ -82,8 +83,6 @@ def _write_part(written, part: dict[str, torch.Tensor], folder: Path, number: in
 
 def _write_index(files: list[Path], folder: Path) -> None:
     """Give the parts the names that transformers looks for, and write down which weight is where."""
-    from safetensors import safe_open
-
     where, size = {}, 0
     for number, file in enumerate(files, 1):
         named = folder / f"model-{number:05}-of-{len(files):05}.safetensors"

@@ -13,6 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 
 from zerofit.model.adapter_folder import ADAPTER_PREFIX, TASK_TYPES
 from zerofit.model.base_fingerprint import FILE, adapted_weight, sample_weights
@@ -55,8 +58,6 @@ class Adapter:
         Raises:
             RuntimeError: a tensor is empty or missing; an incomplete adapter is never saved.
         """
-        from safetensors.torch import save_file
-
         tensors = self._tensors(model, state)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -174,8 +175,6 @@ def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict:
     option = recipe.quantised
     if option is None:
         return {}
-    from transformers import BitsAndBytesConfig
-
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
     config = BitsAndBytesConfig(**{option: True}, **(nf4 if option == "load_in_4bit" else {}))
     return {"quantization_config": config, "device_map": {"": torch.accelerator.current_device_index()}}
@@ -245,8 +244,6 @@ def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
 
 
 def _adaptable() -> tuple[type, ...]:
-    from transformers.pytorch_utils import Conv1D
-
     return torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d
 
 
@@ -267,16 +264,12 @@ def _no_match(option: str, requested: str, candidates: Iterable[str]) -> str:
 
 def _linear_names(model: torch.nn.Module) -> list[str]:
     """The last parts of the names of all linear modules."""
-    from transformers.pytorch_utils import Conv1D
-
     kinds = (torch.nn.Linear, Conv1D)
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)})
 
 
 def _is_conv1d(model: torch.nn.Module, targets: tuple[str, ...]) -> bool:
     """Whether the targets store their weights transposed."""
-    from transformers.pytorch_utils import Conv1D
-
     ends = tuple(f".{target}" for target in targets)
     return any(isinstance(module, Conv1D) and name.endswith(ends) for name, module in model.named_modules())
 

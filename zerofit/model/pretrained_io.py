@@ -1,6 +1,8 @@
 """Stored models, in a folder or on the hub: loaded completely or refused. For the tools, which do not train."""
 
+import logging
 import shutil
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,8 +108,6 @@ def atomic_folder(output: Path):
 
 def silence_libraries() -> None:
     """For a tool's own process: keep the messages of transformers, peft and DeepSpeed off the terminal."""
-    import logging
-    import warnings
 
     from transformers.utils import logging as of_transformers
 

@@ -1,6 +1,7 @@
 """Errors of the user: one message without a traceback, and exit code 2."""
 
 import contextlib
+import difflib
 import functools
 import logging
 import os
@@ -67,8 +68,6 @@ class NothingToDo(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most similar to `name`; None if none is similar."""
-    import difflib
-
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 

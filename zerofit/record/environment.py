@@ -9,6 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
+from zerofit.strategy.devices import device_names
 from zerofit.strategy.host_memory import cpu_model
 
 PACKAGES = (
@@ -37,10 +41,6 @@ SETTINGS = (
 
 def describe_environment(command: list[str], device) -> dict[str, Any]:
     """Versions, commit, hardware and command of this run."""
-    import psutil
-    import torch
-
-    from zerofit.strategy.devices import device_names
 
     root = Path(__file__).resolve().parents[2]
     hardware: dict[str, Any] = {

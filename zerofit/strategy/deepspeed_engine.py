@@ -4,6 +4,8 @@ import contextlib
 import math
 from pathlib import Path
 
+from accelerate.utils import DummyOptim, DummyScheduler
+
 from zerofit.model.parameters import decay_groups
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.strategy.buckets import fill_bucket_size
@@ -21,8 +23,6 @@ class DeepSpeedEngine(Engine):
     _folder: Path | None = None  # of this process, for an optimizer on a disk
 
     def _prepare(self, model, recipe):
-        from accelerate.utils import DummyOptim, DummyScheduler
-
         config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
         zero = plugin["zero_optimization"]
         fill_bucket_size(zero, model)

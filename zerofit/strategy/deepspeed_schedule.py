@@ -4,6 +4,8 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.schedule import Schedule, warmup_updates
 from zerofit.strategy.option_resolver import OptionResolver
@@ -98,7 +100,6 @@ def check_deepspeed_schedule(config: dict, source: str, schedule: Schedule) -> N
     if "scheduler" not in config:
         return
     import deepspeed.runtime.lr_schedules as lr_schedules
-    import torch
 
     block = config["scheduler"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=schedule.peak)

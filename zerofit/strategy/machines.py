@@ -3,6 +3,8 @@
 import platform
 from typing import Any
 
+import torch.distributed as dist
+
 from zerofit.recipe.errors import UserError
 
 SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines share"
@@ -10,8 +12,6 @@ SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines sh
 
 def everyones(value: Any) -> list[Any]:
     """What each rank has, on every rank; a list of one without a process group. For small things only."""
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [None] * dist.get_world_size()

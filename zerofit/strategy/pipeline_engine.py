@@ -8,6 +8,7 @@ import torch
 
 from zerofit.data.collate import Batch
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
+from zerofit.strategy.stage_module import GradientSchedule, StageModule
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
 
@@ -18,15 +19,11 @@ class PipelineEngine(DeepSpeedEngine):
     _shapes: frozenset[torch.Size] = frozenset()  # (B, T) of the micro-batches that passed through last
 
     def _prepare(self, model, recipe):
-        from zerofit.strategy.stage_module import StageModule
-
         self.stage = StageModule(model, self.layout)
         super()._prepare(self.stage, recipe)
         return PipelinedModel(self)
 
     def run(self, batches, loss_sum, scale, phase):
-        from zerofit.strategy.stage_module import GradientSchedule
-
         losses = []
 
         def scaled_loss(model, batch):
@@ -112,8 +109,6 @@ class PipelineInference(PipelineEngine):
     """Evaluates where nothing is trained."""
 
     def _prepare(self, model, recipe):
-        from zerofit.strategy.stage_module import StageModule
-
         model.requires_grad_(False)
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         config["zero_optimization"] = {"stage": 0}  # other stages need an optimizer

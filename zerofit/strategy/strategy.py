@@ -5,19 +5,21 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from accelerate.state import AcceleratorState, PartialState, is_initialized
+
+from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.devices import has_bf16
 from zerofit.strategy.fsdp import EXPERTS, IGNORED, REPLICAS, RESHARDS, SYNCS
 from zerofit.strategy.grid import layer_groups
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.machines import everyones
-
-if TYPE_CHECKING:
-    from zerofit.model.tensor_parallel.cut import TensorGroup
 
 
 class Stated(NamedTuple):
@@ -132,8 +134,6 @@ class Strategy:
         """
         if self.precision != "fp16":
             return
-        import torch
-
         if not torch.accelerator.is_available():
             raise UserError(
                 f"{each.statement} needs a GPU: its loss scaling has no CPU kernels. {each.remedy}"
@@ -159,8 +159,6 @@ class Strategy:
     @property
     def model_dtype(self):
         """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
-        import torch
-
         return self.frozen_dtype if self.deepspeed is not None else torch.float32
 
     @property
@@ -180,8 +178,6 @@ class Strategy:
     @property
     def frozen_dtype(self):
         """The dtype of weights that are not trained: no optimizer needs them in fp32."""
-        import torch
-
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @property
@@ -195,9 +191,6 @@ class Strategy:
     @property
     def lacks_bf16(self) -> bool:
         """Whether there is a device, and it does not compute in bf16."""
-        import torch
-
-        from zerofit.strategy.devices import has_bf16
 
         return torch.accelerator.is_available() and has_bf16(torch.accelerator.current_accelerator()) is False
 
@@ -213,8 +206,6 @@ class Strategy:
 
     @contextlib.contextmanager
     def _rows_gathered(self, parameter) -> Iterator[None]:
-        import torch
-
         parameter.data = torch.cat(self.gather(parameter.data))
         yield
         parameter.data = parameter.cut.of(parameter.data)
@@ -255,8 +246,6 @@ class Strategy:
 
     def tensor_group(self) -> "TensorGroup":
         """The ranks that share each layer. All ranks of the run call it together, once the processes have started."""
-        from zerofit.model.tensor_parallel.cut import TensorGroup
-
         groups = layer_groups(self.layout)
         return TensorGroup(groups.get_slice_parallel_group(), groups.get_slice_parallel_rank(), self.tensor)
 
@@ -264,7 +253,6 @@ class Strategy:
 @contextlib.contextmanager
 def _without_sharding() -> Iterator[None]:
     """Let transformers forget for a while that ZeRO-3 is on (accelerate's zero3_init_flag does not reach it)."""
-    from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -276,6 +264,4 @@ def _without_sharding() -> Iterator[None]:
 
 def current_device():
     """The torch.device of this process; None before the processes have started."""
-    from accelerate.state import PartialState, is_initialized
-
     return PartialState().device if is_initialized() else None

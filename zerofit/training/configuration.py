@@ -3,16 +3,26 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
+from zerofit.data.lengths import LENGTHS, choose_length, growing_blocks
+from zerofit.model.chat import named_template
+from zerofit.model.configuration import load_configuration
+from zerofit.model.lora import check_quantisation
+from zerofit.model.stages import check_stages
+from zerofit.model.tensor_parallel.split import check_split
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.idle import idle_options
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.trackers import wanted_trackers
+from zerofit.strategy.expert_parallel import check_experts
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import check_installed, without_effect
 from zerofit.strategy.read import read_strategy
+from zerofit.strategy.sequence import check_model as check_rows
 from zerofit.strategy.strategy import Strategy
 
 
@@ -72,15 +82,11 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
             strategy.check_precision()
     with problems.collected():
         if recipe.quantised:
-            from zerofit.model.lora import check_quantisation
-
             check_quantisation(recipe, strategy)
     with problems.collected():
         plan = earlier.plan(recipe, strategy.batches.global_batch, folder)
     problems.raise_found()
     if recipe.dataloader_num_workers is None:
-        import torch
-
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
     notes += [*idle_options(recipe), *without_effect(recipe), *plan.notes]
@@ -99,10 +105,6 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
     Raises:
         UserError: there is no such model, the strategy cannot split it, it has too few positions.
     """
-    from zerofit.data.lengths import LENGTHS, choose_length, growing_blocks
-    from zerofit.model.chat import named_template
-    from zerofit.model.configuration import load_configuration
-
     config, problems = load_configuration(recipe, auto_class), Problems()
     with problems.collected():
         if strategy is not None:
@@ -143,14 +145,9 @@ def check_layout(config: Any, strategy: Strategy) -> None:
     Raises:
         UserError: ranks cannot split its rows or its layers, or share its layers.
     """
-    from zerofit.model.stages import check_stages
-    from zerofit.model.tensor_parallel.split import check_split
-    from zerofit.strategy.expert_parallel import check_experts
-    from zerofit.strategy.sequence import check_model
-
     experts = strategy.launch.world_size if strategy.divides_experts else 1
     checks = (
-        (strategy.sequence, check_model), (strategy.tensor, check_split), (strategy.pipeline, check_stages),
+        (strategy.sequence, check_rows), (strategy.tensor, check_split), (strategy.pipeline, check_stages),
         (experts, check_experts),
     )  # fmt: skip
     problems = Problems()

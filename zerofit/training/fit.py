@@ -30,6 +30,7 @@ from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
 from zerofit.training.loop import train
 from zerofit.training.machine_checks import check_output_folder
 from zerofit.training.prepare import Prepared
+from zerofit.training.profiling import profiled
 from zerofit.training.run import Run, Stop
 from zerofit.training.session import LONG
 from zerofit.training.step import Signals, TrainStep
@@ -153,8 +154,6 @@ def _run(
     recorder = RunRecorder(session.folder, engine, environment, session.timeline, bar, preview_sample)
     step = TrainStep(task, engine, detector, memory, signals, session.phase)
     if recipe.profile:
-        from zerofit.training.profiling import profiled
-
         step = profiled(step, recipe, session.folder, recorder.note)
     return Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -37,8 +38,6 @@ def read_share(
 
 def stored_dtype(name: str) -> torch.dtype | None:
     """The dtype of all weights in a folder of safetensors files; None where it is not known, or is not one."""
-    from safetensors import safe_open
-
     dtypes = set()
     for path in Path(name).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
