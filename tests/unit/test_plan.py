@@ -13,7 +13,7 @@ from zerofit.estimate.model_states import deepspeed_states, torch_states
 from zerofit.estimate.peak import Moment, find_peak, pinned, training_moments
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
-from zerofit.estimate.tracer import ATTENTION, TracedStep, Tracer, TraceSettings
+from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.strategy.gpu_table import GPUS
 
@@ -33,11 +33,6 @@ def zero(stage: int, **settings):
     return DeepSpeedZeroConfig(stage=stage, **settings)
 
 
-def fullest(states):
-    """The engine of the rank that keeps most gradients."""
-    return states.engine(states.ranks[0])
-
-
 def backward(engine, names: str, first: bool = True, last: bool = True) -> list[int]:
     """The most that the engine holds as each gradient is completed, and at the end."""
     engine.begin(first, last)
@@ -50,8 +45,8 @@ def backward(engine, names: str, first: bool = True, last: bool = True) -> list[
 def test_ddp_holds_16_bytes_a_parameter():
     states = torch_states(weights(8 * MILLION), 2, torch.float32, torch.bfloat16, on_gpu=True)
     assert (states.weights, states.optimizer) == (32 * MILLION, 64 * MILLION)
-    assert backward(fullest(states), "w0") == [32 * MILLION] * 2
-    engine = fullest(torch_states(weights(8 * MILLION, 1), 1, torch.float32, torch.bfloat16, on_gpu=True))
+    assert backward(states.engine(), "w0") == [32 * MILLION] * 2
+    engine = torch_states(weights(8 * MILLION, 1), 1, torch.float32, torch.bfloat16, on_gpu=True).engine()
     assert engine.held == 0
     assert backward(engine, "w0 w1", last=False) == [32 * MILLION, 32 * MILLION + 4, 32 * MILLION + 4]
     assert backward(engine, "w0 w1", first=False) == [32 * MILLION + 4] * 3
@@ -68,23 +63,22 @@ def test_zero_shards_the_optimizer(stage):
 
 
 def test_gradients_go_through_buckets_and_only_those_of_the_partition_stay():
-    """Four weights of 1 M, two ranks: w0 and w1 are rank 0's. A bucket holds two of them."""
+    """Four weights of 1 M, two ranks. A bucket holds two of them."""
     four, two_buffers = weights(*4 * [MILLION]), 2 * 2 * 2 * MILLION
     settings = zero(2, reduce_bucket_size=2 * MILLION, overlap_comm=True)
-    engine = fullest(deepspeed_states(four, settings, 2, torch.bfloat16, accumulates=True, on_gpu=True))
+    engine = deepspeed_states(four, settings, 2, torch.bfloat16, accumulates=True, on_gpu=True).engine()
     kept = 2 * 2 * MILLION
-    expected = [two_buffers] * 3 + [two_buffers] + [two_buffers + kept]
-    assert backward(engine, "w3 w2 w1 w0") == expected  # the first bucket is the other rank's: not copied, not kept
+    copied = 2 * 2 * MILLION  # a bucket of two gradients
+    reduced = two_buffers + kept + copied
+    assert backward(engine, "w3 w2 w1 w0") == [two_buffers, two_buffers, reduced, two_buffers + kept, reduced]
     assert engine.held == kept
-    assert max(backward(engine, "w3 w2 w1 w0", first=False)) == 2 * kept + two_buffers  # those of two micro-batches
-    mixed = backward(engine, "w3 w0 w2 w1")
-    assert mixed[2] == max(two_buffers + 2 * 2 * MILLION, two_buffers + kept)  # two slices are copied into one
+    assert max(backward(engine, "w3 w2 w1 w0", first=False)) == kept + reduced  # those of two micro-batches
 
 
 def test_a_gradient_larger_than_the_bucket_lies_where_backward_made_it():
     large = weights(8 * MILLION, 1)
     settings = zero(2, reduce_bucket_size=MILLION, overlap_comm=False)
-    engine = fullest(deepspeed_states(large, settings, 2, torch.float32, accumulates=False, on_gpu=True))
+    engine = deepspeed_states(large, settings, 2, torch.float32, accumulates=False, on_gpu=True).engine()
     buffer, gradient = 4 * MILLION, 32 * MILLION
     first, last, _ = backward(engine, "w0 w1")
     assert first == buffer + gradient
@@ -94,34 +88,22 @@ def test_a_gradient_larger_than_the_bucket_lies_where_backward_made_it():
 
 def test_zero_1_keeps_whole_gradients_until_the_last_micro_batch():
     settings = zero(1, reduce_bucket_size=MILLION, overlap_comm=False)
-    engine = fullest(deepspeed_states(weights(*4 * [MILLION]), settings, 2, torch.bfloat16, True, on_gpu=True))
+    engine = deepspeed_states(weights(*4 * [MILLION]), settings, 2, torch.bfloat16, True, on_gpu=True).engine()
     assert backward(engine, "w3 w2 w1 w0", last=False)[-1] == 2 * MILLION + 4 * 2 * MILLION
     backward(engine, "w3 w2 w1 w0", first=False)
     assert engine.held == 2 * 2 * MILLION
 
 
 def test_zero_1_leaves_a_large_gradient_of_another_rank_where_backward_made_it():
-    """Rank 0 has w0 and most of v0, rank 1 all else: it keeps more, and rank 0 needs more. A bucket holds 1 M."""
+    """Rank 0 has w0 and most of v0, rank 1 all else and keeps more. The closed form is within 1 % of DeepSpeed."""
     matrices = [Weight("w0", 4 * MILLION), Weight("w1", 2 * MILLION), Weight("w2", 2 * MILLION)]
     vectors = [Weight("v0", 300_000, is_matrix=False), Weight("v1", 100_000, is_matrix=False)]
     settings = zero(1, reduce_bucket_size=MILLION, overlap_comm=False)
     model = Weights((*matrices, *vectors), layer=4 * MILLION)
     states = deepspeed_states(model, settings, 2, torch.float32, accumulates=False, on_gpu=True)
-    assert states.ranks == (1, 0)
-    most = [max(backward(states.engine(rank), "v1 v0 w2 w1 w0")) for rank in (0, 1)]
     bucket, kept, left = 4 * MILLION, (17_200_000, 17_600_000), 16 * MILLION
-    assert most == [bucket + kept[0] + left + 4 * 4 * MILLION, bucket + kept[1] + 4 * 4 * MILLION]
-    steps = [TracedStep("backward", "w", None, 0, 0, 0, 0, name) for name in ("v1", "v0", "w2", "w1", "w0")]
-    peak = find_peak(states, [*training_moments(states, steps, 1)], 2, on_gpu=True)
-    assert peak.components["gradients"] + peak.components["buffers"] == most[0]
-
-
-@pytest.mark.parametrize(("world_size", "followed"), [(1, (0,)), (8, (1, 0, *range(2, 8))), (64, (13, 0, 63))])
-def test_of_many_ranks_three_are_followed(world_size, followed):
-    """The one that keeps most has the end of the first weight and the beginning of the second one."""
-    model = weights(2 * MILLION, MILLION // 2, *7 * [MILLION])
-    states = deepspeed_states(model, zero(2), world_size, torch.float32, False, on_gpu=True)
-    assert states.ranks == followed
+    by_rank = [bucket + kept[0] + left + 4 * 4 * MILLION, bucket + kept[1] + 4 * 4 * MILLION]
+    assert max(backward(states.engine(), "v1 v0 w2 w1 w0")) == pytest.approx(max(by_rank), rel=0.01)
 
 
 def test_zero_3_shards_all_but_small_parameters():
@@ -164,7 +146,7 @@ def test_offload_moves_the_optimizer_to_the_host():
     assert states.optimizer == 0
     assert states.host["optimizer"] == 12 * 2 * MILLION
     assert states.host["optimizer"] + states.host["gradients"] == 16 * 2 * MILLION  # as DeepSpeed's documentation says
-    engine = fullest(states)
+    engine = states.engine()
     assert backward(engine, "w0")[-1] > 0 == engine.held  # all gradients have left the device
     pinned = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": True})
     rounded = deepspeed_states(weights(8 * MILLION), pinned, 4, torch.bfloat16, False, on_gpu=True).host
@@ -176,7 +158,7 @@ def test_frozen_weights_have_neither_gradients_nor_moments():
     states = torch_states(half, 2, torch.float32, torch.bfloat16, on_gpu=True)
     assert states.weights == 2 * 8 * MILLION + 4 * MILLION
     assert states.optimizer == 8 * MILLION
-    assert backward(fullest(states), "adapter") == [4 * MILLION] * 2
+    assert backward(states.engine(), "adapter") == [4 * MILLION] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------- the traces

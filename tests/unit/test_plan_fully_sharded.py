@@ -105,7 +105,7 @@ def test_blocks_that_are_not_forgotten_stay():
 def test_weights_that_are_trained_are_in_fp32_and_gathered_in_half_precision(dtype):
     states = fully_sharded_states(weights(), 2, dtype, on_gpu=True, reshards=True)
     assert (states.weights, states.optimizer) == (4 * 88, 8 * 88)
-    engine = states.engine(0)
+    engine = states.engine()
     engine.begin(first=True, last=True)
     engine.enter(at("forward"))
     assert engine.gathered == 2 * dtype.itemsize * 80

@@ -78,7 +78,7 @@ def fully_sharded_states(
     return States(
         weights=held,
         optimizer=MOMENTS_BYTES * trained,
-        engine=lambda rank: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided, syncs),
+        engine=lambda: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided, syncs),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
     )  # fmt: skip

@@ -1,15 +1,15 @@
 """What an engine holds while gradients are completed one after another, and its temporaries as it exchanges them.
 
-Sources: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (reduce_independent_p_g_buckets_and_remove_grads,
-reduce_ipg_grads, copy_grads_in_partition) and stage3.py (__add_grad_to_ipg_bucket, __reduce_and_partition_ipg_grads);
+Sources: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (reduce_ipg_grads) and stage3.py (__add_grad_to_ipg_bucket);
 zerofit/strategy/torch_engine.py. All sizes are in bytes of one process.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from zerofit.estimate.memory_constants import MASTER_BYTES, NORM_BYTES
 from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.weights import FlatGroup, Weights, kept_by_rank
+from zerofit.estimate.weights import Weights
 
 
 class GradientMemory:
@@ -68,157 +68,76 @@ class DdpGradients(GradientMemory):
 
 
 class BucketGradients(GradientMemory):
-    """Gradients that are collected in a bucket and exchanged when the next one does not fit into it."""
+    """ZeRO: gradients are collected in a bucket, which is reduced when the next one does not fit into it.
 
-    def __init__(self, weights: Weights, zero: Any, width: int, offloads: bool):
+    A closed form of what DeepSpeed does weight by weight: a bucket of several gradients is copied as a whole to be
+    reduced; whatever rank a gradient belongs to, ZeRO-1 keeps one that is larger than the bucket until the pass ends.
+
+    Args:
+        zero: DeepSpeed's own DeepSpeedZeroConfig.
+        kept: bytes of the gradients that this rank keeps of a micro-batch, from its first reduction on; 0: they are
+            among the states, or offloaded.
+        part_of: (elements of a gradient) -> elements of the part that goes to this rank's share of the host's; None:
+            gradients are not offloaded.
+    """
+
+    def __init__(
+        self, weights: Weights, zero: Any, width: int, kept: int, part_of: Callable[[int], int] | None = None
+    ):
         super().__init__(weights, width)
-        self.capacity, self.contiguous = int(zero.reduce_bucket_size), bool(zero.contiguous_gradients or offloads)
-        self.offloads, self.elements = offloads, 0
-        self.bucket: list[str] = []
-        self.own: dict[str, int] = {}  # gradients in the bucket that lie where backward has made them
+        self.stage, self.kept, self.part_of = int(zero.stage), kept, part_of
+        self.capacity = width * int(zero.reduce_bucket_size)
+        self.contiguous = bool(zero.contiguous_gradients or (part_of and self.stage < 3))
+        has_buffer = self.contiguous and self.stage < 3  # that of ZeRO-3 is among the states
+        self.buffer = self.capacity * (2 if zero.overlap_comm else 1) if has_buffer else 0
 
-    def _put(self, name: str) -> None:
-        """Into the bucket's buffer, where it has room."""
-        size = self.sizes[name]
-        if not self.contiguous or not self._has_room(size):
-            self.own[name] = self.width * size
-            self.gradients += self.width * size
-        self.bucket.append(name)
-        self.elements += size
-
-    def _has_room(self, size: int) -> bool:
-        raise NotImplementedError
-
-    def _release(self, name: str) -> None:
-        self.gradients -= self.own.pop(name, 0)
-
-    def _empty(self) -> None:
-        self.bucket, self.elements = [], 0
-
-
-class Zero12Gradients(BucketGradients):
-    """ZeRO-1 and 2, on one rank."""
-
-    def __init__(self, weights: Weights, zero: Any, groups: list[FlatGroup], rank: int, width: int, offloads: bool):
-        super().__init__(weights, zero, width, offloads)
-        self.shards_gradients, self.num_buffers = int(zero.stage) == 2, 2 if zero.overlap_comm else 1
-        self.parts = {name: parts for group in groups for name, parts in group.parts.items()}
-        self.rank, self.kept_elements = rank, kept_by_rank(groups, self.sizes).get(rank, 0)
-        self.kept = 0  # of the gradients in this rank's partition, of this micro-batch
-        self.earlier = 0  # of the micro-batches before it
-        self.whole: dict[str, int] = {}  # ZeRO-1: gradients of earlier micro-batches, not exchanged yet
-
-    def begin(self, first, last):
+    def begin(self, first: bool, last: bool) -> None:
         self.first, self.last = first, last
-        if first:
-            self.earlier, self.whole, self.buffers = 0, {}, 0
-        elif self.shards_gradients and not self.offloads:
-            self.earlier = self.width * self.kept_elements
-        self.kept, self.own, self.gradients = 0, {}, self.earlier + sum(self.whole.values())
-        self._empty()
+        earlier = {1: self.width * sum(self.sizes.values()), 2: self.kept}  # of the micro-batches before
+        self.gradients = 0 if first else earlier.get(self.stage, 0)
+        self.buffers = 0 if first else self.buffers
+        self.filled = self.count = self.largest = 0  # bytes, gradients, and elements of the largest in the bucket
+        self.own = 0  # bytes of gradients that do not lie in its buffer
+        self.is_kept = False
 
-    def complete(self, name):
-        size = self.sizes[name]
-        if self.contiguous:
-            self.buffers = self.num_buffers * self.width * self.capacity
-        if not self.shards_gradients and not self.last:
-            if name not in self.whole:
-                self.whole[name] = self.width * size
-                self.gradients += self.width * size
+    def complete(self, name: str) -> int:
+        size, self.buffers = self.width * self.sizes[name], self.buffer
+        if self.stage == 1 and not self.last:
+            self.gradients += size * self.first
             return self.held
-        most = self.held
-        if self.elements + size > self.capacity:
-            most = max(most, self._reduce())
-        if self.offloads and size > self.capacity:
-            most = max(most, self.held + self.width * size)  # it is cloned
-        self.gradients -= self.whole.pop(name, 0)
-        self._put(name)
+        if self.stage == 1 and not self.first:
+            self.gradients -= size  # it goes into the bucket with what was accumulated
+        most = self._reduce() if self.filled and self.filled + size > self.capacity else self.held
+        if self.part_of and self.stage < 3 and size > self.capacity:
+            most = max(most, self.held + size)  # it is cloned
+        if not self.contiguous or size > self.capacity:
+            self.own += size
+            self.gradients += size
+        self.filled, self.count = self.filled + size, self.count + 1
+        self.largest = max(self.largest, self.sizes[name])
         return max(most, self.held)
 
-    def finish(self):
-        if not self.shards_gradients and not self.last:
+    def finish(self) -> int:
+        if self.stage == 1 and not self.last:
             return self.held
-        most = max(self.held, self._reduce())
-        self.gradients -= sum(self.own.values())
-        self.own, self.buffers = {}, 0
+        most = self._reduce()
+        self._release()
+        self.buffers = 0
         return most
-
-    def _has_room(self, size):
-        return size <= self.capacity
 
     def _reduce(self) -> int:
-        most = self.held + self.width * self._copied()
-        for name in self.bucket:
-            part = dict(self.parts[name]).get(self.rank)
-            if part is None:
-                if self.shards_gradients or not self.contiguous:
-                    self._release(name)
-            elif not self.offloads:
-                if not self.kept:  # grads_in_partition
-                    self.kept = self.width * self.kept_elements
-                    self.gradients += self.kept
-                most = max(most, self.held)
-                self._release(name)
-            elif self.last:
-                copy = MASTER_BYTES if self.width != MASTER_BYTES else 0
-                most = max(most, self.held + part * max(NORM_BYTES, copy))
-                self._release(name)
-        self._empty()
+        if not self.is_kept:
+            self.is_kept, self.gradients = True, self.gradients + self.kept
+        copied = self.filled if self.count > 1 else 0
+        most = self.held + copied
+        if self.part_of:  # on its way to the host
+            wide = max(NORM_BYTES, MASTER_BYTES if self.width != MASTER_BYTES else 0) * self.last
+            beside = self.width * self.part_of(self.largest) + copied if self.stage == 3 else 0
+            most = max(most, self.held + beside + wide * self.part_of(self.largest))
+        if self.stage > 1 or not self.contiguous:
+            self._release()
+        self.filled = self.count = self.largest = 0
         return most
 
-    def _copied(self) -> int:
-        """Elements of the largest flat copy of a bucket (allreduce_and_scatter): neighbours that go to the same rank
-        are one slice of it, and a single slice is not copied."""
-        slices: list[list[int]] = []
-        for name in self.bucket:
-            for rank, size in self.parts[name]:
-                if slices and slices[-1][0] == rank:
-                    slices[-1][1] += size
-                else:
-                    slices.append([rank, size])
-        most = size = count = 0
-        for place, (_, elements) in enumerate(slices):
-            size, count = size + elements, count + 1
-            if size > self.capacity or place == len(slices) - 1:
-                most = max(most, size if count > 1 else 0)
-                size = count = 0
-        return most
-
-
-class Zero3Gradients(BucketGradients):
-    """ZeRO-3. Shards of gradients, and a bucket's buffer, are among the states."""
-
-    def __init__(self, weights: Weights, zero: Any, world_size: int, width: int, offloads: bool):
-        super().__init__(weights, zero, width, offloads)
-        self.world_size = world_size
-
-    def begin(self, first, last):
-        self.last = last
-
-    def complete(self, name):
-        most = self.held
-        if self.elements and self.elements + self.sizes[name] > self.capacity:
-            most = self._reduce()
-        self._put(name)
-        return max(most, self.held)
-
-    def finish(self):
-        return self._reduce()
-
-    def _has_room(self, size):
-        return self.elements + size <= self.capacity
-
-    def _reduce(self) -> int:
-        """reduce_scatter_coalesced copies what is not a single gradient, and pads it."""
-        parts = {name: -(-self.sizes[name] // self.world_size) for name in self.bucket}
-        is_single = len(parts) == 1 and self.sizes[self.bucket[0]] % self.world_size == 0
-        copy = 0 if is_single else self.width * self.world_size * sum(parts.values())
-        most = self.held + copy
-        for name, part in parts.items():
-            if self.offloads:
-                wide = MASTER_BYTES if self.width != MASTER_BYTES else 0
-                workspace = self.width + (max(NORM_BYTES, wide) if self.last else 0)
-                most = max(most, self.held + copy + part * workspace)
-            self._release(name)
-        self._empty()
-        return most
+    def _release(self) -> None:
+        self.gradients, self.own = self.gradients - self.own, 0

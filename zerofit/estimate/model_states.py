@@ -5,16 +5,14 @@ zerofit/strategy/torch_engine.py for DDP and one process. Sizes are in bytes of 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.estimate.gradient_memory import DdpGradients, GradientMemory, Zero3Gradients, Zero12Gradients
+from zerofit.estimate.gradient_memory import BucketGradients, DdpGradients, GradientMemory
 from zerofit.estimate.memory_constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
-from zerofit.estimate.weights import FlatGroup, Weights, kept_by_rank
+from zerofit.estimate.weights import FlatGroup, Weight, Weights, kept_by_rank
 from zerofit.estimate.zero3_weights import Gathered
-
-MOST_FOLLOWED = 8  # ranks
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,7 @@ class States:
 
     Attributes:
         weights, gradients, optimizer, buffers: always on the device.
-        engine: (rank) -> what follows the gradients of a backward pass on that rank.
-        ranks: those that are followed; the first one keeps most gradients.
+        engine: what follows the gradients of a backward pass, on the rank that keeps most of them.
         gathered: weights of other processes, during the passes; None: there are none.
         step: on the device during the optimizer's step, beside weights and optimizer: the largest of its moments.
         load: on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy
@@ -35,8 +32,7 @@ class States:
 
     weights: int
     optimizer: int
-    engine: Callable[[int], GradientMemory]
-    ranks: tuple[int, ...] = (0,)
+    engine: Callable[[], GradientMemory]
     gradients: int = 0
     buffers: int = 0
     gathered: Gathered | None = None
@@ -66,7 +62,7 @@ def torch_states(
     return States(
         weights=held,
         optimizer=weights.state_bytes(optim),
-        engine=lambda rank: kind(weights, width),
+        engine=lambda: kind(weights, width),
         step={"gradients": width * weights.trained, "workspace": max(taken) * weights.largest},
         load=held,
     )
@@ -92,14 +88,18 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     groups = [FlatGroup(group, world_size) for group in weights.groups]
     shards = [group.partition for group in groups]
     shard, offload, all_kept = sum(shards), zero.offload_optimizer, kept_by_rank(groups, weights.sizes)
-    ranks = _followed(all_kept, world_size)
+    fullest = max(all_kept, key=all_kept.__getitem__)
     offloads = offload_device(offload) != "none"
+    kept = 0 if offloads else width * all_kept[fullest]  # grads_in_partition
     held = width * shard * world_size + weights.frozen_bytes(dtype)
+
+    def part_of(size: int) -> int:
+        return min(size, max(shards))
+
     common = {
         "weights": held,
         "load": held,
-        "engine": lambda rank: Zero12Gradients(weights, zero, groups, rank, width, offloads),
-        "ranks": ranks,
+        "engine": lambda: BucketGradients(weights, zero, width, kept, part_of if offloads else None),
     }
     if offloads:
         host = {
@@ -108,9 +108,8 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
             "buffers": _pinned(width * (shard + weights.largest), offload, on_gpu),
         }
         return States(optimizer=0, buffers=width * weights.largest, host=host, **common)
-    kept = width * all_kept[ranks[0]]  # grads_in_partition
     # TracedStep by step: norms in fp64; each group's gradients flat, and again in fp32.
-    slices = [size for group in groups for parts in group.parts.values() for at, size in parts if at == ranks[0]]
+    slices = [size for group in groups for parts in group.parts.values() for at, size in parts if at == fullest]
     moments = [NORM_BYTES * max(slices, default=0)]
     moments += [width * one + (MASTER_BYTES * one if width != MASTER_BYTES else 0) for one in shards]
     if not on_gpu:  # gloo gathers into a tensor of its own, after gradients are gone
@@ -125,8 +124,11 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
 def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> States:
     """ZeRO-3 (stage3.py)."""
 
-    def shard_of(group) -> int:
-        return sum(-(-weight.size // world_size) for weight in group)
+    def part_of(size: int) -> int:
+        return -(-size // world_size)
+
+    def shard_of(group: Iterable[Weight]) -> int:
+        return sum(part_of(weight.size) for weight in group)
 
     groups = [shard_of(group) for group in weights.groups]
     shard, trained = shard_of(weights.all), sum(groups)
@@ -138,7 +140,7 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     host: dict[str, int] = {}
     if offloads_weights:
         host["weights"] = _pinned(width * shard, zero.offload_param, on_gpu)
-    largest = max((-(-size // world_size) for size in weights.sizes.values()), default=0)
+    largest = part_of(weights.largest)
     on_disk = offload_device(zero.offload_optimizer) == "nvme"
     if on_disk:  # what is brought at a time: as many buffers as a sub-group has tensors (SwapBufferManager)
         brought = min(int(zero.sub_group_size) + largest, max(groups, default=0))
@@ -154,7 +156,7 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
     return States(
         weights=width * (persistent + copied + (0 if offloads_weights else shard)),
         optimizer=0 if offloads else (MASTER_BYTES + MOMENTS_BYTES) * trained,
-        engine=lambda rank: Zero3Gradients(weights, zero, world_size, width, offloads),
+        engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
         gathered=Gathered(weights, zero, width, world_size, keeps_layers, offloads_weights) if copies else None,
@@ -163,15 +165,6 @@ def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> Stat
         host=host,
         disk=(MASTER_BYTES + MOMENTS_BYTES + 4) * trained if on_disk else 0,  # gradients too
     )
-
-
-def _followed(kept: dict[int, int], world_size: int) -> tuple[int, ...]:
-    """The rank that keeps most gradients, and others: of ZeRO-1 one that keeps less may need more, since a gradient
-    that is larger than a bucket, and not its own, stays where backward made it. Of many ranks the first one, which
-    has the embedding, and the last one, whose gradients come first."""
-    fullest = max(kept, key=kept.get)
-    others = range(world_size) if world_size <= MOST_FOLLOWED else (0, world_size - 1)
-    return tuple(dict.fromkeys((fullest, *others)))
 
 
 def offload_device(offload: Any) -> str:

@@ -102,20 +102,18 @@ def training_moments(
     """
     yield Moment("start", {"weights": states.load})
     yield Moment("optimizer step", _sum(_held(states), states.step))
-    for rank in states.ranks:
-        yield from _passes(states, states.engine(rank), training, accumulation, in_flight)
+    yield from _passes(states, states.engine(), training, accumulation, in_flight)
 
 
 def evaluation_moments(
     states: States, training: list[TracedStep], evaluation: list[TracedStep], generated: dict[str, int]
 ) -> Iterator[Moment]:
-    """They are the same on every rank.
-
+    """
     Args:
         evaluation: the forward pass of an evaluation batch.
         generated: what is on the device beside weights while texts are generated for it; empty: none are.
     """
-    held, engine = _held(states), states.engine(states.ranks[0])
+    held, engine = _held(states), states.engine()
     engine.begin(first=True, last=True)
     most_gathered = 0
     for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
@@ -143,7 +141,6 @@ def _held(states: States) -> dict[str, int]:
 def _passes(
     states: States, engine: GradientMemory, training: list[TracedStep], accumulation: int, in_flight: InFlight | None
 ) -> Iterator[Moment]:
-    """The moments of a rank's passes."""
     held = _held(states)
     for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
         is_last = in_flight is None and (number == accumulation - 1 or number == 1)
