@@ -1,10 +1,9 @@
 """`zerofit plan`: what FSDP2 holds, counted by hand from torch's fully_shard."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from zerofit.estimate.exchanges import fully_sharded_exchanges
 from zerofit.estimate.fully_sharded import FullyShardedEngine, fully_sharded_states
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import Weight, Weights
@@ -76,21 +75,26 @@ def test_gradients_that_are_reduced_once_an_update_are_kept_in_full():
             assert engine.by_kind == (0, full // 2 if number == 2 else full, 0)
 
 
-def test_a_head_that_is_not_tied_is_reduced_as_its_backward_pass_ends():
-    made = weights()
-    untied = replace(made, all=(*made.all, Weight("head", 80, rows=10)), head="head")
-    engine = FullyShardedEngine(untied, 4, 2, reshards=True)
+def test_ends_that_are_not_tied_are_there_while_they_are_needed():
+    every = (*weights().all, Weight("norm", 4, rows=4), Weight("head", 80, rows=10))
+    untied = Weights(every, ("layers",), ends={"embed": 0, "norm": 1, "head": 1})
+    engine, last = FullyShardedEngine(untied, 4, 2, reshards=True), ENDS + 4 * 4
     engine.begin(first=True, last=True)
-    engine.enter(at("forward"))
-    assert engine.gathered == 2 * ENDS, "the embedding and its flat copy"
-    engine.enter(at("forward", 0))
-    engine.enter(at("forward", 1))
-    engine.enter(at("loss"))
-    assert engine.gathered == 3 * ENDS, "both, and the flat copy of the one that came last"
-    engine.enter(at("backward")._replace(name="backward of after"))
-    engine.complete("head")
-    engine.enter(at("backward", 1))
-    assert engine.by_kind == (ENDS + 2 * LAYER, ENDS // 2, ENDS), "its gradients are on their way"
+    held = []
+    head = at("backward")._replace(name="backward of after")
+    for step in (at("forward"), at("forward", 0), at("forward", 1), at("loss"), head, at("backward", 1),
+                 at("backward", 0), at("backward")):  # fmt: skip
+        engine.enter(step)
+        held.append(engine.gathered)
+    assert held == [2 * ENDS, 2 * LAYER, 2 * LAYER, 2 * last, last + LAYER, 2 * LAYER, LAYER, 0]
+    engine.complete("embed")
+    engine.finish()
+    assert engine.by_kind == (0, (ENDS + last) // 2 + LAYER, 0)
+    made = fully_sharded_exchanges(untied, 2, 4, reshards=True)
+    assert [(one.kind, one.bytes, one.count) for one in (*made.forward, *made.backward)] == [
+        ("all_gather", ENDS + last + 2 * LAYER, 4), ("all_gather", 2 * LAYER, 2),
+        ("reduce_scatter", ENDS + last + 2 * LAYER, 4),
+    ]  # fmt: skip
 
 
 def test_blocks_that_are_not_forgotten_stay():

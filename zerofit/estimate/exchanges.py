@@ -82,14 +82,15 @@ def fully_sharded_exchanges(
     total, half = sum(one.size for one in gathered), width < 4
     trained = sum(one.size for one in gathered if one.trained)
     in_blocks = sum(one.size for one in gathered if weights.place_of(one.name)) if reshards else 0
-    groups = len({weights.place_of(one.name) for one in gathered}) + (2 if weights.head else 0)  # embedding, head
+    groups = len({weights.group_of(one.name) for one in gathered})
+    blocks = len({weights.place_of(one.name) for one in gathered} - {None})
     shard = weights.trained / world_size
     reduced = [Exchange(REDUCE_SCATTER, 4 * trained, groups)] * bool(trained)
     between = [Exchange(ALL_REDUCE, 4 * trained / world_size, groups, among=replicas, apart=world_size)]
     between = between if trained and replicas > 1 else []
     return Exchanges(
         forward=[Exchange(ALL_GATHER, width * total, groups, half)],
-        backward=[Exchange(ALL_GATHER, width * in_blocks, groups, half)] * bool(in_blocks) + reduced * syncs,
+        backward=[Exchange(ALL_GATHER, width * in_blocks, blocks, half)] * bool(in_blocks) + reduced * syncs,
         last_backward=reduced * (not syncs) + between,
         micro_moved=2 * width * (total + in_blocks) + (width + 4) * trained,  # out of flat tensors, and into them
         step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW

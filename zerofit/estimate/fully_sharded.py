@@ -1,10 +1,11 @@
-"""What FSDP2 holds during the passes: torch's fully_shard, with one group for each block, one for a head that is not
-tied, and one for the rest (the embedding, which has a group of its own in a run, is there all the time, too).
+"""What FSDP2 holds during the passes: torch's fully_shard, with one group for each block, two for the ends where they
+are not tied (the embedding; final norm and head), and one for what is in none.
 
 A group's weights are gathered as its forward pass begins; the flat tensor that they arrive in is kept until the next
-group has arrived. In the backward pass each group fetches the one before it ahead. The head's weights stay from the
-forward pass until its backward pass, those of the rest until the end of it. Experts that ranks divide (`ep`) are in no
-group: none of them is gathered, and their gradients, of all ranks' tokens, stay where the backward pass has made them.
+group has arrived. In the backward pass each group fetches the one before it ahead. An embedding is forgotten after its
+forward pass, and its gradient needs none of it; final norm and head stay until their backward pass, what is in none
+of these until the end of all. Experts that ranks divide (`ep`) are in no group: none of them is gathered, and their
+gradients, of all ranks' tokens, stay where the backward pass has made them.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, post_backward),
 _fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; zerofit/strategy/fsdp_engine.py.
@@ -16,7 +17,7 @@ from zerofit.estimate.gradient_memory import GradientMemory
 from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from zerofit.estimate.model_states import States
 from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.weights import Place, Weight, Weights
+from zerofit.estimate.weights import ENDS, Place, Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class FullyShards:
     syncs: bool = True
 
 
-HEAD: Place = ("head", 0)
+EMBEDDING, LAST = (ENDS, 0), (ENDS, 1)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class FullyShardedEngine(GradientMemory):
         syncs: bool = True,
     ):  # fmt: skip
         super().__init__(weights, width)
-        self.reshards, self.weights, self.world_size, self.divided = reshards, weights, world_size, divided
+        self.reshards, self.place_of, self.world_size, self.divided = reshards, weights.group_of, world_size, divided
         self.syncs = syncs
         members: dict[Place | None, list[Weight]] = {None: []}
         for weight in weights.all:
@@ -101,9 +102,6 @@ class FullyShardedEngine(GradientMemory):
         self.groups = {place: _group(several, width, world_size) for place, several in members.items()}
         self.kept = 0  # shards of gradients
         self.full: dict[Place | None, int] = {}  # full gradients, until the last micro-batch
-
-    def place_of(self, name: str) -> Place | None:
-        return HEAD if name == self.weights.head else self.weights.place_of(name)
 
     @property
     def gathered(self) -> int:
@@ -123,9 +121,8 @@ class FullyShardedEngine(GradientMemory):
 
     def enter(self, step: TracedStep) -> int:
         backward, most = step.phase == "backward", self.held
-        place = step.place if step.place in self.groups else None
-        if HEAD in self.groups and (step.phase == "loss" or step.name == "backward of after"):
-            place = HEAD
+        end = LAST if step.phase == "loss" or step.name == "backward of after" else EMBEDDING
+        place = next((each for each in (step.place, end) if each and each in self.groups), None)
         if not self.here:  # the pass begins
             most = self._gather(None)
         if (place, backward) == (self.place, self.backward):
@@ -137,6 +134,8 @@ class FullyShardedEngine(GradientMemory):
         self.place, self.backward = place, backward
         if place is None:
             return most
+        if place == EMBEDDING:  # its gradient is computed without it
+            return most if backward else max(most, self._gather(place))
         if not backward:
             self.order.append(place)
             return max(most, self._gather(place))
@@ -176,7 +175,7 @@ class FullyShardedEngine(GradientMemory):
             return self.held
         if self.backward:
             return self._reduce(self.place)
-        if self.reshards and self.place != HEAD:
+        if self.reshards and self.place != LAST:
             self.here.discard(self.place)
         return self.held
 

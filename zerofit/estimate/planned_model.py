@@ -23,6 +23,7 @@ from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
 from zerofit.model.lora import split_targets
+from zerofit.model.rows import ends_of
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 
@@ -132,6 +133,9 @@ class PlannedModel:
         embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
         heads = [name for name, one in self.full.named_parameters() if untied and one is outputs.weight]
+        ends = {id(one): number for number, end in enumerate(ends_of(self.full))
+                for module in end for one in module.parameters()}  # fmt: skip
+        gathered = {name: ends[id(one)] for name, one in self.full.named_parameters() if id(one) in ends}
         quantised, width = 0, NF4_BYTES
         if self.recipe.quantised:
             width = NF4_BYTES if self.recipe.quantised == "load_in_4bit" else 1.0
@@ -140,7 +144,7 @@ class PlannedModel:
                 module.weight.numel() for module in self.full.modules()
                 if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
             )  # fmt: skip
-        return Weights(every, stacks, "".join(heads), max(layers, default=0), quantised, width)
+        return Weights(every, stacks, "".join(heads), gathered, max(layers, default=0), quantised, width)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """The parameters of the full model, in elements, and how ZeRO-1 and 2 lay them out over the ranks."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from zerofit.estimate.memory_constants import NF4_BYTES
 from zerofit.strategy.optimizers import state_bytes
 
+ENDS = "ends"
 Place = tuple[str, int]  # (stack, number of the layer)
 ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl_start_alignment_factor)
 
@@ -36,6 +38,7 @@ class Weights:
     Attributes:
         stacks: names of the stacks of layers: the weights of their layer 3 are called STACK.3.SOMETHING.
         head: the name of the output embeddings' weight where no other module has it; empty: it is shared, or none.
+        ends: {name: 0 of the embedding, 1 of final norm and head} where FSDP2 gathers these for themselves.
         layer: elements of one layer, of the largest stack.
         quantised: elements of frozen matrices that are held in 4 bits, or in 8 (`quantised_bytes` each).
     """
@@ -43,6 +46,7 @@ class Weights:
     all: tuple[Weight, ...]
     stacks: tuple[str, ...] = ()
     head: str = ""
+    ends: Mapping[str, int] = field(default_factory=dict)
     layer: int = 0
     quantised: int = 0
     quantised_bytes: float = NF4_BYTES
@@ -104,6 +108,10 @@ class Weights:
         """Of a weight; None: it is in no layer."""
         stack = next((stack for stack in self.stacks if name.startswith(f"{stack}.")), None)
         return None if stack is None else (stack, number_of(name, stack))
+
+    def group_of(self, name: str) -> "Place | None":
+        """Of a weight, what FSDP2 gathers with it: its layer, or an end; None: the rest."""
+        return (ENDS, self.ends[name]) if name in self.ends else self.place_of(name)
 
     def persistent(self, threshold: int) -> int:
         """Elements of the parameters that ZeRO-3 never shards."""

@@ -1,7 +1,7 @@
 """FSDP2: torch's fully_shard shards weights, gradients and optimizer state, block by block.
 
-Groups of weights that are gathered and reduced together: each block; the embedding and the head where they are not
-tied, so that they travel while blocks compute; the rest (norms), or all that is in no block.
+Groups of weights that are gathered and reduced together: each block; the embedding, and the final norm with the head,
+where these are not tied, so that they travel while blocks compute; what is in none of these.
 
 accelerate's own FSDP does not engage on a host without a GPU (1.15: DistributedType is NO there, and each rank is
 alone, or MULTI_CPU), and it loads the full model before it shards it. So the engine calls torch itself.
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofit.model.compilation import blocks_of
 from zerofit.model.parameters import true_shape
-from zerofit.model.rows import rows_of
+from zerofit.model.rows import ends_of, rows_of
 from zerofit.model.stages import without_weights
 from zerofit.strategy.engine import Engine, checksums, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
@@ -59,12 +59,14 @@ class FullyShardedEngine(Engine):
             for name, each in model.named_parameters()
         })  # fmt: skip
         blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
-        self.blocks = len(blocks)
+        self.blocks, (embedding, last) = len(blocks), ends_of(model)
         common = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
-        for block in blocks:
+        for block in [*blocks, *embedding]:
             fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)
-        for table in untied_tables(model):  # the backward pass begins with the head, and needs no embedding
-            fully_shard(table, reshard_after_forward=False, **common)
+        if last:
+            fully_shard(last, reshard_after_forward=False, **common)  # the backward pass begins with it
+        for table in embedding:
+            table.set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(model, **common)
         alone = mesh_of_one(mesh) if experts else None
         for module in experts:
@@ -199,14 +201,6 @@ class FullyShardedEngine(Engine):
                 "gathered_in": self.strategy.precision, "reduced_in": "fp32",
                 "divides_experts": self.strategy.divides_experts}  # fmt: skip
         return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
-
-
-def untied_tables(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The embedding and the head, where they share no weight."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None or {*map(id, embedding.parameters())} & {*map(id, head.parameters())}:
-        return []
-    return [embedding, head]
 
 
 def replace_parameters(model: torch.nn.Module, made: dict[str, torch.nn.Parameter]) -> None:
