@@ -29,8 +29,8 @@ FOLDER = "COUNTS_FOLDER"  # set: this is a rank of a launch
 PAGE, TABLES = ROOT / "docs" / "measurements" / "counts.md", "## Collectives\n"  # ours from here on
 SIZES = ((2, 2), (4, 2), (2, 4), (4, 4))  # layers, micro-batches
 COUNTED = 3  # the update
-PROCESSES = {"single": 1, "tp_zero2": 4, "tp_zero3": 4, "3d": 4, "zero3_hpz": 4}  # of others 2
-MACHINES, STAGES = {"zero3_hpz": 2}, {"pp": 2, "3d": 2}
+PROCESSES = {"single": 1, "tp_zero2": 4, "tp_zero3": 4, "3d": 4, "zero3_hpz": 4, "hsdp": 4}  # of others 2
+MACHINES, STAGES = {"zero3_hpz": 2, "hsdp": 2}, {"pp": 2, "3d": 2}
 ROWS, LENGTH, HIDDEN, INNER, VOCABULARY = 2, 64, 64, 192, 512
 LAYER = HIDDEN * (3 * HIDDEN + 3 * INNER + 2)  # weights, norms included; half as many heads of keys as of queries
 LLAMA = f"hidden_size={HIDDEN},intermediate_size={INNER},num_attention_heads=4,num_key_value_heads=2"
@@ -292,11 +292,11 @@ def count_and_run() -> None:
 
 
 def line() -> str:
-    """Where this thread is: the innermost line of train/, and that of a library below it, if there is one."""
+    """Where this thread is: the innermost line of zerofit/, and that of a library below it, if there is one."""
     frame, library = sys._getframe(), ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(str(ROOT / "train")) and "tools/simulate" not in file:
+        if file.startswith(str(ROOT / "zerofit")) and "tools/simulate" not in file:
             return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}{library}"
         if not library and file != __file__ and not any(name in file for name in ("/torch/", "simulate", "typing_")):
             library = f" > {file.rsplit('site-packages/')[-1]}:{frame.f_lineno}"
