@@ -15,7 +15,7 @@ from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import adamw
-from zerofit.strategy.state import WholeState
+from zerofit.strategy.state import ReplicatedState
 from zerofit.training.evaluation import eval_batches
 from zerofit.training.length import RunLength
 from zerofit.training.stream import micro_batches
@@ -47,7 +47,7 @@ class Alone:
         layer = torch.nn.Linear(480, 700)  # 1.3 MiB: pinned by itself it takes 2
         self.module = self.model = self.whole = layer.to(DEVICE)
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters())
-        self.state = WholeState(self)
+        self.state = ReplicatedState(self)
         self.module(torch.ones(1, 480, device=DEVICE)).sum().backward()
         self.torch_optimizer.step()
 

@@ -101,7 +101,7 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
     flags = ("--max_length", "64", "--validation_split_percentage", "25")
     recipe = recipe_of(path, *flags)
     config = load_configuration(recipe)
-    assert "record 14: its label 7 is none of its 2 choices" in refusal(prepare_examples, recipe, config)
+    assert "record 14: its label 7 is not one of the 2 choices" in refusal(prepare_examples, recipe, config)
     recipe = recipe_of(path, *flags, "--skip_bad_records")
     data = prepare_examples(recipe, config)
     assert (type(data.train), len(data.train), len(data.held_out[0].samples)) == (ChoiceRows, 10, 3)

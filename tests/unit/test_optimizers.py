@@ -21,7 +21,7 @@ from zerofit.strategy.optimizers import (
     state_bytes,
     without_effect,
 )
-from zerofit.strategy.state import AsItIs
+from zerofit.strategy.state import ReplicatedOptimizerState
 
 CPU = torch.device("cpu")
 SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
@@ -126,7 +126,7 @@ class Other(Alone):
     def __init__(self, optim: str, seed: int = 0, width: int = 640):
         super().__init__(seed, width)
         self.torch_optimizer = optimizer_of(self.module, "--optim", optim, "--learning_rate", "1e-2")
-        self.state = AsItIs(self, KEPT[optim], lambda shape: state_bytes(optim, shape))
+        self.state = ReplicatedOptimizerState(self, KEPT[optim], lambda shape: state_bytes(optim, shape))
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])

@@ -104,8 +104,8 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     zero.update(dict.fromkeys(left_to_accelerate & zero.keys(), 1000))
     resolved["fp16"] = {"enabled": False}
     assert "auto" not in json.dumps(resolved)
-    one_pass = 4 * layout.data_size
-    assert (batches.micro_batch, batches.accumulation, batches.global_batch) == (4, 16 // one_pass, 16)
+    samples_per_micro_step = 4 * layout.data_size
+    assert (batches.micro_batch, batches.accumulation, batches.global_batch) == (4, 16 // samples_per_micro_step, 16)
     assert resolved["optimizer"]["params"]["betas"] == [0.9, 0.95]
     one_process = {"train_batch_size": 4 * batches.accumulation}  # the parser believes in it
     parsed = DeepSpeedConfig({**resolved, **one_process})

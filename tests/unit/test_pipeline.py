@@ -306,7 +306,7 @@ def test_families_with_a_plan_are_those_that_are_tried_here():
 
 @pytest.mark.parametrize(("family", "changes", "said"), [
     ("llama", {"num_hidden_layers": 3}, "and the model has num_hidden_layers = 3: each stage needs a layer"),
-    ("opt", {}, "pipeline parallelism knows no opt. Use a pair without it"),
+    ("opt", {}, "pipeline parallelism does not support opt. Use a pair without it"),
 ])  # fmt: skip
 def test_models_that_stages_cannot_share(family, changes, said):
     config = AutoConfig.for_model(family, **changes)
@@ -319,8 +319,8 @@ def test_all_that_a_model_does_not_allow_is_said_at_once():
     config = AutoConfig.for_model("opt", num_hidden_layers=1)
     strategy = SimpleNamespace(tensor=2, pipeline=2, sequence=1, divides_experts=False, source="my.json")
     message = refusal(check_layout, config, strategy)
-    assert "tensor parallelism knows no opt" in message
-    assert "pipeline parallelism knows no opt" in message
+    assert "tensor parallelism does not support opt" in message
+    assert "pipeline parallelism does not support opt" in message
     check_layout(config, SimpleNamespace(tensor=1, pipeline=1, sequence=1, divides_experts=False, source="my.json"))
 
 

@@ -119,10 +119,10 @@ def deepspeed_passes(
         rules.ahead, rules.reuse, rules.live, None, deepspeed_coordinator.InflightParamRegistry()
     )  # fmt: skip
     forward = [*itertools.takewhile(lambda visit: visit.forward, visits)]
-    for one_pass in [*([forward] * 3 if checked else []), *[visits] * 5]:
+    for samples_per_micro_step in [*([forward] * 3 if checked else []), *[visits] * 5]:
         coordinator.reset_step()
         found = []
-        for visit in one_pass:
+        for visit in samples_per_micro_step:
             module = modules[visit.module]
             if visit.enters:
                 coordinator.trace_prologue(module)

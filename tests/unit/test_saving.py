@@ -16,7 +16,7 @@ from zerofit.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.state import KINDS, WholeState
+from zerofit.strategy.state import KINDS, ReplicatedState
 
 
 class Alone:
@@ -31,7 +31,7 @@ class Alone:
         )
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2, weight_decay=0.1)
         self.layout, self.is_main = ParallelLayout(), True
-        self.state = WholeState(self)
+        self.state = ReplicatedState(self)
 
     def train(self, updates: range) -> list[float]:
         losses = []

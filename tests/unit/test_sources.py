@@ -184,7 +184,7 @@ def test_files_that_cannot_be_read(tmp_path, cache):
     assert "0xe9 at offset 8 (line 2). It reads as Latin-1 (cp1252), 'café au lait'" in message
     message = refusal(records, cache, tmp_path / "broken.jsonl")
     assert "broken.jsonl, line 2: not valid JSON" in message
-    assert "not that of a known format" in refusal(records, cache, tmp_path / "table.xls")
+    assert "unknown file extension" in refusal(records, cache, tmp_path / "table.xls")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"])

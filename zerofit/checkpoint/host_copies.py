@@ -27,10 +27,10 @@ def lay_out(sizes: dict[str, int]) -> tuple[list[int], Places]:
     left = sorted(rounded, key=rounded.__getitem__, reverse=True)
     blocks, places = list[int](), Places()
     while left:
-        least, most = (
+        min_bytes, max_bytes = (
             max(_power_of_two(size), SMALLEST) for size in (rounded[left[0]], sum(map(rounded.__getitem__, left)))
         )
-        candidates = [least << shift for shift in range((most // least).bit_length())]
+        candidates = [min_bytes << shift for shift in range((max_bytes // min_bytes).bit_length())]
         fillings = [(block, _fill(block, left, rounded)) for block in candidates]
         filled = {block: sum(rounded[name] for name in starts) / block for block, starts in fillings}
         block, starts = max(fillings, key=lambda filling: (min(filled[filling[0]], WELL_FILLED), filling[0]))

@@ -106,7 +106,7 @@ class CheckpointManager:
             self.directory.drop_after(-1)
 
     def restore_best_checkpoint(self) -> None:
-        """See that the best checkpoint so far is in the folder; where it is gone, the search begins anew."""
+        """Check that the best checkpoint so far is in the folder; if it is missing, best-metric tracking restarts."""
         best, is_here = self.state.best, True
         if self._engine.is_main and self.resumed_from is not None:
             is_here = best.update is None or not self._keeps_best or self._best_is_here() or self._copy_best()

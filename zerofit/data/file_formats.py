@@ -36,9 +36,7 @@ def format_of(files: list[Path]) -> str:
         suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
         kinds.setdefault(FORMATS.get(suffixes[-1].lower() if suffixes else ""), path)
     if None in kinds:
-        raise UserError(
-            f"{kinds[None]}: the ending is not that of a known format; known are {', '.join(FORMATS)}, each also .gz"
-        )
+        raise UserError(f"{kinds[None]}: unknown file extension; known are {', '.join(FORMATS)}, each also .gz")
     if len(kinds) > 1:
         raise UserError(f"files of several formats in one option: {', '.join(sorted(kinds))}; use one")
     return next(iter(kinds))

@@ -98,8 +98,8 @@ def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[byte
     if not isinstance(held, list) or not held:
         raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
     for record in held:
-        for one in _questions(record) if isinstance(record, dict) and "paragraphs" in record else [record]:
-            yield json.dumps(one if isinstance(one, dict) else {"text": one}, ensure_ascii=False).encode() + b"\n"
+        for row in _questions(record) if isinstance(record, dict) and "paragraphs" in record else [record]:
+            yield json.dumps(row if isinstance(row, dict) else {"text": row}, ensure_ascii=False).encode() + b"\n"
 
 
 def _questions(article: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -126,7 +126,7 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
         inject_adapter_in_model(config, model)
     except ValueError as error:
         listed = ", ".join(_linear_names(model))
-        raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}. Linear are {listed}") from None
+        raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}. Linear modules: {listed}") from None
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     for module in saved:
         model.get_submodule(module).requires_grad_(True)

@@ -152,7 +152,7 @@ def _chunked(hidden, weight, bias, targets, share=None) -> torch.Tensor:
     vocab_size = weight.shape[0] if share is None else max(share.sizes)  # the ranks' chunks have the same rows
     rows = chunk_rows(vocab_size, has_half_matmul(hidden.device))
     tensors = (hidden, weight, bias)
-    needs_grad = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in tensors]
+    needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
     return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share)
 
 
@@ -167,10 +167,10 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share):
         grad_hidden, grad_weight, grad_bias = (
-            torch.zeros_like(one, dtype=dtype) if needed else None
-            for one, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
+            torch.zeros_like(tensor, dtype=dtype) if needed else None
+            for tensor, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
         )
-        ctx.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if not has_half_matmul(hidden.device):
             weight = weight.float()
@@ -210,7 +210,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, scale):
         gradients, ctx.gradients = ctx.gradients, None
         scaled = (
-            None if one is None else one.float().mul_(scale).to(dtype) for one, dtype in zip(gradients, ctx.dtypes)
+            None if gradient is None else gradient.float().mul_(scale).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes)
         )
         return *scaled, None, None, None, None
 

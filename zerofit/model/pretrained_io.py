@@ -27,7 +27,7 @@ def read_config(option: str, name: str, trust_remote_code: bool = False, revisio
 def read_tokenizer(option: str, name: str, config, trust_remote_code: bool = False):
     """The tokenizer of a stored model; its folder may hold bare vocabulary files."""
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
-        raise UserError(f"{option} = {name!r}: the folder has no tokenizer. Copy the files of the model's own into it")
+        raise UserError(f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it")
     try:
         return load_tokenizer(TokenizerOptions(option, name, trust_remote_code=trust_remote_code), config)
     except UserError as error:

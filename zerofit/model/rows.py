@@ -11,8 +11,8 @@ from zerofit.model.tensor_parallel.cut import Cut, cut_parameter
 
 def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
     """[first, last + 1) of `count` rows, as torch.chunk cuts them: later ranks have fewer, or none."""
-    most = -(-count // size)
-    return min(rank * most, count), min((rank + 1) * most, count)
+    rows = -(-count // size)
+    return min(rank * rows, count), min((rank + 1) * rows, count)
 
 
 def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:

@@ -62,7 +62,8 @@ def check_stages(config, stages: int, source: str) -> None:
     degree = f"{source}: pipeline.stages = {stages}"
     if family_of(config).stage_plan is None:
         raise UserError(
-            f"{degree}: pipeline parallelism knows no {config.model_type}. Use a pair without it, such as zero3"
+            f"{degree}: pipeline parallelism does not support {config.model_type}. Use a pair without it, such as "
+            "zero3"
         )
     if config.num_hidden_layers < stages:
         raise UserError(

@@ -42,10 +42,10 @@ def find_delimiter(head: str, ending: str) -> str:
     usual = DELIMITERS[ending]
     if len(first_rows(head, usual, 1)[0]) > 1:
         return usual
-    for other in OTHERS:
-        header, *record = first_rows(head, other, 2)
+    for delimiter in OTHERS:
+        header, *record = first_rows(head, delimiter, 2)
         if len(header) > 1 and all(len(fields) == len(header) for fields in record):
-            return other
+            return delimiter
     return usual
 
 

@@ -51,7 +51,7 @@ def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> boo
 def without_folders(value: Any) -> Any:
     """An option's value to publish: absolute paths, alone or in a list, are reduced to their last name."""
     if isinstance(value, (list, tuple)):
-        return [without_folders(one) for one in value]
+        return [without_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 

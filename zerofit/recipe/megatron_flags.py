@@ -275,10 +275,10 @@ SHAPING = re.compile(  # parts of names of flags that change the model
 
 def shapes_the_model(name: str) -> bool:
     """Whether a flag that is not known changes the model, by its name."""
-    return fate_of(name)[0] == "unknown" and bool(SHAPING.search(name))
+    return flag_status(name)[0] == "unknown" and bool(SHAPING.search(name))
 
 
-def fate_of(name: str) -> tuple[str, str]:
+def flag_status(name: str) -> tuple[str, str]:
     """(satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
     if name in SATISFIED:
         return "satisfied", SATISFIED[name]

@@ -65,8 +65,8 @@ class RunFolder:
         return {**options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
 
     def refuse_foreign_files(self, in_checkpoints: Iterable[str], overwrite: bool) -> None:
-        """See that nothing in the folder is in the way of a run, and, where no run has been there yet, that nothing is
-        in it at all.
+        """Check that nothing in the folder is in the way of a run, and, where no run has been there yet, that it is
+        empty.
 
         Args:
             in_checkpoints: the names in checkpoints/ that no run has written.

@@ -26,10 +26,10 @@ class BatchSizes:
 
     @property
     def global_batch(self) -> int:
-        return self.one_pass * self.accumulation
+        return self.samples_per_micro_step * self.accumulation
 
     @property
-    def one_pass(self) -> int:
+    def samples_per_micro_step(self) -> int:
         return self.micro_batch * self.replicas
 
     def of_update(self, update: int) -> int:
@@ -43,7 +43,7 @@ class BatchSizes:
 
     def accumulation_of(self, update: int) -> int:
         """Micro-batches of an update, counted from 1."""
-        return self.of_update(update) // self.one_pass
+        return self.of_update(update) // self.samples_per_micro_step
 
     def consumed(self, updates: int) -> int:
         """Samples of so many updates, the first ones, together."""
@@ -75,29 +75,32 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
     micro, accumulation, total = (
         recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
     )  # fmt: skip
-    one_pass, what = micro * replicas, "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
+    samples_per_micro_step, what = (
+        micro * replicas,
+        "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)",
+    )
     if total is None:
         return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas), what)
-    if total % one_pass:
+    if total % samples_per_micro_step:
         sizes = [size for size in range(1, total + 1) if total % (size * replicas) == 0]
         counts = [count for count in range(1, total + 1) if total % (micro * count) == 0]
         remedies = [f"per_device_train_batch_size could be {_listed(sizes)}"] if sizes else []
         processes = [count * replica_size for count in counts]
         remedies += [f"the number of processes could be {_listed(processes)}"] if counts else []
-        remedies = remedies or [f"make it a multiple of {one_pass}"]
+        remedies = remedies or [f"make it a multiple of {samples_per_micro_step}"]
         raise UserError(
             f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is not a multiple of "
-            f"per_device_train_batch_size * {what} = {micro} * {replicas} = {one_pass}: "
+            f"per_device_train_batch_size * {what} = {micro} * {replicas} = {samples_per_micro_step}: "
             f"{', or '.join(remedies)}"
         )
-    if accumulation not in (None, total // one_pass):
+    if accumulation not in (None, total // samples_per_micro_step):
         raise UserError(
             f"gradient_accumulation_steps = {accumulation} ({recipe.source('gradient_accumulation_steps')}) and "
             f"global_batch_size = {total} ({recipe.source('global_batch_size')}) disagree: with "
             f"per_device_train_batch_size = {micro} and {replicas} {what} the accumulation is "
-            f"{total // one_pass}. Set one of the two"
+            f"{total // samples_per_micro_step}. Set one of the two"
         )
-    return _growing(recipe, BatchSizes(micro, total // one_pass, replicas), what)
+    return _growing(recipe, BatchSizes(micro, total // samples_per_micro_step, replicas), what)
 
 
 def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
@@ -111,13 +114,16 @@ def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
     first, updates = read_growth(recipe.global_batch_warmup)
     stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
     possible = [
-        size for size in range(sizes.one_pass, sizes.global_batch, sizes.one_pass) if sizes.global_batch % size == 0
+        size
+        for size in range(sizes.samples_per_micro_step, sizes.global_batch, sizes.samples_per_micro_step)
+        if sizes.global_batch % size == 0
     ]
     if first not in possible:
         remedy = f"Begin with {_listed(possible)}" if possible else "Leave it out: an update takes one pass"
         raise UserError(
             f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to "
-            f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = {sizes.one_pass}. {remedy}"
+            f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = "
+            f"{sizes.samples_per_micro_step}. {remedy}"
         )
     return replace(sizes, growth=Growth(first, sizes.global_batch, updates))
 

@@ -14,7 +14,7 @@ from zerofit.recipe.parsing import parse_json
 from zerofit.strategy.disk import look_at_disk
 from zerofit.strategy.json_mistakes import what_to_mend
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
-from zerofit.strategy.monitors import look_at_monitors
+from zerofit.strategy.monitors import check_monitors
 from zerofit.strategy.quoted import read_quoted, still_quoted
 
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
@@ -80,7 +80,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
     quoted = read_quoted(config)
-    beside, idle = look_at_monitors(config)
+    beside, idle = check_monitors(config)
     notes = [f"{path}: {note}" for note in [*quoted, *idle]]
     problems = [f"{path}: {problem}" for problem in [*still_quoted(config), *_unknown_keys(config), *beside]]
     for name in EXAMPLES:

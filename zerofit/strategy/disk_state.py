@@ -34,7 +34,7 @@ class DiskState(ShardedState):
         room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
         saved, start = {}, 0
         for number, several in self._by_sub_group(pieces):
-            with self._brought(number):
+            with self._swapped_in(number):
                 for piece in several:
                     for kind in self.kinds:
                         values = self.get(kind, piece)
@@ -56,14 +56,14 @@ class DiskState(ShardedState):
 
     def _take(self, read):
         for number, several in self._by_sub_group(self.held()):
-            with self._brought(number, written=True):
+            with self._swapped_in(number, written=True):
                 for piece in several:
                     for kind in self.kinds:
                         self.set(kind, piece, read(kind, piece))
 
     def _step(self):
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
-            with self._brought(number, written=True):
+            with self._swapped_in(number, written=True):
                 flat.grad = torch.zeros_like(flat)
                 self._zero._optimizer_step(number)
 
@@ -74,7 +74,7 @@ class DiskState(ShardedState):
         return ((key, list(several)) for key, several in groupby(sorted(pieces, key=number), number))
 
     @contextlib.contextmanager
-    def _brought(self, number: int, written: bool = False) -> Iterator[None]:
+    def _swapped_in(self, number: int, written: bool = False) -> Iterator[None]:
         """The context in which a sub-group is in memory; small ones always are (stage3.py)."""
         if not self._zero._swappable_optimizer_subgroup(number):
             yield

@@ -10,7 +10,7 @@ from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.last_message import is_accelerate_launch
 from zerofit.recipe.parsing import read_yaml
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
-from zerofit.strategy.named import Named, hand_down
+from zerofit.strategy.named import StrategyFlag, export_environment
 from zerofit.strategy.pairs import CONFIGS
 
 # Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
@@ -56,7 +56,7 @@ class Launch:
         return not self.config_file or bool(_option(self.command, "--mixed_precision"))
 
 
-def find_launch(named: Named | None = None, config_file: str | None = None) -> Launch:
+def find_launch(named: StrategyFlag | None = None, config_file: str | None = None) -> Launch:
     """Read the environment that `accelerate launch` made, and the YAML file behind it; check_launch checks them.
 
     Args:
@@ -72,7 +72,7 @@ def find_launch(named: Named | None = None, config_file: str | None = None) -> L
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command, config_file, threads_are_the_users = ([], config_file, False) if config_file else _launcher()
     if named is not None:
-        hand_down(named, config_file)
+        export_environment(named, config_file)
         config_file = named.config_file or config_file
     content = read_yaml(Path(config_file)) if config_file else {}
     return Launch(

@@ -17,7 +17,7 @@ def monitors_in_use(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def look_at_monitors(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+def check_monitors(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     """(problems, notes) of a configuration: trackers of DeepSpeed's own, and what has no effect on these models.
 
     A tracker would open a second run, with DeepSpeed's few figures and none of metrics.jsonl

@@ -35,7 +35,7 @@ RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SI
 
 
 @dataclass(frozen=True)
-class Named:
+class StrategyFlag:
     """What the command line names.
 
     Attributes:
@@ -49,7 +49,7 @@ class Named:
     json_path: str | None = None
 
 
-def take_named(recipe) -> Named | None:
+def take_named(recipe) -> StrategyFlag | None:
     """What the recipe's flags name, and no more in the recipe from here on: it says what is trained, and not how.
 
     Raises:
@@ -69,15 +69,15 @@ def take_named(recipe) -> Named | None:
     ((name, (value, _)),) = given.items()
     recipe.reset_option(name)
     if name == "strategy":
-        return Named(f"--strategy {value}", config_file=str(find_strategies([value])[value]))
+        return StrategyFlag(f"--strategy {value}", config_file=str(find_strategies([value])[value]))
     if not Path(value).is_file():
         raise UserError(
             f"--deepspeed_config {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/"
         )
-    return Named(f"--deepspeed_config {value}", json_path=value)
+    return StrategyFlag(f"--deepspeed_config {value}", json_path=value)
 
 
-def hand_down(named: Named, config_file: str | None) -> None:
+def export_environment(named: StrategyFlag, config_file: str | None) -> None:
     """Put it into this process' environment, as accelerate launch would have.
 
     Args:

@@ -22,7 +22,7 @@ from zerofit.strategy.launch import Launch, check_launch, find_launch
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.named import take_named
 from zerofit.strategy.optimizers import check_optimizer
-from zerofit.strategy.strategy import Stated, Strategy
+from zerofit.strategy.strategy import PrecisionSetting, Strategy
 
 OnLayout = Callable[[ParallelLayout], None]
 
@@ -118,25 +118,27 @@ def _check_compiled(config: dict[str, Any], source: str, recipe: Recipe) -> None
         )
 
 
-def _of_launcher(launch: Launch) -> Stated:
+def _of_launcher(launch: Launch) -> PrecisionSetting:
     if launch.states_precision_by_flag:
         source = "accelerate launch"
-        return Stated(launch.precision, source, f"{source} --mixed_precision {launch.precision}", "Use bf16 or no")
+        return PrecisionSetting(
+            launch.precision, source, f"{source} --mixed_precision {launch.precision}", "Use bf16 or no"
+        )
     statement = f"{launch.config_file}: mixed_precision = {launch.precision}"
-    return Stated(launch.precision, launch.source, statement, 'Write bf16, or "no" for fp32')
+    return PrecisionSetting(launch.precision, launch.source, statement, 'Write bf16, or "no" for fp32')
 
 
-def _of_json(config: dict[str, Any], source: str) -> Stated:
+def _of_json(config: dict[str, Any], source: str) -> PrecisionSetting:
     value = stated_precision(config, source)
-    return Stated(value, source, f"{source}: {value}.enabled = true", 'Write "auto"')
+    return PrecisionSetting(value, source, f"{source}: {value}.enabled = true", 'Write "auto"')
 
 
-def _agreed_precision(recipe, statements: list[Stated]) -> tuple[str, list[Stated]]:
+def _agreed_precision(recipe, statements: list[PrecisionSetting]) -> tuple[str, list[PrecisionSetting]]:
     """(the precision, those who state it)."""
     stated = [each for each in statements if each.value]
     source = recipe.source("precision")
     if source:
-        stated.append(Stated(recipe.precision, source, f"precision = {recipe.precision} ({source})",
+        stated.append(PrecisionSetting(recipe.precision, source, f"precision = {recipe.precision} ({source})",
                            "Use bf16 or fp32"))  # fmt: skip
     if len({each.value for each in stated}) > 1:
         sides = " and ".join(f"{each.value} ({each.source})" for each in stated)

@@ -16,7 +16,8 @@ from zerofit.model.parameters import true_numel, true_shape
 from zerofit.model.rows import rows_of
 from zerofit.model.tensor_parallel.cut import Cut
 
-# What AdamW keeps has the shape of the parameter; what other optimizers keep (AsItIs) has not, and is not cut.
+# What AdamW keeps has the shape of the parameter; what other optimizers keep (ReplicatedOptimizerState) has not, and
+# is not cut.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
@@ -188,7 +189,7 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-class WholeState(OptimizerState):
+class ReplicatedState(OptimizerState):
     """One process, or DDP: every rank holds everything, and writes a part."""
 
     def held(self):
@@ -205,7 +206,7 @@ class WholeState(OptimizerState):
         return whole.view(-1)[piece.start : piece.stop]
 
 
-class AsItIs(WholeState):
+class ReplicatedOptimizerState(ReplicatedState):
     """The same of an optimizer other than AdamW: what it keeps is the same on all ranks, and the first one writes it.
 
     Args:

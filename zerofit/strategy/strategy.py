@@ -22,7 +22,7 @@ from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.machines import everyones
 
 
-class Stated(NamedTuple):
+class PrecisionSetting(NamedTuple):
     """A precision, and the place that states it."""
 
     value: str | None  # None: it is left open there
@@ -41,7 +41,7 @@ class Strategy:
     deepspeed: dict[str, Any] | None
     source: str  # who stated the DeepSpeed configuration
     notes: tuple[str, ...] = ()
-    stated: tuple[Stated, ...] = ()  # every place that states the precision
+    stated: tuple[PrecisionSetting, ...] = ()  # every place that states the precision
     tensor: int = 1  # ranks that share each layer
     pipeline: int = 1  # stages that share the layers
     sequence: int = 1  # ranks that split each row

@@ -6,7 +6,7 @@ import torch
 
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.optimizers import KEPT, make_optimizer, state_bytes
-from zerofit.strategy.state import AsItIs, WholeState
+from zerofit.strategy.state import ReplicatedOptimizerState, ReplicatedState
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -80,8 +80,8 @@ class TorchEngine(Engine):
 
     def _state(self):
         if self.optim == "adamw":
-            return WholeState(self)
-        return AsItIs(self, KEPT[self.optim], lambda shape: state_bytes(self.optim, shape))
+            return ReplicatedState(self)
+        return ReplicatedOptimizerState(self, KEPT[self.optim], lambda shape: state_bytes(self.optim, shape))
 
     def loss_scale(self):
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}

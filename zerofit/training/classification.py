@@ -95,9 +95,9 @@ def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
         if labels.names is None:
             answer, figures = f"{truth.mean():.4g}", {"mse": float(truth.var())}
         else:
-            most = int(np.bincount(truth).argmax())
-            answer = labels.names[most]
-            figures = _measured([most] * len(truth), truth.tolist(), labels)
+            majority = int(np.bincount(truth).argmax())
+            answer = labels.names[majority]
+            figures = _measured([majority] * len(truth), truth.tolist(), labels)
         shown = ", ".join(f"{name}{part.suffix} {value:.4f}" for name, value in figures.items())
         lines.append(f"baseline    always {answer}: {shown}")
     return lines

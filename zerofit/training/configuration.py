@@ -49,7 +49,7 @@ class RunConfiguration:
 
 
 def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> RunConfiguration:
-    """See that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
+    """Check that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
 
     Args:
         config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.

@@ -8,7 +8,7 @@ from zerofit.training.configuration import RunConfiguration
 
 
 def check_machines(config: RunConfiguration) -> None:
-    """See that all ranks train the same run on the same files.
+    """Check that all ranks train the same run on the same files.
 
     Raises:
         UserError: one does not; it names the machine.
@@ -22,7 +22,7 @@ def check_machines(config: RunConfiguration) -> None:
 
 
 def check_output_folder(config: RunConfiguration, engine: Engine) -> None:
-    """See that all ranks see the folder into which each of them writes its part of a checkpoint."""
+    """Check that all ranks see the folder into which each of them writes its part of a checkpoint."""
     if config.recipe.save_strategy == "no":
         return
     file = config.folder.path / "recipe.yaml"

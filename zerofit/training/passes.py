@@ -1,4 +1,4 @@
-"""How the passes of a model are computed: what is recomputed, what waits on the host, what is compiled."""
+"""How the passes of a model are computed: what is recomputed, what is offloaded to the CPU, what is compiled."""
 
 import torch
 

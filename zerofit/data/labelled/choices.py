@@ -77,7 +77,7 @@ class Choices:
             raise BadRecord(f"it has no label ({self.label})")
         right = names.index(str(value)) if str(value) in names else self._number(value)
         if not 0 <= right < len(texts):
-            raise BadRecord(f"its label {value!r} is none of its {len(texts)} choices")
+            raise BadRecord(f"its label {value!r} is not one of the {len(texts)} choices")
         return [(parts[0], " ".join([*parts[1:], text])) for text in texts], right
 
     def _choices(self, record: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -99,9 +99,9 @@ class VocabularyShare:
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Log probabilities (N, rows of this rank) over the whole vocabulary; `logits` is overwritten."""
-        most = logits.amax(dim=-1, keepdim=True)
-        distributed.all_reduce(most, distributed.ReduceOp.MAX, group=self.tensor.group)
-        logits -= most
+        max_logits = logits.amax(dim=-1, keepdim=True)
+        distributed.all_reduce(max_logits, distributed.ReduceOp.MAX, group=self.tensor.group)
+        logits -= max_logits
         return logits.sub_(total(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_())
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ def split_problem(config, size: int, otherwise: str) -> str | None:
     """
     plan = family_of(config).tensor_plan
     if plan is None:
-        return f": tensor parallelism knows no {config.model_type}. {otherwise}"
+        return f": tensor parallelism does not support {config.model_type}. {otherwise}"
     widths = plan.widths(config)
     uneven = {name: width for name, width in widths.items() if width % size}
     if not uneven:

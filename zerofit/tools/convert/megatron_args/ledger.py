@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 from zerofit.recipe.errors import printable
-from zerofit.recipe.megatron_flags import TYPED, fate_of
+from zerofit.recipe.megatron_flags import TYPED, flag_status
 from zerofit.recipe.parse import is_flag
 from zerofit.tools.convert.megatron_args.calls import Call, missing
 from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
@@ -125,7 +125,7 @@ class Ledger:
         for name in self.flags:
             if name not in self.rows:
                 reached = not self.problems or (name not in TYPED and name not in ("split", "global_batch_size"))
-                fate = fate_of(name) if reached else ("not reached", "an error came before it")
+                fate = flag_status(name) if reached else ("not reached", "an error came before it")
                 self.rows[name] = Row(self.spelled(name), *fate)
         given = [self.rows[name] for name in self.flags]
         return given + [row for name, row in self.rows.items() if name not in self.flags and row.flag]
