@@ -5,8 +5,9 @@ milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no 
 """
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,12 +66,12 @@ class AllocationTracker(TorchDispatchMode):
         self.segments: list[Segment] = []
         self._known: dict[int, int] = {}
 
-    def exclude(self, tensors) -> None:
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these: weights, which are accounted for elsewhere."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), 0)
 
-    def include(self, tensors) -> None:
+    def include(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these, which were there before: inputs."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), self._rounded(tensor.untyped_storage().nbytes()))
@@ -100,7 +101,7 @@ class AllocationTracker(TorchDispatchMode):
         self._close()
         return self.segments
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function.namespace == "prim":  # a question, such as on which device a tensor is: two of three calls
             return result

@@ -1,6 +1,7 @@
 """What `zerofit plan --calibrate` has measured on this machine, kept in the cache of prepared data."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,5 +87,5 @@ def _key(name: str) -> tuple[str, bool]:
     return kind, width == "half"
 
 
-def _points(points) -> tuple[tuple[float, float], ...]:
+def _points(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     return tuple((size, rate) for size, rate in points)

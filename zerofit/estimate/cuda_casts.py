@@ -1,5 +1,7 @@
 """The casts of a GPU's autocast, in a trace that runs on the CPU."""
 
+from typing import Any
+
 import torch
 
 
@@ -8,7 +10,7 @@ class CudaCasts(torch.overrides.TorchFunctionMode):
 
     FUNCTIONS = ("layer_norm", "softmax", "log_softmax", "pow", "rms_norm", "group_norm", "cumsum", "sum", "norm")
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in self.FUNCTIONS and torch.is_autocast_enabled("cpu"):
             args = [_widened(value) for value in args]
@@ -16,7 +18,7 @@ class CudaCasts(torch.overrides.TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _widened(value):
+def _widened(value: Any) -> Any:
     half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if half else value
 

@@ -37,8 +37,8 @@ def device_speeds(
     device = cpu_name() if not on_gpu else gpu.model if gpu is not None else ""
     calibration = read_calibration(device) if device and not _overrides(options) else None
     if calibration is not None:
-        speeds = calibration.speeds(local, gpu and gpu.half)
-        links = calibration.links_of(network)
+        speeds = calibration.speeds(local, gpu.half if gpu else None)
+        links: Links | MeasuredLinks | None = calibration.links_of(network)
         if links is None and local > 1 and gpu is not None:
             links = _links(options, gpu, network)
         if links is None and options.num_gpus > 1:
@@ -46,21 +46,23 @@ def device_speeds(
         return speeds, links, speeds.source
     if not on_gpu:
         return None, None, f"not known: this machine was not measured; run {CALIBRATE} --num_gpus {local}"
-    speeds, missing = _of_maker(options, gpu)
+    of_maker, missing = _of_maker(options, gpu)
     links = _links(options, gpu, network)
     if links is None and local > 1:
         missing = missing or "--link_bandwidth, in GB/s"
-    if speeds is None or missing:
+    if of_maker is None or missing:
         subject, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
-        return speeds, links, f"not known{subject}: set {missing}{other}"
+        return of_maker, links, f"not known{subject}: set {missing}{other}"
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
-    return speeds, links, f"{speeds.source}{between}"
+    return of_maker, links, f"{of_maker.source}{between}"
 
 
 def stand_in_speeds(options: Any) -> tuple[Speeds, Links | MeasuredLinks]:
     """(speeds, links) to rank layouts with where the device's own are not known."""
     plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
     speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
+    assert speeds is not None  # its maker states them
+    assert links is not None
     return speeds, links
 
 

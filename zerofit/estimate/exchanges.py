@@ -119,7 +119,7 @@ def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accu
     reduced = [Exchange(ALL_REDUCE, size, buckets, half)]
     gathers = max(1, math.ceil(trained / int(zero.allgather_bucket_size)))
     in_each = int(zero.stage) == 2
-    common = {
+    common: dict[str, Any] = {
         "backward": reduced if in_each else [],
         "last_backward": [] if in_each else reduced,
         "step": [Exchange(ALL_GATHER, size, gathers, half)],
@@ -150,7 +150,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps
     buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
     persistent = sum(size for size in weights.sizes.values() if size <= threshold)
     fetched = width * total / world_size * (1 + again) if offload_device(zero.offload_param) != "none" else 0
-    common = {
+    common: dict[str, Any] = {
         "forward": [gathered] if total else [],
         "backward": [regathered, Exchange(REDUCE_SCATTER, width * weights.trained, buckets, half)],
         "step": [Exchange(ALL_GATHER, width * persistent, 1, half)] if persistent else [],

@@ -13,6 +13,8 @@ _fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; ze
 
 from dataclasses import dataclass
 
+import torch
+
 from zerofit.estimate.gradient_memory import GradientMemory
 from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from zerofit.estimate.model_states import States
@@ -59,7 +61,7 @@ class Group:
 def fully_sharded_states(
     weights: Weights,
     world_size: int,
-    dtype,
+    dtype: torch.dtype,
     on_gpu: bool,
     reshards: bool,
     divided: frozenset[str] = frozenset(),
@@ -108,7 +110,7 @@ class FullyShardedEngine(GradientMemory):
         """Weights of other ranks, and what they arrive in."""
         return sum(self.groups[place].full for place in self.here) + self.arrived + self.arriving
 
-    def begin(self, first, last):
+    def begin(self, first: bool, last: bool) -> None:
         if first:
             self.kept, self.full = 0, {}
         self.first, self.last, self.gradients, self.buffers = first, last, self.kept + sum(self.full.values()), 0
@@ -117,7 +119,8 @@ class FullyShardedEngine(GradientMemory):
         self.next: Place | None = None  # which is on its way
         self.order: list[Place] = []  # of the forward pass
         self.completed: dict[Place | None, int] = {}  # gradients that are not reduced yet
-        self.place, self.backward = None, False
+        self.place: Place | None = None
+        self.backward = False
 
     def enter(self, step: TracedStep) -> int:
         backward, most = step.phase == "backward", self.held
@@ -179,7 +182,7 @@ class FullyShardedEngine(GradientMemory):
             self.here.discard(self.place)
         return self.held
 
-    def complete(self, name):
+    def complete(self, name: str) -> int:
         if name in self.divided:
             return self._complete_experts(MASTER_BYTES * self.sizes[name] // self.world_size)
         place, size = self.place_of(name), self.width * self.sizes[name]
@@ -222,7 +225,7 @@ class FullyShardedEngine(GradientMemory):
         self.full.setdefault(place, cast)
         return most
 
-    def finish(self):
+    def finish(self) -> int:
         most = self._leave()
         for place in [*self.here]:  # what is in no block, and blocks into which no gradient goes back
             most = max(most, self._reduce(place))

@@ -1,6 +1,7 @@
 """What is on the device while texts are generated for an evaluation batch: above all, keys and values."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class KeyValueCache:
     hidden: int
     vocabulary: int
 
-    def parts(self, recipe, rows: int, width: int) -> dict[str, int]:
+    def parts(self, recipe: Any, rows: int, width: int) -> dict[str, int]:
         """Bytes at the last token, when the search reorders the cache tensor by tensor (`reorder_cache` of
         transformers' cache_utils.py), or when it scores the next token (generation/utils.py, _beam_search).
 

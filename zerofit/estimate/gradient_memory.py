@@ -21,11 +21,13 @@ class GradientMemory:
         gathered: held of other ranks' weights.
     """
 
-    gathered = 0
-
     def __init__(self, weights: Weights, width: int):
         self.sizes, self.width = weights.sizes, width
         self.gradients = self.buffers = 0
+
+    @property
+    def gathered(self) -> int:
+        return 0
 
     @property
     def held(self) -> int:
@@ -63,7 +65,7 @@ class GradientMemory:
 class DdpGradients(GradientMemory):
     """DDP: the buckets of all gradients are there all the time, and gradients are views of them."""
 
-    def begin(self, first, last):
+    def begin(self, first: bool, last: bool) -> None:
         self.first, self.gradients = False, self.width * sum(self.sizes.values())
 
 

@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
 
     kind: str
     bytes: float
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # of tuple
     half: bool = False
     among: int = 0
     apart: int = 1

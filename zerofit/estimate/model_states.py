@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from zerofit.estimate.gradient_memory import BucketGradients, DdpGradients, GradientMemory
 from zerofit.estimate.memory_constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from zerofit.estimate.weights import FlatGroup, Weight, Weights, kept_by_rank
@@ -52,7 +54,12 @@ class States:
 
 
 def torch_states(
-    weights: Weights, world_size: int, trained_dtype, frozen_dtype, on_gpu: bool, optim: str = "adamw"
+    weights: Weights,
+    world_size: int,
+    trained_dtype: torch.dtype,
+    frozen_dtype: torch.dtype,
+    on_gpu: bool,
+    optim: str = "adamw",
 ) -> States:
     """DDP, whose buckets hold the gradients all the time; or one process, where backward makes them."""
     width = trained_dtype.itemsize
@@ -69,7 +76,13 @@ def torch_states(
 
 
 def deepspeed_states(
-    weights: Weights, zero: Any, world_size: int, dtype, accumulates: bool, on_gpu: bool, keeps_layers: bool = True
+    weights: Weights,
+    zero: Any,
+    world_size: int,
+    dtype: torch.dtype,
+    accumulates: bool,
+    on_gpu: bool,
+    keeps_layers: bool = True,
 ) -> States:
     """ZeRO of any stage.
 
@@ -83,7 +96,9 @@ def deepspeed_states(
     return _first_stages(weights, zero, world_size, dtype.itemsize, dtype, accumulates, on_gpu)
 
 
-def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) -> States:
+def _first_stages(
+    weights: Weights, zero: Any, world_size: int, width: int, dtype: torch.dtype, accumulates: bool, on_gpu: bool
+) -> States:
     """ZeRO-1 and ZeRO-2 (stage_1_and_2.py)."""
     groups = [FlatGroup(group, world_size) for group in weights.groups]
     shards = [group.partition for group in groups]
@@ -96,7 +111,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     def part_of(size: int) -> int:
         return min(size, max(shards))
 
-    common = {
+    common: dict[str, Any] = {
         "weights": held,
         "load": held,
         "engine": lambda: BucketGradients(weights, zero, width, kept, part_of if offloads else None),
@@ -121,7 +136,7 @@ def _first_stages(weights, zero, world_size, width, dtype, accumulates, on_gpu) 
     )
 
 
-def _third_stage(weights, zero, world_size, width, on_gpu, keeps_layers) -> States:
+def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gpu: bool, keeps_layers: bool) -> States:
     """ZeRO-3 (stage3.py)."""
 
     def part_of(size: int) -> int:

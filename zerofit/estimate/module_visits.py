@@ -4,7 +4,7 @@ Source: DeepSpeed 0.19, runtime/zero/parameter_offload.py (_register_deepspeed_m
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ class Visit(NamedTuple):
     kept: tuple[str, ...] = ()
 
 
-def watch_modules(model: torch.nn.Module, note: Callable[[Visit], None]) -> list:
+def watch_modules(model: torch.nn.Module, note: Callable[[Visit], None]) -> list[Any]:
     """Call `note` at each visit. Returns the handles of the hooks."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     handles = []
@@ -59,19 +59,19 @@ def _holders(tensor: torch.Tensor) -> int:
 
 def _watch(
     module: torch.nn.Module, name: str, parameters: dict[str, torch.Tensor], note: Callable[[Visit], None]
-) -> list:
+) -> list[Any]:
     weights, holders = tuple(parameters), {weight: _holders(each) for weight, each in parameters.items()}
     outputs = inputs = 0  # of tensors whose gradients have not come yet
 
     class BeforeBackward(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, output):
+        def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
             nonlocal outputs
             outputs += 1
             return output.detach()
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             nonlocal outputs
             if outputs > 0:
                 note(Visit(name, True, False, weights))
@@ -80,26 +80,26 @@ def _watch(
 
     class AfterBackward(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, given):
+        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
             nonlocal inputs
             inputs += ctx.needs_input_grad[0]
             return given.detach()
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             nonlocal inputs
             inputs -= 1
             if inputs == 0:
                 note(Visit(name, False, False, weights))
             return gradient
 
-    def before(module, args):
+    def before(module: torch.nn.Module, args: Any) -> Any:
         nonlocal inputs
         inputs = 0
         note(Visit(name, True, True, weights))
         return _applied(AfterBackward.apply, args)
 
-    def after(module, args, output):
+    def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
         kept = tuple(weight for weight, each in parameters.items() if _holders(each) > holders[weight])
         note(Visit(name, False, True, weights, kept))
         return _applied(BeforeBackward.apply, output)
@@ -107,7 +107,7 @@ def _watch(
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
 
-def _applied(function, value):
+def _applied(function: Callable[..., Any], value: Any) -> Any:
     from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
     return apply_to_tensors_only(function, value)

@@ -50,7 +50,7 @@ class Operation(NamedTuple):
     bytes: int
 
 
-def operation_of(function: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Operation | None:
+def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
     """What a call of an aten operator costs; None where it costs nothing.
 
     FLOPs are those of torch.utils.flop_counter; a causal mask halves those of attention.
@@ -77,7 +77,7 @@ def operation_of(function: Any, args: tuple, kwargs: dict[str, Any], result: Any
     return Operation(kind, _is_half(factors, result), flops, read + written)
 
 
-def _flops(packet: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
+def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     if packet is FLASH:
         flops = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
         return flops // 2 if _is_causal(args, kwargs, 4) else flops
@@ -90,11 +90,11 @@ def _flops(packet: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> int
     return formula(*args, **kwargs, out_val=result) if formula is not None else 0
 
 
-def _is_causal(args: tuple, kwargs: dict[str, Any], place: int) -> bool:
+def _is_causal(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:
     return bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
 
 
-def _tensors(values) -> Iterator[torch.Tensor]:
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -107,7 +107,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-def _is_half(args: tuple, result: Any) -> bool:
+def _is_half(args: tuple[Any, ...], result: Any) -> bool:
     floating = (one for one in _tensors((args, result)) if one.is_floating_point())
     first = next(floating, None)
     return first is not None and first.itemsize < 4

@@ -164,7 +164,8 @@ def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation
 
 def _largest_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Moment:
     """The moment of a forward and backward pass at which most is held beside the states."""
-    most, largest, gathered = -1, None, 0
+    most, gathered = -1, 0
+    largest: tuple[TracedStep, int, int, int, int, int, int] | None = None
     for step, (at_first, gathered) in zip(steps, _gathered(states, steps)):
         entering = engine.enter(step)
         total = at_first + entering + step.start
@@ -182,6 +183,7 @@ def _largest_of_pass(states: States, engine: GradientMemory, steps: list[TracedS
     exchanged = engine.finish()
     if gathered + exchanged + steps[-1].end > most:
         largest = (steps[-1], gathered, *engine.by_kind, steps[-1].end, exchanged - engine.held)
+    assert largest is not None  # a pass has steps
     return _moment(*largest)
 
 

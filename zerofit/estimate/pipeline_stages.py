@@ -90,7 +90,8 @@ def steps_of_stage(
             forward pass ends.
     """
     found: list[TracedStep] = []
-    live, first_place = 0, None
+    live = 0
+    first_place: tuple[str, int] | tuple[()] | None = None  # (): passed
     for at, step in enumerate(steps):
         in_head = step.phase == "loss" or step.name == "backward of after"
         if (in_head and not stage.is_last) or (step.name == "backward of before" and not stage.is_first):

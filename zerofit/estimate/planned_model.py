@@ -1,6 +1,7 @@
 """The model of a plan: its configuration, its parameters, and how a traced copy of it is built."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -48,8 +49,8 @@ class PlannedModel:
     on_gpu: bool
     cpu_kernels: bool = False
 
-    def __post_init__(self):
-        self._tracers: dict[tuple, Tracer | EveryNth] = {}
+    def __post_init__(self) -> None:
+        self._tracers: dict[tuple[Any, ...], Any] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
 
     def with_length(self, length: int) -> "PlannedModel":
@@ -71,6 +72,7 @@ class PlannedModel:
     def _weights_of(self, layout: ParallelLayout, stage: Stage) -> Weights:
         if layout.pipeline > 1:
             plan, body = family_of(self.config).stage_plan, self.full.base_model_prefix
+            assert plan is not None  # check_layout has refused other families
             return weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
         return self.weights if layout.tensor == 1 else self.weights.shared(self._share_sizes(layout.tensor))
 
@@ -195,8 +197,8 @@ class PlannedModel:
         if evaluated or type(which) is not int:
             return self._tracer(replace(settings, recomputed=not evaluated and which), rows, trained)
         if (settings, rows, which) not in self._tracers:
-            both = (self._tracer(replace(settings, recomputed=one), rows, trained) for one in (True, False))
-            self._tracers[settings, rows, which] = EveryNth(*both, which)
+            again, kept = (self._tracer(replace(settings, recomputed=one), rows, trained) for one in (True, False))
+            self._tracers[settings, rows, which] = EveryNth(again, kept, which)
         return self._tracers[settings, rows, which]
 
     def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
@@ -207,7 +209,7 @@ class PlannedModel:
         return self._tracers[key]
 
     @cached_property
-    def _model_key(self) -> tuple:
+    def _model_key(self) -> tuple[Any, ...]:
         return model_key(self.recipe, self.config)
 
     def _rows(self, rows: Rows, precision: str) -> Rows:
@@ -218,8 +220,8 @@ class PlannedModel:
         flash = on_gpu and precision != "fp32" and (named not in ("sdpa", "eager") if named else not dropped)
         return replace(rows, masked=rows.masked and not flash)
 
-    def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows):
-        def build(config):
+    def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows) -> Callable[[Any], torch.nn.Module]:
+        def build(config: Any) -> torch.nn.Module:
             model = make_model(config, self.task, settings.dtype, self.recipe.attn_implementation, traced=True)
             add_lora(model, self.recipe, self.task)
             split_layers(model, settings.tensor)
@@ -233,7 +235,7 @@ class PlannedModel:
         return build
 
 
-def make_model(config, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
+def make_model(config: Any, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
     """A model with random weights, on the default device."""
     auto_class, config = getattr(transformers, TASKS[task]), copy.deepcopy(config)
     model_class = auto_class._model_mapping[type(config)]
@@ -245,7 +247,7 @@ def make_model(config, task: str, dtype: torch.dtype, attention: str | None, tra
     return auto_class.from_config(config, dtype=dtype, **arguments)
 
 
-def add_lora(model: torch.nn.Module, recipe, task: str) -> None:
+def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
     """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
     if not recipe.lora:
         return

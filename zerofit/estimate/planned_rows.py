@@ -1,6 +1,7 @@
 """The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss of them."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ class Rows:
         return replace(self, length=max(1, round(part * self.length)), target_length=target)
 
 
-def make_inputs(config, rows: Rows, batch_size: int, makes_masks: bool = False) -> dict[str, torch.Tensor]:
+def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = False) -> dict[str, torch.Tensor]:
     """Inputs of a pass; call it inside a fake tensor mode.
 
     Args:

@@ -78,6 +78,6 @@ def plan_strategy(name: str, strategy: Strategy, subject: PlannedModel) -> Plann
     return PlannedStrategy(name, strategy.layout, strategy.precision, DeepSpeedZeroConfig(**section))
 
 
-def _hidden_size(config) -> int:
+def _hidden_size(config: Any) -> int:
     sizes = getattr(config, "hidden_sizes", None)
     return getattr(config, "hidden_size", None) or (max(sizes) if sizes else config.get_text_config().hidden_size)

@@ -5,6 +5,7 @@ nothing is read. `zerofit plan`, whose command the report ends with, searches la
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NF4_BYTES
 from zerofit.model.parameters import true_numel
@@ -202,7 +203,7 @@ def _of_passes(s: Shortage) -> list[Remedy]:
         if s.recipe.global_batch_size is None:
             option, what = f"{option} --gradient_accumulation_steps {smaller[1]}", "the global batch does not change"
         found.append(Remedy(option, what, round(s.activations * (1 - smaller[0] / batches.micro_batch))))
-    which = s.recipe.gradient_checkpointing
+    which: Any = s.recipe.gradient_checkpointing
     if which is not True and s.passes.layers > 1:
         option = "--gradient_checkpointing" + (" full" if which else "")
         found.append(Remedy(option, "activations are recomputed: slower", _of_recomputation(s)))
@@ -216,7 +217,8 @@ def _of_passes(s: Shortage) -> list[Remedy]:
 
 def _of_recomputation(s: Shortage) -> int | None:
     """What recomputing every layer saves: the inputs of all layers stay, and one layer in full."""
-    which, layers, inputs = s.recipe.gradient_checkpointing, s.passes.layers, s.passes.layer_inputs
+    which: Any = s.recipe.gradient_checkpointing
+    layers, inputs = s.passes.layers, s.passes.layer_inputs
     if which == "selective":
         return None
     recomputed = -(-layers // which) if which else 0

@@ -1,20 +1,22 @@
 """The time of updates of one subject on one device."""
 
 import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.estimate.every_nth import EveryNth
 from zerofit.estimate.exchanges import Exchanges, deepspeed_exchanges, fully_sharded_exchanges, torch_exchanges
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.links import Exchange, Links, MeasuredLinks
+from zerofit.estimate.links import Exchange, Links
 from zerofit.estimate.operations import ALL_GATHER, Operation
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.speeds import Speeds
 from zerofit.estimate.tracer import Tracer
-from zerofit.estimate.update_time import PassTime, UpdateTime, pass_time, update_time
+from zerofit.estimate.update_time import AnyLinks, PassTime, UpdateTime, pass_time, update_time
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.strategy.layout import ParallelLayout
 
@@ -48,19 +50,20 @@ class Timing:
     """Predicts the time of updates; the same traces serve memory and time.
 
     Args:
-        speeds, links: None where they are not known: then there is no prediction.
+        links: None: of one process, which exchanges nothing.
         mean_length: tokens of a row, for time; None: the recipe's maximum.
         is_known: the speeds are the device's own; else they only rank layouts.
     """
 
     def __init__(
-        self, subject: PlannedModel, gpus_per_node: int, speeds: Speeds | None, links: Links | MeasuredLinks | None,
+        self, subject: PlannedModel, gpus_per_node: int, speeds: Speeds, links: AnyLinks | None,
         mean_length: float | None, is_known: bool = True,
     ):  # fmt: skip
-        self.subject, self.gpus_per_node, self.speeds, self.links = subject, gpus_per_node, speeds, links
+        self.subject, self.gpus_per_node, self.speeds = subject, gpus_per_node, speeds
+        self.links: AnyLinks = links or Links(math.inf, math.inf)
         self.rows = subject.rows.shortened(mean_length) if mean_length else subject.rows
         self.mean_length, self.is_known = mean_length, is_known
-        self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
+        self._times: dict[tuple[Tracer | EveryNth, Stage], dict[int, PassTime]] = {}
         self._flops_per_token: float | None = None
 
     def predict(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int) -> UpdateSpeed | None:
@@ -68,7 +71,7 @@ class Timing:
         half = resolved.precision != "fp32"
         layout = resolved.layout
         world_size = layout.world_size
-        if self.speeds is None or (self.links is None and world_size > 1) or not self.speeds.computes(half):
+        if not self.speeds.computes(half):
             return None
         passes = self.passes(resolved, micro_batch)
         time = update_time(

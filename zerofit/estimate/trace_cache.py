@@ -100,9 +100,10 @@ def _segment(fields: dict[str, Any], operations: list[Operation]) -> Segment:
     segment = Segment(**fields)
     _check_numbers([segment.start, segment.peak, segment.end, segment.gradient, segment.offloaded])
     segment.name = tuple(segment.name) if isinstance(segment.name, list) else segment.name
-    segment.operations = [operations[number] for number in segment.operations]
+    segment.operations = [operations[number] for number in fields["operations"]]
     if segment.visit is not None:
-        segment.visit = Visit(*(tuple(part) if isinstance(part, list) else part for part in segment.visit))
+        parts: list[Any] = [tuple(part) if isinstance(part, list) else part for part in fields["visit"]]
+        segment.visit = Visit(*parts)
     return segment
 
 
@@ -111,7 +112,7 @@ def _check_numbers(values: list[Any]) -> None:
         raise ValueError(values)
 
 
-def model_key(recipe: Any, config: Any) -> tuple:
+def model_key(recipe: Any, config: Any) -> tuple[Any, ...]:
     """What the recipe and the configuration say of the model that is traced."""
     fields = [*dataclasses.fields(ModelOptions), *dataclasses.fields(LoraOptions)]
     options = tuple((field.name, repr(getattr(recipe, field.name))) for field in fields)

@@ -8,6 +8,7 @@ How many tokens a rank gets depends on the routers. Here they are balanced: each
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -51,7 +52,7 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
     class Balanced(library.AllToAllEP):
         """The exchange, whose sizes are on the host before there are any: fake tensors have no values."""
 
-        def _dispatch_tokens(self, hidden_states, top_k_index, top_k_weights):
+        def _dispatch_tokens(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
             sizes = _even(top_k_index.numel(), ranks)
             with replaced(FakeTensor, "tolist", lambda counts: [sizes] * len(counts)):
                 return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
@@ -88,12 +89,12 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
 
     class Exchange(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, rows, received, sent):
+        def forward(ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
             ctx.sent = sent
             return exchanged(rows, received)
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
             return exchanged(gradient, ctx.sent), None, None
 
     class Arrived:

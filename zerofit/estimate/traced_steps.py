@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerofit.estimate.allocations import Segment
 from zerofit.estimate.module_visits import Visit
@@ -64,12 +64,12 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]
     return steps
 
 
-def _title(run: list[Segment]) -> tuple:
+def _title(run: list[Segment]) -> tuple[Any, ...]:
     return run[0].name if isinstance(run[0].name, tuple) else (run[0].name,)
 
 
 def _places(
-    where: list, traced: dict[str, int], stacks: dict[str, int], backward: bool
+    where: list[Any], traced: dict[str, int], stacks: dict[str, int], backward: bool
 ) -> list[tuple[str, int] | None]:
     """The layers of the full model that a traced one stands for, in the order of the pass."""
     if len(where) < 2:
@@ -81,7 +81,7 @@ def _places(
     return [(stack, number) for number in (reversed(numbers) if backward else numbers)]
 
 
-def _renaming(where: list, place: tuple[str, int] | None) -> Callable[[str], str]:
+def _renaming(where: list[Any], place: tuple[str, int] | None) -> Callable[[str], str]:
     """(a name in the traced model) -> the one in the full model, of a layer that stands for that of `place`."""
     if place is None or place[1] == where[1]:
         return str
@@ -116,7 +116,9 @@ def in_flight(steps: list[TracedStep]) -> list[TracedStep]:
     """The steps with what is on the device although it was offloaded: the newest input, which is not copied, and the
     one before it, until the next one comes (DeepSpeed 0.19, offload_activations.py). That of the layer at work is
     there in any case."""
-    done, held, place = [], [], None
+    done: list[TracedStep] = []
+    held: list[int] = []
+    place: tuple[str, int] | None = None
     for step in steps:
         if step.offloaded:
             held = [*held[-1:], step.offloaded]

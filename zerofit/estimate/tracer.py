@@ -8,9 +8,10 @@ any depth are put together from the same segments.
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,7 +73,7 @@ class TraceSettings:
         return self.on_gpu and not self.cpu_kernels
 
 
-def reduced_configuration(config):
+def reduced_configuration(config: Any) -> Any:
     """The same model with two layers in each stack."""
     reduced = copy.deepcopy(config)
     for name in DEPTHS:
@@ -103,9 +104,10 @@ class Tracer:
     """
 
     def __init__(
-        self, config, full: torch.nn.Module, build, rows: Rows, settings: TraceSettings,
+        self, config: Any, full: torch.nn.Module, build: Callable[[Any], torch.nn.Module], rows: Rows,
+        settings: TraceSettings,
         cache: TraceCache | None = None,
-    ):  # fmt: skip
+    ) -> None:  # fmt: skip
         self.elsewhere: FakeHostStore | None = None
         self.config, self.full, self.build, self.settings, self.rows = config, full, build, settings, rows
         self.cache, self.kept = cache, cache.read() if cache else Traces()
@@ -212,7 +214,7 @@ class Tracer:
                 del loss
         return ledger.close()
 
-    def _autocast(self):
+    def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast("cpu", self.settings.autocast)
@@ -245,9 +247,9 @@ class FakeHostStore:
         offloaded: is told the bytes of each tensor.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.offloaded: Callable[[int], None] = lambda size: None
-        self._shapes: list[tuple] = []
+        self._shapes: list[tuple[Any, ...]] = []
 
     def offload_input(self, tensor: torch.Tensor) -> int:
         self.offloaded(tensor.nbytes)
@@ -265,8 +267,8 @@ class Borders:
     def __init__(self, ledger: AllocationTracker):
         self.ledger, self.backward = ledger, False
 
-    def watch(self, stack: str, index: int, layer: torch.nn.Module) -> list:
-        def entered(module, args, kwargs):
+    def watch(self, stack: str, index: int, layer: torch.nn.Module) -> list[Any]:
+        def entered(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if self.backward:  # it is recomputed
                 return
             first = _first_tensor((*args, *kwargs.values()))
@@ -274,7 +276,7 @@ class Borders:
                 first.register_hook(lambda gradient: self.ledger.mark(("backward of before", stack)))
             self.ledger.mark(("layer", stack, index))
 
-        def left(module, args, kwargs, output):
+        def left(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if self.backward:
                 return
             first = _first_tensor(output if isinstance(output, tuple) else (output,))
@@ -288,7 +290,7 @@ class Borders:
         ]
 
 
-def linear_of_zero_3() -> AbstractContextManager:
+def linear_of_zero_3() -> AbstractContextManager[Any]:
     """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
@@ -312,11 +314,11 @@ def _make_fake(model: torch.nn.Module) -> None:
                 held[name] = made[id(tensor)]
 
 
-def _first_tensor(values) -> torch.Tensor | None:
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
 
 
-def _with_traced_attention(config, gpu_kernels: bool):
+def _with_traced_attention(config: Any, gpu_kernels: bool) -> Any:
     """The configuration with sdpa under a name of its own. A GPU's fused kernels keep no mask of dropped weights."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -55,7 +55,7 @@ class UpdateTime:
     @property
     def bound(self) -> str:
         """What takes most of it."""
-        return max(self.parts, key=self.parts.get)
+        return max(self.parts, key=self.parts.__getitem__)
 
 
 def pass_time(
@@ -84,7 +84,7 @@ def pass_time(
 def _segment_time(
     operations: Iterable[Operation], speeds: Speeds, exchanged: Callable[[Operation], float]
 ) -> tuple[float, dict[str, float]]:
-    total, parts = 0.0, {}
+    total, parts = 0.0, dict[str, float]()
     for operation in operations:
         if operation.kind in EXCHANGES:
             seconds = exchanged(operation)

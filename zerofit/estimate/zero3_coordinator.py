@@ -53,7 +53,12 @@ class KnownPass:
     """
 
     def __init__(
-        self, known: list[Visit], sizes: dict[str, int], frozen: frozenset[str], rules: FetchRules, remembered
+        self,
+        known: list[Visit],
+        sizes: dict[str, int],
+        frozen: frozenset[str],
+        rules: FetchRules,
+        remembered: dict[tuple[str, int], frozenset[str]],
     ):
         self.sizes, self.frozen, self.rules, self.remembered = sizes, frozen, rules, remembered
         self.decided: dict[tuple[str, int], frozenset[str]] = {}
@@ -64,7 +69,8 @@ class KnownPass:
             self.places.setdefault(weight, []).append(place)
         self.distance = [*itertools.accumulate((sum(sizes[one] for one in v.weights) for v in order), initial=0)]
         self.persistent = {name for name, size in sizes.items() if size <= rules.threshold}
-        self.here, self.users = set(self.persistent), {name: set() for name in sizes}
+        self.here = set(self.persistent)
+        self.users: dict[str, set[str]] = {name: set() for name in sizes}
         self.handles: dict[str, Handle] = {}
         self.recent: dict[str, int] = {}  # the last place for which a weight was taken from the queue
         self.views: dict[str, int] = {}  # held of weights that were released, until their backward pass is done
@@ -87,7 +93,8 @@ class KnownPass:
                 self.backward[owner].add(weight)
                 self.users[weight].add(owner)
             most = max(most, self._wait(weight))
-        fresh, passed = {one for one in visit.weights if self.recent.get(one, -1) < self.step}, set()
+        fresh = {one for one in visit.weights if self.recent.get(one, -1) < self.step}
+        passed: set[str] = set()
         while self.next < len(self.queue) and len(passed) < len(fresh):
             weight, self.recent[weight] = self._pop()
             passed.add(weight)

@@ -52,18 +52,20 @@ class Gathered:
 
 @functools.lru_cache(maxsize=64)
 def _held(
-    known: Visits, visits: Visits, sizes: tuple, frozen: frozenset[str], rules: FetchRules, keeps: bool,
-    width: int,
+    known: Visits, visits: Visits, sizes: tuple[tuple[str, int], ...], frozen: frozenset[str], rules: FetchRules,
+    keeps: bool, width: int,
 ) -> list[tuple[int, int]]:  # fmt: skip
-    sizes, order, remembered = dict(sizes), [visit for visit in known if visit], {}
+    by_name, order = dict(sizes), [visit for visit in known if visit]
+    remembered: dict[tuple[str, int], frozenset[str]] = {}
     if not keeps:
         forward = [*itertools.takewhile(lambda visit: visit.forward, order)]
-        alone = KnownPass(forward, sizes, frozen, rules, {})
+        alone = KnownPass(forward, by_name, frozen, rules, {})
         for visit in forward:
             alone.at(visit)
         remembered = alone.decided
-    run, held = KnownPass(order, sizes, frozen, rules, remembered), []
-    for visit in visits:
-        most = run.at(visit) if visit else run.held
+    run = KnownPass(order, by_name, frozen, rules, remembered)
+    held: list[tuple[int, int]] = []
+    for met in visits:
+        most = run.at(met) if met else run.held
         held.append((width * most, width * run.held))
     return held

@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import ModuleType
+from typing import Any
 
 from zerofit.strategy.layout import ParallelLayout
 
@@ -41,7 +41,7 @@ def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager:
 
 
 @contextlib.contextmanager
-def replaced(module: ModuleType, name: str, function: Callable) -> Iterator[None]:
+def replaced(module: Any, name: str, function: Any) -> Iterator[None]:
     """The context in which a module has another function, or class, of this name."""
     before = getattr(module, name)
     setattr(module, name, function)
