@@ -41,7 +41,7 @@ from provenance import provenance
 
 from zerofit.record.terminal import table
 from zerofit.tools.compare.candidates import make_recipe
-from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.compare.compare_options import CompareOptions
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
 from zerofit.tools.compare.trial_request import ANSWERS, Answers, TrialRequest
 from zerofit.tools.launches import Trial, launched

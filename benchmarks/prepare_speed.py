@@ -91,7 +91,7 @@ def our_way(source: str, prefix: str, name: str, workers: int) -> None:
     """The same, by `zerofit prepare`'s own figures."""
     from zerofit.data.megatron.corpus import read_card
     from zerofit.tools.prepare.corpora import prepare
-    from zerofit.tools.prepare.options import PrepareOptions
+    from zerofit.tools.prepare.prepare_options import PrepareOptions
 
     options = PrepareOptions(
         input=[source], output_prefix=prefix, tokenizer=name, append_eod=True, workers=workers, overwrite=True

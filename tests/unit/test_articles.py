@@ -13,7 +13,7 @@ import yaml
 from zerofit.cli import main as zerofit
 from zerofit.tools.convert.megatron_args.calls import calls_in
 from zerofit.tools.convert.megatron_args.corpora import convert_preparation
-from zerofit.tools.convert.megatron_args.ledger import Row
+from zerofit.tools.convert.megatron_args.ledger import FlagRow
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 
@@ -103,9 +103,9 @@ def converted(name: str):
     return convert_pretraining(call, Options())
 
 
-def rows() -> dict[str, tuple[list[str], Row]]:
+def rows() -> dict[str, tuple[list[str], FlagRow]]:
     """{flag without its value: (the scripts that have it, what became of it in the first of them)}."""
-    found: dict[str, tuple[list[str], Row]] = {}
+    found: dict[str, tuple[list[str], FlagRow]] = {}
     of_each = {name: converted(name).flags for name in SCRIPTS}
     of_each["corpus"] = convert_preparation(calls_in(CORPORA, {})[0], None, [])[1]
     for name, flags in of_each.items():

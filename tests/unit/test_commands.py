@@ -12,17 +12,17 @@ from torch.distributed.run import get_args_parser
 from zerofit.cli import COMMANDS
 from zerofit.recipe import parse_recipe
 from zerofit.strategy.pairs import find_strategies
-from zerofit.tools.compare.options import CompareOptions
-from zerofit.tools.convert.options import FromMetaOptions, ToMetaOptions
+from zerofit.tools.compare.compare_options import CompareOptions
+from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
-from zerofit.tools.generate.options import GenerateOptions
+from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.launch.launch import read_options
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
-from zerofit.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions, PrepareOptions
 from zerofit.tools.tool_recipe import TASKS, read_with_recipe
-from zerofit.tools.verify.options import VerifyOptions
+from zerofit.tools.verify.verify_options import VerifyOptions
 
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare", "info"): InfoOptions, ("prepare",): PrepareOptions,

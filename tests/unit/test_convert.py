@@ -21,9 +21,9 @@ from zerofit.tools.convert.meta.config import ffn_params, ffn_size, version_of
 from zerofit.tools.convert.meta.folder import MetaFolder
 from zerofit.tools.convert.meta.forward import meta_logits
 from zerofit.tools.convert.meta.layout import (
-    Cut,
+    MetaWeight,
+    ShardCut,
     Sizes,
-    Weight,
     choose_cut,
     find_cut,
     same_bits,
@@ -335,7 +335,7 @@ def test_models_that_meta_does_not_know(tmp_path, capsys):
     config.write_text(json.dumps({"model_type": "gpt2"}))
     assert "is not a Llama: its config.json says gpt2" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
     shutil.rmtree(tmp_path / "odd")
-    assert "no folder with a config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
+    assert "a folder with a config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -357,9 +357,9 @@ def test_cuts_are_recognised():
                 shard = cut.shard(torch.empty(weight.shape), number - 1, number)
                 assert find_cut(weight, tuple(shard.shape), number) == cut, (weight, number)
     assert len(listed) == 12
-    assert choose_cut(listed[2], 8, 2, False) == Cut(0, 4)
-    assert find_cut(Weight("w", "w", (8, 4), (0,)), (8, 4), 2) is None
-    assert find_cut(Weight("w", "w", (8, 4), (0,)), (3, 4), 2) is None
+    assert choose_cut(listed[2], 8, 2, False) == ShardCut(0, 4)
+    assert find_cut(MetaWeight("w", "w", (8, 4), (0,)), (8, 4), 2) is None
+    assert find_cut(MetaWeight("w", "w", (8, 4), (0,)), (3, 4), 2) is None
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from zerofit.recipe.idle import IDLE, idle_options
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 from zerofit.tools.doctor.check import Needs, check_machine
+from zerofit.tools.doctor.doctor_report import DoctorReport, Finding
 from zerofit.tools.doctor.installation import Folder, Installation
-from zerofit.tools.doctor.report import Finding, Report
 from zerofit.tools.doctor.values import OWNERS, flat
 from zerofit.tools.machine import Device
 
@@ -488,7 +488,7 @@ def test_messages_are_cut_into_what_and_remedy():
 
 
 def test_the_worst_comes_first():
-    report = Report(findings=[Finding("note", "a"), Finding("error", "b"), Finding("note", "a")])
+    report = DoctorReport(findings=[Finding("note", "a"), Finding("error", "b"), Finding("note", "a")])
     assert [one.what for one in report.sorted_findings] == ["b", "a"]
     assert report.exit_code == 1
 

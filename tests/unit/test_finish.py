@@ -15,10 +15,10 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.compare import finish
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates, with_one_batch_evaluations
+from zerofit.tools.compare.compare_options import CompareOptions
 from zerofit.tools.compare.finish import Finish, batch_to_train, values_to_finish
 from zerofit.tools.compare.finished import agreement, finished_table, read_finished, write_csv
-from zerofit.tools.compare.journal import Journal
-from zerofit.tools.compare.options import CompareOptions
+from zerofit.tools.compare.trial_journal import TrialJournal
 from zerofit.tools.tool_recipe import read_with_recipe
 
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
@@ -116,7 +116,7 @@ def comparison(tmp_path, monkeypatch):
     machine = SimpleNamespace(settings={"A": "1"}, simulated={}, devices=[], identity={"cores": 2})
     return SimpleNamespace(
         options=SimpleNamespace(task="cls", num_processes=2, global_batch_size=None), candidates=candidates,
-        rows=lambda: rows, machine=machine, journal=Journal(tmp_path / "journal.jsonl"), output=tmp_path,
+        rows=lambda: rows, machine=machine, journal=TrialJournal(tmp_path / "journal.jsonl"), output=tmp_path,
         pair_of=lambda candidate: candidate.name,
     )  # fmt: skip
 

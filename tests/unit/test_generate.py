@@ -516,7 +516,7 @@ def test_what_is_refused(generate, model, flags, words):
         ("", ["empty"]),
         ("\n\n", ["empty"]),
         ('{"prompt": "a"}\n{"text": "b"}\n', ["line 2", "`prompt`", "text"]),
-        ('\n{"prompt": "a"}\nnonsense\n', ["line 3", "no JSON"]),
+        ('\n{"prompt": "a"}\nnonsense\n', ["line 3", "not JSON"]),
         ("[1]\n", ["line 1", "list"]),
         ('{"messages": "a"}\n', ["line 1", "role"]),
         ('{"messages": [{"role": "user"}]}\n', ["line 1", "content"]),

@@ -9,7 +9,7 @@ from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer,
 from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
-from zerofit.tools.generate.journal import Journal
+from zerofit.tools.generate.answer_journal import AnswerJournal
 
 PROMPTS = [f"{'word ' * (number * 5 % 13)}{number}" for number in range(11)]
 DRAWN = ("--temperature", 1.5, "--seed", 3)
@@ -49,7 +49,7 @@ def answer(model, asked, tmp_path, capsys):
             return [], shown.err
         lines = [json.loads(line) for line in output.read_text().splitlines()]
         assert [line["prompt"] for line in lines] == PROMPTS
-        assert not Journal(output).path.exists()
+        assert not AnswerJournal(output).path.exists()
         return [line["generated"] for line in lines], shown.err
 
     return run
@@ -75,7 +75,7 @@ def test_prompts_without_room_for_all_tokens_have_batches_of_their_own(answer):
 
 def stopped(monkeypatch, answer, after: int, *flags) -> None:
     """A run that is interrupted after so many batches."""
-    from zerofit.tools.generate.writer import Writer
+    from zerofit.tools.generate.text_writer import Writer
 
     true, calls = Writer.write_batch, []
 
@@ -92,7 +92,7 @@ def stopped(monkeypatch, answer, after: int, *flags) -> None:
 
 @pytest.mark.parametrize("flags", [(), DRAWN])
 def test_a_run_goes_on_where_it_was(answer, monkeypatch, tmp_path, flags):
-    from zerofit.tools.generate.writer import Writer
+    from zerofit.tools.generate.text_writer import Writer
 
     whole, _ = answer(*flags, "--batch_size", 2)
     stopped(monkeypatch, answer, 3, *flags, "--batch_size", 2)

@@ -14,14 +14,14 @@ from unit.test_limits import ABOUT, MIB, machine, trial, worst
 from zerofit.cli import main
 from zerofit.data.collate import CausalCollator
 from zerofit.tools.compare import guess
-from zerofit.tools.compare.axis import LENGTHS
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
+from zerofit.tools.compare.compare_options import CompareOptions
+from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.longest_rows import lengths_table, longest_rows
-from zerofit.tools.compare.options import CompareOptions
-from zerofit.tools.compare.report import Report
-from zerofit.tools.compare.results import Row, with_rates_of
+from zerofit.tools.compare.results import StrategyRow, with_rates_of
+from zerofit.tools.compare.search_variable import LENGTHS
 from zerofit.tools.compare.trial_machine import Limits
-from zerofit.tools.lengths import parse_length, possible_lengths, read_lengths
+from zerofit.tools.lengths_option import parse_length, possible_lengths, read_lengths
 from zerofit.tools.tool_recipe import read_with_recipe
 
 SHAPE = "n_layer=8,n_head=2,n_embd=32,n_positions=3000,vocab_size=512,attn_pdrop=0"
@@ -165,17 +165,17 @@ def test_rows_have_the_length_that_is_tried():
 
 def rows():
     lengths = [1024, 2048, 4096]
-    zero3 = Row("zero3", lengths, [trial(1024, 300, 4.0), trial(2048, 600, 2.0), trial(4096)], ABOUT)
-    sp = Row("sp", lengths, [trial(1024, 200, 3.0), trial(2048, 350, 1.5), trial(4096, 650, 0.8)], ABOUT)
+    zero3 = StrategyRow("zero3", lengths, [trial(1024, 300, 4.0), trial(2048, 600, 2.0), trial(4096)], ABOUT)
+    sp = StrategyRow("sp", lengths, [trial(1024, 200, 3.0), trial(2048, 350, 1.5), trial(4096, 650, 0.8)], ABOUT)
     return [zero3, sp]
 
 
 def test_the_report_has_lengths_and_tokens(tmp_path):
     comparison = SimpleNamespace(
-        axis=LENGTHS, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, []),
+        variable=LENGTHS, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, []),
         options=SimpleNamespace(source=lambda name: "", task="clm", num_processes=2, steps=5),
     )  # fmt: skip
-    report = Report(comparison, "zerofit compare --lengths 1k,2k,4k", [])
+    report = ComparisonReport(comparison, "zerofit compare --lengths 1k,2k,4k", [])
     report.write(tmp_path)
     assert report.main_table() == [
         ("strategy", "longest rows", "factor", "its peak", "peak at 2,048", "tokens/s", "tokens/s at 2,048"),
@@ -193,7 +193,10 @@ def test_the_report_has_lengths_and_tokens(tmp_path):
     untimed = [replace(row, trials=[with_rates_of(line, []) for line in row.trials]) for row in rows()]
     assert longest_rows(untimed).endswith("2 times the 2,048 of zero3.")
     assert [len(line) for line in lengths_table(untimed)] == [5, 5, 5]
-    none = [Row("ddp", [1024], [trial(1024)], ABOUT), Row("zero2", [1024], [], {}, "failed at length 1024")]
+    none = [
+        StrategyRow("ddp", [1024], [trial(1024)], ABOUT),
+        StrategyRow("zero2", [1024], [], {}, "failed at length 1024"),
+    ]
     assert longest_rows(none) == (
         "None of these lengths fits within this limit under ddp. zero2: failed, without a result."
     )

@@ -20,17 +20,17 @@ from helpers import ROOT, refusal
 from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.compare import guess as guess_module
-from zerofit.tools.compare.axis import BATCHES
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
+from zerofit.tools.compare.compare_options import CompareOptions
+from zerofit.tools.compare.comparison_report import ComparisonReport, markdown_table
 from zerofit.tools.compare.finished import Finished
 from zerofit.tools.compare.guess import PredictedSize, guess_of
-from zerofit.tools.compare.journal import Journal, key_of
 from zerofit.tools.compare.memory_limits import limit_device
-from zerofit.tools.compare.options import CompareOptions
-from zerofit.tools.compare.report import Report, markdown_table
-from zerofit.tools.compare.results import Row, common_size, conclusion, fact_of
+from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, fact_of
 from zerofit.tools.compare.search import Fact, SearchState, next_size, next_step, predict
+from zerofit.tools.compare.search_variable import BATCHES
 from zerofit.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK
+from zerofit.tools.compare.trial_journal import TrialJournal, key_of
 from zerofit.tools.compare.trial_launch import TrialLaunch
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits
 from zerofit.tools.compare.trial_request import Answers, TrialRequest
@@ -220,14 +220,14 @@ def test_a_rank_ends_with_the_process_that_made_its_request():
 
 def test_a_journal_goes_on_after_a_torn_line(tmp_path):
     file = tmp_path / "journal.jsonl"
-    journal = Journal(file)
+    journal = TrialJournal(file)
     journal.add("size", key="k", launch=1, size=4, outcome="fits", fresh=True)
     with file.open("a") as torn:
         torn.write('{"kind": "size", "key"')
-    again = Journal(file)
+    again = TrialJournal(file)
     again.add("size", key="other", launch=2, size=8, outcome="out_of_memory", fresh=False)
-    assert [line["size"] for line in Journal(file).sizes("k", 60)] == [4]
-    assert [fact_of(line) for line in Journal(file).sizes("other", 60)] == [Fact(8, False, False)]
+    assert [line["size"] for line in TrialJournal(file).sizes("k", 60)] == [4]
+    assert [fact_of(line) for line in TrialJournal(file).sizes("other", 60)] == [Fact(8, False, False)]
     again.add("size", key="late", launch=3, size=8, outcome="timed_out", fresh=True, patience_s=60)
     assert len(again.sizes("late", 60)) == 1
     assert not again.sizes("late", 600), "more patience: not known any more"
@@ -240,11 +240,11 @@ def test_what_an_interrupted_comparison_left_is_ended(tmp_path):
     until = time.monotonic() + 20
     while MARK not in psutil.Process(left.pid).environ() and time.monotonic() < until:
         pass
-    journal = Journal(tmp_path / "journal.jsonl")
+    journal = TrialJournal(tmp_path / "journal.jsonl")
     journal.add("launch", launch=1, key="k", mark=mark)
-    assert Journal(journal.file).end_interrupted_launches() == 1
+    assert TrialJournal(journal.file).end_interrupted_launches() == 1
     assert left.wait(timeout=20) != 0
-    assert Journal(journal.file).end_interrupted_launches() == 0
+    assert TrialJournal(journal.file).end_interrupted_launches() == 0
 
 
 def test_keys_tell_trials_apart():
@@ -479,14 +479,16 @@ EVALUATED = {"evaluation_seconds": 0.5, "evaluation_samples_per_s": 32.0, "evalu
 
 def rows():
     sizes = list(range(1, 100))
-    ddp = Row("ddp", sizes, [trial(4, 500, 8.0), trial(8, 600, 10.0), trial(9), trial(8, 590, 11.0, False)], ABOUT)
-    zero2 = Row(
+    ddp = StrategyRow(
+        "ddp", sizes, [trial(4, 500, 8.0), trial(8, 600, 10.0), trial(9), trial(8, 590, 11.0, False)], ABOUT
+    )
+    zero2 = StrategyRow(
         "zero2",
         sizes,
         [trial(8, 400, 9.0) | EVALUATED, trial(40, 900, 9.5) | EVALUATED, trial(32, 800, 12.0, False), trial(41)],
         ABOUT,
     )
-    xl = Row("zero3|x", sizes, [trial(1)], ABOUT)
+    xl = StrategyRow("zero3|x", sizes, [trial(1)], ABOUT)
     return [ddp, zero2, xl]
 
 
@@ -500,20 +502,20 @@ def test_rows_say_what_the_trials_say():
     assert common_size(rows()) == 8
     assert ddp.bytes_per_sample == 25 * MIB
     assert none.limit_text == "none (out of memory in backward)"
-    assert Row("a", [4, 8], [trial(4, 1), trial(8, 2)]).limit_text == "8 or more"
-    assert not Row("a", [4, 8], [trial(4, 1), trial(8, fresh=False)]).is_confirmed
+    assert StrategyRow("a", [4, 8], [trial(4, 1), trial(8, 2)]).limit_text == "8 or more"
+    assert not StrategyRow("a", [4, 8], [trial(4, 1), trial(8, fresh=False)]).is_confirmed
 
 
 def test_the_conclusion_follows_from_the_numbers():
     ddp, zero2, none = rows()
-    fast = Row("fast", [1, 8], [trial(1, 100, 3.2), trial(8, 200, 1190.4)], ABOUT)
+    fast = StrategyRow("fast", [1, 8], [trial(1, 100, 3.2), trial(8, 200, 1190.4)], ABOUT)
     assert "1,190 samples/s" in conclusion([fast])
     assert conclusion([ddp, zero2, none]) == (
         "zero2 holds the largest batch, 40 a process, 5 times the 8 of ddp. The fastest is zero2 at 32 a process: "
         "12 samples/s, 1.2 times ddp at its best."
     )
     assert conclusion([none]) == "No batch fits within this limit under zero3|x."
-    broken = Row("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
+    broken = StrategyRow("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
     assert conclusion([ddp, broken]).startswith("ddp holds 8 a process.")
     assert conclusion([ddp, broken]).endswith("zero1: failed, without a result.")
     assert common_size([ddp, broken]) == 8
@@ -524,10 +526,10 @@ def test_the_conclusion_follows_from_the_numbers():
 
 def test_the_report_has_all_of_it(tmp_path):
     comparison = SimpleNamespace(
-        axis=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
+        variable=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
-    report = Report(comparison, "zerofit compare --config <x>", ["left out"])
+    report = ComparisonReport(comparison, "zerofit compare --config <x>", ["left out"])
     report.write(tmp_path)
     html_report = (tmp_path / "report.html").read_text()
     assert html_report.count("<svg") == 2
@@ -564,10 +566,10 @@ def test_the_report_has_all_of_it(tmp_path):
 
 def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
     comparison = SimpleNamespace(
-        axis=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(None, None, []),
+        variable=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(None, None, []),
         options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
     )  # fmt: skip
-    report = Report(comparison, "zerofit compare --finish", [])
+    report = ComparisonReport(comparison, "zerofit compare --finish", [])
     lines = [{"update": 0, "evaluation_seconds": 2.0, "evaluation_samples_per_s": 8.0},
              {"update": 1, "epoch": 0.5, "consumed_samples": 32, "seconds": 4.0, "loss": 2.0,
               "peak_memory_bytes": MIB}]  # fmt: skip

@@ -14,9 +14,9 @@ from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.schedule import make_schedule
 from zerofit.tools.convert.megatron_args.calls import call_of, calls_in
-from zerofit.tools.convert.megatron_args.convert import parameters_of
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
 from zerofit.tools.convert.megatron_args.shape import Shape
 
 LLAMA = """#!/bin/bash

@@ -10,8 +10,8 @@ import yaml
 from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.tools.convert.megatron_args.calls import call_of
-from zerofit.tools.convert.megatron_args.convert import parameters_of
 from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
 from zerofit.tools.convert.megatron_args.searched import plan_lines
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe

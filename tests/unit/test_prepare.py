@@ -25,12 +25,12 @@ from zerofit.model.families.gpt2 import END_OF_TEXT
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.tools.prepare import encode
+from zerofit.tools.prepare.corpus_writer import compact_builder
 from zerofit.tools.prepare.cutting import cut_text
 from zerofit.tools.prepare.documents import TEXT, find_input
 from zerofit.tools.prepare.encode import Memo, Mismatch, open_native
 from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
-from zerofit.tools.prepare.writer import compact_builder
 
 pytest.importorskip("megatron.core")
 FOLDERS = {"gpt2": "tokenizers/gpt2", "llama": "tokenizers/llama", "small": "models/llama/hf"}
@@ -198,7 +198,7 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
     from zerofit.tools.prepare.corpora import setup_of
-    from zerofit.tools.prepare.options import PrepareOptions
+    from zerofit.tools.prepare.prepare_options import PrepareOptions
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
     slow = ByT5Tokenizer()
@@ -445,7 +445,7 @@ def test_tokenizers_that_are_none(data, tmp_path, capsys):
         (tmp_path / "empty", "has no tokenizer"),
         (tmp_path / "nowhere", "there is no such folder"),
         (tmp_path / "vocab.json", "is one file of a tokenizer. Name its folder"),
-        (tmp_path / "a.jsonl", "is no tokenizer"),
+        (tmp_path / "a.jsonl", "is not a tokenizer"),
         (data("tokenizers/blenderbot"), "its vocab.json has no <|endoftext|>"),
     ):
         words = ("--input", tmp_path / "a.jsonl", "--output_prefix", tmp_path / "b", "--tokenizer", place)

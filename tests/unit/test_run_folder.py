@@ -19,7 +19,7 @@ from zerofit.recipe.files import atomic_file
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import fields_table
 from zerofit.record.run_folder import RunFolder, identity
-from zerofit.tools.generate.journal import Journal
+from zerofit.tools.generate.answer_journal import AnswerJournal
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")
 
@@ -299,7 +299,7 @@ def test_a_journal_that_is_a_link_is_not_written_through(tmp_path):
     for name in ("out.jsonl.partial", "out.jsonl.complete"):
         (tmp_path / name).symlink_to(tmp_path / "victim")
     (tmp_path / "victim").write_text("")
-    journal = Journal(tmp_path / "out.jsonl")
+    journal = AnswerJournal(tmp_path / "out.jsonl")
     journal.start({"model": "a"})
     assert (tmp_path / "victim").read_text() == ""
 

@@ -17,14 +17,14 @@ from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
 from zerofit.strategy.builds import announce_builds
 from zerofit.strategy.pairs import find_strategies
-from zerofit.tools.launches import Launch, Trial, failure, launched, mistake
+from zerofit.tools.launches import RunningLaunch, Trial, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.killing import Killed, alternating, spread_moments, within_the_rest
-from zerofit.tools.verify.options import VerifyOptions
 from zerofit.tools.verify.proof import Outcome
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
 from zerofit.tools.verify.shorten import shorten
 from zerofit.tools.verify.verify import main
+from zerofit.tools.verify.verify_options import VerifyOptions
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
@@ -326,7 +326,7 @@ def test_how_a_launch_failed(tmp_path):
 
 
 def test_a_refused_run_is_told_from_one_that_broke(tmp_path):
-    launch = Launch([], tmp_path, tmp_path / "log")
+    launch = RunningLaunch([], tmp_path, tmp_path / "log")
     launcher = (
         'Traceback (most recent call last):\n  File "x/accelerate/commands/launch.py", line 1\nCalledProcessError'
     )
@@ -339,7 +339,7 @@ def test_a_refused_run_is_told_from_one_that_broke(tmp_path):
 def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):
     partial = tmp_path / "checkpoints" / "update_00000004.partial"
     partial.mkdir(parents=True)
-    launch = Launch([], tmp_path, tmp_path / "log")
+    launch = RunningLaunch([], tmp_path, tmp_path / "log")
     assert not launch.is_saving
     (tmp_path / "checkpoints" / "update_00000006.partial").mkdir()
     assert launch.is_saving

@@ -51,7 +51,7 @@ class Trial:
         return [*LAUNCHER, *layout, "--main_process_port", "0", *program, *options]
 
 
-class Launch:
+class RunningLaunch:
     """One launch. Use `launched`, which ends it in any case.
 
     Args:
@@ -96,7 +96,7 @@ class Launch:
         """Since its start."""
         return time.monotonic() - self.began
 
-    def wait(self, limit_s: float, until: Callable[["Launch"], bool] | None = None) -> str:
+    def wait(self, limit_s: float, until: Callable[["RunningLaunch"], bool] | None = None) -> str:
         """Wait for its end, or until `until` returns True. Returns ended, until, or late after `limit_s`."""
         while self.process.poll() is None:
             if self.seconds > limit_s:
@@ -171,13 +171,13 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[Launch]:
+def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[RunningLaunch]:
     """A launch that is started now. All its processes are killed when the block is left, also by an error.
 
     Args:
-        kwargs: further arguments of Launch.
+        kwargs: further arguments of RunningLaunch.
     """
-    launch = Launch(command, output, log, **kwargs)
+    launch = RunningLaunch(command, output, log, **kwargs)
     try:
         launch.start()
         yield launch
@@ -210,7 +210,7 @@ def ending_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def failure(launch: Launch, how: str) -> str | None:
+def failure(launch: RunningLaunch, how: str) -> str | None:
     """Why a launch failed, with its last lines; None if it did not.
 
     Args:
@@ -229,7 +229,7 @@ def failure(launch: Launch, how: str) -> str | None:
     return f"{problem}. Its output is {launch.log}, and ends with\n{last}"
 
 
-def mistake(launch: Launch) -> str | None:
+def mistake(launch: RunningLaunch) -> str | None:
     """The message of a run that refused its recipe; None if its output has no such message."""
     text = _without_the_launchers(launch.text)
     message = re.search(r"^error: (.*(?:\n .*)*)", text, re.MULTILINE)  # the lines of a list are indented

@@ -40,7 +40,7 @@ SENTENCE = "The quick brown fox jumps over 13 lazy dogs, naïve as they are."
 
 
 @dataclass
-class Converted:
+class ConvertedTokenizer:
     """A tokenizer of transformers, or none.
 
     Args:
@@ -77,7 +77,7 @@ def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
     raise UserError(f"{where} no tokenizer.model. Name it with --tokenizer FILE, or use --tokenizer none")
 
 
-def convert_tokenizer(file: Path | None, vocab: int, version: str) -> Converted:
+def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedTokenizer:
     """Convert a tokenizer file of Meta's.
 
     Args:
@@ -89,7 +89,7 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> Converted:
     """
     if file is None:
         ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)
-        return Converted(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])
+        return ConvertedTokenizer(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])
     ranks = tiktoken_ranks(file)
     made = _of_tiktoken(file, ranks, vocab, version) if ranks else _of_sentencepiece(file)
     made.source = file
@@ -110,7 +110,7 @@ def tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
         return None
 
 
-def _of_sentencepiece(file: Path) -> Converted:
+def _of_sentencepiece(file: Path) -> ConvertedTokenizer:
     from sentencepiece import SentencePieceProcessor
     from transformers import LlamaTokenizer
 
@@ -125,7 +125,7 @@ def _of_sentencepiece(file: Path) -> Converted:
     notes = []
     if ids != expected:
         notes.append("warning: transformers' tokenizer splits a test sentence differently from sentencepiece")
-    return Converted(tokenizer, (pieces.bos_id(), pieces.eos_id()), notes)
+    return ConvertedTokenizer(tokenizer, (pieces.bos_id(), pieces.eos_id()), notes)
 
 
 def special_tokens(version: str, number: int) -> list[str]:
@@ -138,7 +138,7 @@ def special_tokens(version: str, number: int) -> list[str]:
     return tokens[:number]
 
 
-def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) -> Converted:
+def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) -> ConvertedTokenizer:
     from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -171,4 +171,4 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
         "note: Meta's files have no chat template; for an instruct model, take it from the published tokenizer; "
         "generation ends at any of " + ", ".join(name for name in ENDS if name in names)
     )
-    return Converted(tokenizer, (start, ends), [note])
+    return ConvertedTokenizer(tokenizer, (start, ends), [note])

@@ -26,12 +26,12 @@ from zerofit.tools.compare.candidates import (
     read_candidates,
     with_one_batch_evaluations,
 )
+from zerofit.tools.compare.compare_options import CompareOptions
 from zerofit.tools.compare.comparison import Comparison
+from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from zerofit.tools.compare.finish import Finish, values_to_finish
-from zerofit.tools.compare.options import CompareOptions
-from zerofit.tools.compare.report import Report
-from zerofit.tools.compare.simulated import LEFT_OUT, Timer, simulated_machine, without_weights
+from zerofit.tools.compare.simulated import NOT_COUNTED, Timer, simulated_machine, without_weights
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits, inspect_trial_machine
 from zerofit.tools.launches import ending_in_order
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     check_paths(options, output, "output")
     trial_recipe = make_recipe(options, cls)
     if options.simulate:
-        trial_recipe = TrialRecipe(without_weights(trial_recipe.values), [*trial_recipe.notes, LEFT_OUT])
+        trial_recipe = TrialRecipe(without_weights(trial_recipe.values), [*trial_recipe.notes, NOT_COUNTED])
     check_overrides(candidates, trial_recipe, cls, options.lengths)
     to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         *(f"note      {note}" for note in (*trial_recipe.notes, *limits.notes)),
     )
     comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output, timer)
-    report = Report(comparison, f"zerofit compare {shlex.join(argv)}", trial_recipe.notes)
+    report = ComparisonReport(comparison, f"zerofit compare {shlex.join(argv)}", trial_recipe.notes)
     with ending_in_order():
         try:
             comparison.run()

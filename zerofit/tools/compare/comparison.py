@@ -12,11 +12,11 @@ from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.guess import Guess, guess
-from zerofit.tools.compare.journal import Journal, code_hash, key_of, peak_of
-from zerofit.tools.compare.results import Row, common_size, fact_of, outcome_text, with_rates_of
+from zerofit.tools.compare.results import StrategyRow, common_size, fact_of, outcome_text, with_rates_of
 from zerofit.tools.compare.search import SearchState, Step, next_step, predict
 from zerofit.tools.compare.simulated import Timer
-from zerofit.tools.compare.trial_launch import Ending, TrialLaunch
+from zerofit.tools.compare.trial_journal import TrialJournal, code_hash, key_of, peak_of
+from zerofit.tools.compare.trial_launch import TrialLaunch, TrialOutcome
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine
 from zerofit.tools.compare.trial_request import TrialRequest
 from zerofit.tools.launches import Trial
@@ -46,8 +46,8 @@ class Comparison:
     ):
         self.options, self.candidates, self.machine, self.limits = options, candidates, machine, limits
         self.recipe, self.output = recipe, output
-        self.journal = Journal(output / "journal.jsonl")
-        self.axis = options.axis
+        self.journal = TrialJournal(output / "journal.jsonl")
+        self.variable = options.variable
         self.steps = 1 if machine.simulated else options.steps  # whose peak counts, and not its time
         self.timer = timer
         self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
@@ -124,7 +124,7 @@ class Comparison:
                     self.problems[candidate.name] = problem
         return before != [row.largest for row in self.rows()]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StrategyRow]:
         """The results of each candidate so far."""
         rows = []
         for candidate in self.candidates:
@@ -135,7 +135,7 @@ class Comparison:
                 timed = self.journal.of(self._timed_key(candidate), "size") if self.timer else []
                 trials = [with_rates_of(line, timed) for line in trials]
             rows.append(
-                Row(
+                StrategyRow(
                     candidate.name,
                     self.sizes,
                     trials,
@@ -165,7 +165,7 @@ class Comparison:
         if launched or not again:
             self._say_limit(candidate)
 
-    def _time(self, candidate: Candidate, row: Row) -> None:
+    def _time(self, candidate: Candidate, row: StrategyRow) -> None:
         """Time updates on this machine, at the largest batch that all hold and at the candidate's own."""
         sizes = sorted({row.largest, common_size(self.rows())} - {0, None} - {line["size"] for line in row.timed})
         if not sizes:
@@ -195,13 +195,13 @@ class Comparison:
         results = self.journal.sizes(self.keys[candidate.name], 60 * self.options.trial_minutes)
         return [line for line in results if line["size"] in self.sizes]
 
-    def _problem(self, step: Step, ending: Ending) -> str:
+    def _problem(self, step: Step, ending: TrialOutcome) -> str:
         """Why a candidate cannot be tried any further; empty if it can."""
         if ending.how == "failed":
-            return f"failed at {self.axis.size} {step.first}. {ending.text}"
+            return f"failed at {self.variable.size} {step.first}. {ending.text}"
         return ending.text if ending.how in ("too_small", "refused") else ""
 
-    def _launch(self, candidate: Candidate, step: Step, again: bool = False) -> Ending:
+    def _launch(self, candidate: Candidate, step: Step, again: bool = False) -> TrialOutcome:
         state, options, predicted = self._state(candidate), self.options, self._guess_of(candidate)
         request = TrialRequest(
             sizes=self.sizes,
@@ -227,11 +227,11 @@ class Comparison:
         machine: TrialMachine,
         flags: tuple[str, ...] = (),
         again: bool = False,
-    ) -> Ending:
+    ) -> TrialOutcome:
         options = self.options
         folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{request.first}"
         shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
-        flags = (*candidate.flags, *candidate.trial_flags, *flags, f"--{self.axis.option}", str(request.first))
+        flags = (*candidate.flags, *candidate.trial_flags, *flags, f"--{self.variable.option}", str(request.first))
         program = ("-m", "zerofit.tools.compare.trial", options.task, str(request.write(folder)))
         trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
         answered = self._report_trial if machine is self.machine else self._report_time
@@ -287,7 +287,7 @@ class Comparison:
         predicted = predict(state.points, self.limits.device)
         what = f"from {step.first} up"
         if not state.facts and self._guess_of(candidate):
-            what += f", the largest {self.axis.size} by prediction"
+            what += f", the largest {self.variable.size} by prediction"
         if state.is_bracketed:
             what = f"{step.first} again, in a fresh process"
         elif state.fails:
@@ -309,7 +309,7 @@ class Comparison:
     def _say_limit(self, candidate: Candidate) -> None:
         row = next(row for row in self.rows() if row.name == candidate.name)
         fails = row.fails
-        beyond = f", and {fails['size']} does not" if fails else f", and no larger {self.axis.size} was asked for"
+        beyond = f", and {fails['size']} does not" if fails else f", and no larger {self.variable.size} was asked for"
         result = (
             f"holds {row.largest}{beyond}" if row.largest or not fails else f"holds nothing, not even {fails['size']}"
         )

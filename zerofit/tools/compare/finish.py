@@ -14,10 +14,10 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
 from zerofit.tools.compare.finished import Finished, read_finished
-from zerofit.tools.compare.journal import key_of
-from zerofit.tools.compare.results import Row
+from zerofit.tools.compare.results import StrategyRow
+from zerofit.tools.compare.trial_journal import key_of
 from zerofit.tools.compare.trial_machine import launch_environment
-from zerofit.tools.launches import UPDATE, Launch, Trial, failure, launched, mistake
+from zerofit.tools.launches import UPDATE, RunningLaunch, Trial, failure, launched, mistake
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
@@ -39,7 +39,7 @@ def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
     return recipe_values(options, cls, SET_BY_EACH_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
 
 
-def batch_to_train(row: Row, global_batch: int | None, num_processes: int) -> int:
+def batch_to_train(row: StrategyRow, global_batch: int | None, num_processes: int) -> int:
     """The micro-batch of the run: the best one. With a global batch, the largest one up to it that divides its part of
     a process."""
     best = row.best["size"]
@@ -68,7 +68,7 @@ class Finish:
         rows = zip(self.comparison.candidates, self.comparison.rows())
         return [self._finish(candidate, row) for candidate, row in rows if row.best]
 
-    def _finish(self, candidate: Candidate, row: Row) -> Finished:
+    def _finish(self, candidate: Candidate, row: StrategyRow) -> Finished:
         size = batch_to_train(row, self.options.global_batch_size, self.options.num_processes)
         key = key_of(
             recipe=self.recipe.read_text(encoding="utf-8"),
@@ -108,7 +108,7 @@ class Finish:
         return problem
 
 
-def _newest(launch: Launch) -> str:
+def _newest(launch: RunningLaunch) -> str:
     """The last update that a run has printed."""
     printed = UPDATE.findall(launch.text.encode())
     return (

@@ -1,11 +1,11 @@
 """The results of `zerofit compare --lengths` in words and in a table."""
 
 from zerofit.record.terminal import rounded, size
-from zerofit.tools.compare.journal import peak_of
-from zerofit.tools.compare.results import Row, common_size, factor
+from zerofit.tools.compare.results import StrategyRow, common_size, factor
+from zerofit.tools.compare.trial_journal import peak_of
 
 
-def lengths_table(rows: list[Row]) -> list[tuple[str, ...]]:
+def lengths_table(rows: list[StrategyRow]) -> list[tuple[str, ...]]:
     """A row for each candidate; factors are against the first one."""
     common, first = common_size(rows), rows[0]
     at = f" at {common:,}" if common else " at the same length"
@@ -15,7 +15,7 @@ def lengths_table(rows: list[Row]) -> list[tuple[str, ...]]:
     return [head, *(_row(row, first, common, timed) for row in rows)]
 
 
-def _row(row: Row, first: Row, common: int | None, timed: bool) -> tuple[str, ...]:
+def _row(row: StrategyRow, first: StrategyRow, common: int | None, timed: bool) -> tuple[str, ...]:
     longest, same = row.at(row.largest), row.at(common)
     if not longest:
         return (row.name, row.limit_text, *["-"] * (5 if timed else 3))
@@ -25,7 +25,7 @@ def _row(row: Row, first: Row, common: int | None, timed: bool) -> tuple[str, ..
     return (row.name, row.limit_text, f"{times:.2f}" if times else "-", *peaks, *rates)
 
 
-def longest_rows(rows: list[Row]) -> str:
+def longest_rows(rows: list[StrategyRow]) -> str:
     """The results in one or two sentences."""
     failed = [row.name for row in rows if row.problem]
     about_failed = f" {', '.join(failed)}: failed, without a result." if failed else ""

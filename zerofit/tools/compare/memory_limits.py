@@ -32,7 +32,7 @@ class DataSegment:
     def __init__(self, watched: bool = False):
         self._peak = 0
         if watched:
-            threading.Thread(target=self._look, daemon=True, name="data segment").start()
+            threading.Thread(target=self._poll, daemon=True, name="data segment").start()
         self.untouched = max(0, _data_bytes() - resident_bytes())
 
     def now(self) -> int:
@@ -44,7 +44,7 @@ class DataSegment:
         present = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([self.untouched + limit, *present]), hard))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         with contextlib.suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
             while True:
                 now = int(file.read(128).split()[5]) * PAGE
@@ -70,7 +70,7 @@ def _data_bytes() -> int:
 
 
 class TrialMemory:
-    """The peaks of one trial. It takes the place of the loop's MemoryMeter, which starts anew at every update."""
+    """The peaks of one trial. It takes the place of the loop's MemoryMeter, which starts again at every update."""
 
     def __init__(self, device: torch.device, segment: DataSegment):
         self.host = MemoryMeter(torch.device("cpu"))

@@ -6,9 +6,9 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from zerofit.tools.compare.axis import BATCHES, Axis
-from zerofit.tools.compare.journal import peak_of
-from zerofit.tools.compare.results import Row
+from zerofit.tools.compare.results import StrategyRow
+from zerofit.tools.compare.search_variable import BATCHES, SearchVariable
+from zerofit.tools.compare.trial_journal import peak_of
 
 # Distinct also for colour-blind people: Okabe and Ito, jfly.uni-koeln.de/color
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
@@ -20,12 +20,12 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def memory_plot(rows: list[Row], limit: int | None, axis: Axis = BATCHES) -> str:
+def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVariable = BATCHES) -> str:
     """Peak memory of the rank that needs most against the size: predicted, a line, and measured, points; a cross where
     memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
-    figure, axes = _figure(axis.label, f"peak memory of a process, {name}")
+    figure, axes = _figure(variable.label, f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
         style = _style(index, row.name)
         lines, fails = row.in_fresh_processes, row.fails
@@ -60,15 +60,17 @@ def memory_plot(rows: list[Row], limit: int | None, axis: Axis = BATCHES) -> str
     return _svg(figure, axes)
 
 
-def throughput_plot(rows: list[Row], axis: Axis = BATCHES) -> str:
+def throughput_plot(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> str:
     """Samples a second, over all processes, against the batch size of one; or tokens a second against the length."""
-    figure, axes = _figure(axis.label, axis.rate.replace("_per_", "/"))
+    figure, axes = _figure(variable.label, variable.rate.replace("_per_", "/"))
     for index, row in enumerate(rows):
         lines = row.timed
         if lines:
-            axes.plot([line["size"] for line in lines], [line[axis.rate] for line in lines], **_style(index, row.name))
-            best = max(lines, key=lambda line: line[axis.rate])
-            axes.plot([best["size"]], [best[axis.rate]], "o", color=colour(index), markersize=11, fillstyle="none")
+            axes.plot(
+                [line["size"] for line in lines], [line[variable.rate] for line in lines], **_style(index, row.name)
+            )
+            best = max(lines, key=lambda line: line[variable.rate])
+            axes.plot([best["size"]], [best[variable.rate]], "o", color=colour(index), markersize=11, fillstyle="none")
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _svg(figure, axes)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from zerofit.record.terminal import rounded
 from zerofit.tools.compare.guess import Guess
-from zerofit.tools.compare.journal import peak_of
 from zerofit.tools.compare.search import Fact, SearchState
+from zerofit.tools.compare.trial_journal import peak_of
 
 
 def fact_of(line: dict[str, Any]) -> Fact:
@@ -26,7 +26,7 @@ def with_rates_of(line: dict[str, Any], timed: list[dict[str, Any]]) -> dict[str
 
 
 @dataclass
-class Row:
+class StrategyRow:
     """One candidate. Memory is in bytes; batch sizes are those of one process.
 
     Args:
@@ -141,29 +141,29 @@ def outcome_text(line: dict[str, Any] | None) -> str:
     return ("out of host memory" if line.get("where") == "host" else "out of memory") + phase
 
 
-def common_size(rows: list[Row]) -> int | None:
+def common_size(rows: list[StrategyRow]) -> int | None:
     """The largest batch that fits under every candidate; those that hold no batch at all are not counted."""
     return min((row.largest for row in rows if row.largest), default=None)
 
 
-def factor(row: Row, first: Row) -> float | None:
+def factor(row: StrategyRow, first: StrategyRow) -> float | None:
     """The largest batch as a multiple of the first row's; None where one of them holds none."""
     return row.largest / first.largest if row.largest and first.largest else None
 
 
-def speed_up(row: Row, first: Row) -> float | None:
+def speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
     """Samples a second as a multiple of the first row's, each at its best batch."""
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
 
 
-def conclusion(rows: list[Row]) -> str:
+def conclusion(rows: list[StrategyRow]) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
     about_failed = f" {', '.join(failed)}: failed, without a result." if failed else ""
     return (_conclusion(rows) + about_failed).strip()
 
 
-def _conclusion(rows: list[Row]) -> str:
+def _conclusion(rows: list[StrategyRow]) -> str:
     fitting = [row for row in rows if row.largest]
     if not fitting:
         names = ", ".join(row.name for row in rows)

@@ -16,7 +16,7 @@ from zerofit.tools.compare.trial_machine import TrialMachine, inspect_trial_mach
 from zerofit.tools.simulate import build
 from zerofit.tools.tool_recipe import parse_bytes
 
-LEFT_OUT = (
+NOT_COUNTED = (
     "Simulated: the launches and the allocator's figures are real, the devices are not. Not in the peaks: workspaces "
     "of kernels and of NCCL, fragmentation, and what the driver takes for each process (on CUDA about half a GiB). "
     "Host memory is not limited"

@@ -13,10 +13,10 @@ import psutil
 from zerofit.health.out_of_memory_errors import memory_in
 from zerofit.record.terminal import size
 from zerofit.tools.compare.candidates import Candidate
-from zerofit.tools.compare.journal import Journal
+from zerofit.tools.compare.trial_journal import TrialJournal
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
 from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, Answers, TrialRequest
-from zerofit.tools.launches import Launch, Trial, failure, launched, mistake
+from zerofit.tools.launches import RunningLaunch, Trial, failure, launched, mistake
 
 POLL_S = 0.1
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
@@ -31,7 +31,7 @@ CHECK_HOST_S = 2.0
 
 
 @dataclass
-class Ending:
+class TrialOutcome:
     """How a launch ended.
 
     Args:
@@ -66,7 +66,7 @@ class TrialLaunch:
         request: TrialRequest,
         candidate: Candidate,
         key: str,
-        journal: Journal,
+        journal: TrialJournal,
         machine: TrialMachine,
         answered: Callable[[dict[str, Any]], None],
         patience_s: float,
@@ -82,7 +82,7 @@ class TrialLaunch:
         self._answers = Answers(self.folder / ANSWERS)
         self._failures = Answers(self.folder / FAILURES)
 
-    def run(self) -> Ending:
+    def run(self) -> TrialOutcome:
         """Launch, and follow it to its end. A size that does not fit is in the journal afterwards."""
         number, mark = self.journal.launches + 1, uuid.uuid4().hex
         about = {"launch": number, "key": self.key}
@@ -100,13 +100,13 @@ class TrialLaunch:
             ending = self._follow(launch, about)
             seconds = launch.seconds
         if ending.how == "killed" and self.again and not self.has_result:
-            ending = Ending("out_of_memory", "host", text=f"{ending.text}, twice")
+            ending = TrialOutcome("out_of_memory", "host", text=f"{ending.text}, twice")
         if ending.how in ("out_of_memory", "timed_out"):
             self._give_up(ending, about)
         self.journal.add("end", **about, how=ending.how, seconds=round(seconds, 1))
         return ending
 
-    def _give_up(self, ending: Ending, about: dict[str, Any]) -> None:
+    def _give_up(self, ending: TrialOutcome, about: dict[str, Any]) -> None:
         """Write to the journal that the current size does not fit."""
         patience = {"patience_s": self.patience_s} if ending.how == "timed_out" else {}
         self.journal.add(
@@ -120,7 +120,7 @@ class TrialLaunch:
             **patience,
         )
 
-    def _follow(self, launch: Launch, about: dict[str, Any]) -> Ending:
+    def _follow(self, launch: RunningLaunch, about: dict[str, Any]) -> TrialOutcome:
         last_answer_at = checked_host_at = launch.seconds
         while True:
             how = launch.wait(launch.seconds + POLL_S)
@@ -129,7 +129,7 @@ class TrialLaunch:
                 last_answer_at = launch.seconds
                 self._record(line, about)
                 if line["event"] == "done":
-                    return Ending("done")
+                    return TrialOutcome("done")
             if failures:
                 return self._ending_of(failures[0])
             if how == "ended":
@@ -137,11 +137,13 @@ class TrialLaunch:
             if launch.seconds - last_answer_at > self.patience_s:
                 silence = f"no progress for {self.patience_s / 60:.3g} minutes"
                 early = f"{silence}, before the first batch. A larger --trial_minutes may help"
-                return Ending("timed_out", text=silence) if self.is_trying else Ending("failed", text=early)
+                return (
+                    TrialOutcome("timed_out", text=silence) if self.is_trying else TrialOutcome("failed", text=early)
+                )
             if self.request.host_memory_limit and not self.on_cpu and launch.seconds - checked_host_at > CHECK_HOST_S:
                 checked_host_at, over = launch.seconds, self._over_host_limit(launch)
                 if over:
-                    return Ending("out_of_memory", "host", text=over)
+                    return TrialOutcome("out_of_memory", "host", text=over)
 
     def _record(self, line: dict[str, Any], about: dict[str, Any]) -> None:
         if line["event"] == "trying":
@@ -153,33 +155,33 @@ class TrialLaunch:
             self.journal.add("ready", **about, about=_without_event(line))
         self.answered(line)
 
-    def _ending_of(self, report: dict[str, Any]) -> Ending:
+    def _ending_of(self, report: dict[str, Any]) -> TrialOutcome:
         """How it ends after a rank has reported a failure. The other ranks are not waited for."""
         self.trying = report["size"]
         if report["event"] == "too_small":
-            return Ending("too_small", text=report["text"])
-        return Ending("out_of_memory", report["where"], report["phase"], f"rank {report['rank']}")
+            return TrialOutcome("too_small", text=report["text"])
+        return TrialOutcome("out_of_memory", report["where"], report["phase"], f"rank {report['rank']}")
 
-    def _ending_without_report(self, launch: Launch) -> Ending:
+    def _ending_without_report(self, launch: RunningLaunch) -> TrialOutcome:
         """Why a launch has ended without a report from its ranks."""
         if not launch.process.returncode:
-            return Ending("failed", text="it ended without a result")
+            return TrialOutcome("failed", text="it ended without a result")
         refused = mistake(launch)
         if refused:
-            return Ending("refused", text=refused)
+            return TrialOutcome("refused", text=refused)
         text = launch.text
         if KERNEL.search(text):
-            return Ending("out_of_memory", "host", text="killed by the kernel")
+            return TrialOutcome("out_of_memory", "host", text="killed by the kernel")
         where = memory_in(text)
         if self.on_cpu and (where or any(failures in text for failures in AT_THE_LIMIT)):
             where = "device"  # a CPU has only one memory
         if where:
-            return Ending("out_of_memory", where, text="in native code")
+            return TrialOutcome("out_of_memory", where, text="in native code")
         if launch.process.returncode == -signal.SIGKILL or KILLED.search(text):
-            return Ending("killed", text="a process was killed (SIGKILL), or crashed")
-        return Ending("failed", text=failure(launch, "ended") or "")
+            return TrialOutcome("killed", text="a process was killed (SIGKILL), or crashed")
+        return TrialOutcome("failed", text=failure(launch, "ended") or "")
 
-    def _over_host_limit(self, launch: Launch) -> str:
+    def _over_host_limit(self, launch: RunningLaunch) -> str:
         """A message if the processes together use more than the limit, else empty. Their own limits do not count
         pinned memory."""
         resident, limit = 0, self.num_processes * self.request.host_memory_limit

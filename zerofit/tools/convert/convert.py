@@ -1,6 +1,6 @@
 """`zerofit convert`: Meta's Llama checkpoints (1, 2, 3) as folders that transformers loads, and back.
 
-(`zerofit convert megatron-args` is zerofit/tools/convert/megatron_args/convert.py.)
+(`zerofit convert megatron-args` is zerofit/tools/convert/megatron_args/script_to_recipe.py.)
 
     zerofit convert meta-to-hf --input llama-2-7b --output outputs/llama-2-7b-hf
     zerofit convert hf-to-meta --input outputs/notes/model --output outputs/notes-meta --shards 2
@@ -18,7 +18,7 @@ from zerofit.model.pretrained_io import check_output, silence_libraries
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
-from zerofit.tools.convert.options import FromMetaOptions, MegatronArgsOptions, ToMetaOptions
+from zerofit.tools.convert.convert_options import FromMetaOptions, MegatronArgsOptions, ToMetaOptions
 
 DIRECTIONS = {"meta-to-hf": FromMetaOptions, "hf-to-meta": ToMetaOptions}
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
             return EXIT_USER_ERROR
         raise SystemExit(0)
     if argv[0] == "megatron-args":
-        from zerofit.tools.convert.megatron_args.convert import main as convert_arguments
+        from zerofit.tools.convert.megatron_args.script_to_recipe import main as convert_arguments
 
         return convert_arguments(argv[1:])
     if argv[0] not in DIRECTIONS:

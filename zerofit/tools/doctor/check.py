@@ -8,8 +8,8 @@ from zerofit.recipe.words import counted
 from zerofit.record.terminal import size
 from zerofit.strategy.gpu_table import NO_PEAK, gpu_of
 from zerofit.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE
+from zerofit.tools.doctor.doctor_report import Finding, error, note, warning
 from zerofit.tools.doctor.installation import Folder, Installation
-from zerofit.tools.doctor.report import Finding, error, note, warning
 
 SMALL_SHM = 512 * 2**20  # ds_report's limit
 FULL_DISK = 2**30

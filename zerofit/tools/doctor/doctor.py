@@ -23,8 +23,8 @@ from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.places import script
 from zerofit.record.environment import installed_packages
 from zerofit.record.terminal import say, screen_width
-from zerofit.tools.doctor.options import DoctorOptions
-from zerofit.tools.doctor.report import ERROR, Report, shown_value
+from zerofit.tools.doctor.doctor_options import DoctorOptions
+from zerofit.tools.doctor.doctor_report import ERROR, DoctorReport, shown_value
 from zerofit.tools.rank_environment import environment_replaced
 from zerofit.tools.tool_recipe import TASKS, join_with_recipe
 
@@ -88,13 +88,13 @@ def _hints() -> dict[str, str]:
     return dict.fromkeys(names - own, f"it belongs to a recipe: add --config FILE, or --task {' | '.join(TASKS)}")
 
 
-def make_report(options: DoctorOptions, task: str | None, problems: list[str], shell: dict[str, str]) -> Report:
+def make_report(options: DoctorOptions, task: str | None, problems: list[str], shell: dict[str, str]) -> DoctorReport:
     """The report on this machine, and on the launch that the options name.
 
     Args:
         shell: the environment in which the launch would be typed.
     """
-    report = Report(bad_input=bool(problems))
+    report = DoctorReport(bad_input=bool(problems))
     report.add(ERROR, problems)
     try:
         import torch  # noqa: F401

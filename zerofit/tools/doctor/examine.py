@@ -29,10 +29,10 @@ from zerofit.strategy.pairs import find_strategies
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Needs, check_machine
+from zerofit.tools.doctor.doctor_options import DoctorOptions
+from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, error, note
 from zerofit.tools.doctor.installation import BUILDERS, inspect_installation
-from zerofit.tools.doctor.launcher import Launch, look_at_launch, look_at_torchrun, shown_command
-from zerofit.tools.doctor.options import DoctorOptions
-from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, Finding, Report, error, note
+from zerofit.tools.doctor.launcher import ExaminedLaunch, look_at_launch, look_at_torchrun, shown_command
 from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values, told_by_shell
 from zerofit.tools.doctor.without_effect import idle_keys, idle_settings, schedule_warnings
 from zerofit.tools.rank_environment import environment_of_a_rank
@@ -55,11 +55,11 @@ class Examination:
     """
 
     def __init__(
-        self, options: DoctorOptions, task: str | None, report: Report, shell: dict[str, str], is_sound: bool
+        self, options: DoctorOptions, task: str | None, report: DoctorReport, shell: dict[str, str], is_sound: bool
     ):
         self.options, self.task, self.report, self.shell, self.is_sound = options, task, report, shell, is_sound
         self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
-        self.launch: Launch | None = None
+        self.launch: ExaminedLaunch | None = None
         self.strategy: Strategy | None = None
         self.looked_at_model, self.planned = False, None  # the model without weights
         self.needs = Needs(processes=max(1, num_devices()), examined=False)
@@ -68,7 +68,7 @@ class Examination:
         """Look at the launch, and resolve recipe and strategy in the environment that it would make."""
         report = self.report
         try:
-            self.launch = launch = self._look()
+            self.launch = launch = self._read_launch()
         except UserError as refusal:
             report.add(ERROR, refusal.problems)
             report.bad_input = True
@@ -89,7 +89,7 @@ class Examination:
         report.values = told_by_shell(report.values, launch)
         self.needs = self._needs(launch)
 
-    def _look(self) -> Launch:
+    def _read_launch(self) -> ExaminedLaunch:
         """Raises UserError: there is no such strategy, or its YAML cannot be read."""
         options, devices, shell = self.options, num_devices(), self.shell
         chosen = {
@@ -109,7 +109,7 @@ class Examination:
             name = "ddp" if chosen["num_processes"][0] > 1 else "single"
         return look_at_launch(find_strategies([name])[name], chosen, devices, shell)
 
-    def _resolve(self, launch: Launch) -> None:
+    def _resolve(self, launch: ExaminedLaunch) -> None:
         """The strategy, and with a sound recipe the whole run."""
         report = self.report
         if self.task:
@@ -139,7 +139,7 @@ class Examination:
         except ImportError as missing:
             self.report.findings.append(error(f"a package cannot be imported: {missing}. Run make setup"))
 
-    def _resolve_strategy(self, launch: Launch) -> None:
+    def _resolve_strategy(self, launch: ExaminedLaunch) -> None:
         """Raises UserError: recipe, pair and earlier run contradict each other."""
         try:
             if self.task and self.is_sound and self.recipe.trains:
@@ -167,7 +167,7 @@ class Examination:
         if not recipe.train_tokenizer_vocab_size and (recipe.tokenizer_name or recipe.model_name_or_path):
             check_vocabulary(config, load_tokenizer(TokenizerOptions.of(recipe), config), recipe)
 
-    def _needs(self, launch: Launch) -> Needs:
+    def _needs(self, launch: ExaminedLaunch) -> Needs:
         """What the launch asks of this machine."""
         strategy, variables = self.strategy, launch.environment
         needs = Needs(

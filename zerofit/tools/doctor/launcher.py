@@ -16,7 +16,7 @@ from accelerate.utils import launch as utils
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_yaml
-from zerofit.tools.doctor.report import Finding, error, note, warning
+from zerofit.tools.doctor.doctor_report import Finding, error, note, warning
 from zerofit.tools.rank_environment import RANKS, environment_replaced, without_launcher
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
@@ -25,7 +25,7 @@ NOBODY = "127.0.0.1"  # in place of machine 0, whose address is not known here
 
 
 @dataclass
-class Launch:
+class ExaminedLaunch:
     """A launch that is only looked at.
 
     Attributes:
@@ -56,9 +56,9 @@ class Launch:
 Chosen = dict[str, tuple[int, str]]  # {num_processes, num_machines: (how many, who has chosen that)}
 
 
-def look_at_torchrun(chosen: Chosen, shell: Mapping[str, str]) -> Launch:
+def look_at_torchrun(chosen: Chosen, shell: Mapping[str, str]) -> ExaminedLaunch:
     """A launch by torchrun, where the program's own command line names the DeepSpeed JSON."""
-    launch = Launch(None, environment=dict(shell))
+    launch = ExaminedLaunch(None, environment=dict(shell))
     _count(launch, chosen, 0)
     several = launch.num_machines > 1
     words = ["--nproc_per_node", str(launch.local_world_size), *(["--nnodes", str(launch.num_machines)] * several)]
@@ -66,7 +66,7 @@ def look_at_torchrun(chosen: Chosen, shell: Mapping[str, str]) -> Launch:
     return launch
 
 
-def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: Mapping[str, str]) -> Launch:
+def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: Mapping[str, str]) -> ExaminedLaunch:
     """A launch by accelerate.
 
     Args:
@@ -77,7 +77,7 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
     Raises:
         UserError: the YAML cannot be read.
     """
-    launch = Launch(str(config_file), _read(config_file))
+    launch = ExaminedLaunch(str(config_file), _read(config_file))
     _count(launch, chosen, num_devices)
     words = ["--config_file", str(config_file), "--num_processes", str(launch.world_size)]
     if "num_machines" in chosen or launch.num_machines > 1:
@@ -111,7 +111,7 @@ def _read(config_file: Path) -> dict[str, Any]:
     return content
 
 
-def _count(launch: Launch, chosen: Chosen, num_devices: int) -> None:
+def _count(launch: ExaminedLaunch, chosen: Chosen, num_devices: int) -> None:
     """How many processes and machines there are, and who says so."""
     file = launch.config_file or ""
     for name, field_name, default in (
@@ -132,7 +132,7 @@ def _count(launch: Launch, chosen: Chosen, num_devices: int) -> None:
     launch.local_world_size = max(1, launch.world_size // launch.num_machines)
 
 
-def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
+def _of_accelerate(launch: ExaminedLaunch, words: list[str]) -> dict[str, str]:
     """The variables that accelerate's launcher gives to processes (accelerate/commands/launch.py, 1.15)."""
     printed = io.StringIO()
     logging.disable(logging.WARNING)
@@ -166,7 +166,7 @@ def _of_accelerate(launch: Launch, words: list[str]) -> dict[str, str]:
     return {name: value for name, value in made.items() if name.startswith(ours)}
 
 
-def _look_at_arguments(launch: Launch, arguments: argparse.Namespace) -> None:
+def _look_at_arguments(launch: ExaminedLaunch, arguments: argparse.Namespace) -> None:
     """What accelerate accepts, and what then goes wrong."""
     several, name = launch.num_machines > 1, "deepspeed_multinode_launcher"
     kind = getattr(arguments, name, None)
@@ -177,7 +177,7 @@ def _look_at_arguments(launch: Launch, arguments: argparse.Namespace) -> None:
     launch.devices = len(str(ids).split(",")) if ids not in (None, "all") else None
 
 
-def _leftovers(launch: Launch, shell: Mapping[str, str], made: Mapping[str, str]) -> list[Finding]:
+def _leftovers(launch: ExaminedLaunch, shell: Mapping[str, str], made: Mapping[str, str]) -> list[Finding]:
     """Variables that an earlier launch has left in the shell, and that reach the processes."""
     launch.leftovers = {
         name: value for name, value in sorted(shell.items()) if name.startswith("ACCELERATE_") and name not in made
@@ -199,5 +199,5 @@ def _said(error: BaseException) -> str:
     return name + first_line(error).rstrip(".")
 
 
-def shown_command(launch: Launch, program: list[str]) -> str:
+def shown_command(launch: ExaminedLaunch, program: list[str]) -> str:
     return shlex.join([*launch.command, *program])

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.strategy.strategy import Strategy
-from zerofit.tools.doctor.launcher import Launch
-from zerofit.tools.doctor.report import Value
+from zerofit.tools.doctor.doctor_report import Value
+from zerofit.tools.doctor.launcher import ExaminedLaunch
 
 # {key of a DeepSpeed JSON: the option that owns it}: what stands there is "auto", or the same.
 OWNERS = {
@@ -48,7 +48,7 @@ IN_THE_SHELL = {
 DEFAULT, AT_START = "default", "zerofit or accelerate, from the model's size as the run starts"
 
 
-def launch_values(launch: Launch) -> list[Value]:
+def launch_values(launch: ExaminedLaunch) -> list[Value]:
     """Of the launcher: processes and machines, and the YAML's own keys."""
     sizes = {"num_processes": launch.world_size, "num_machines": launch.num_machines}
     values = [Value(name, value, launch.sources[name], common=True) for name, value in sizes.items()]
@@ -82,7 +82,7 @@ def recipe_values(recipe: Any, strategy: Strategy | None, folder: Path) -> list[
     return [*first, *(value for value in values if value not in first)]
 
 
-def told_by_shell(values: list[Value], launch: Launch) -> list[Value]:
+def told_by_shell(values: list[Value], launch: ExaminedLaunch) -> list[Value]:
     """The same, where a variable of the shell and not the YAML has set one."""
     left = {
         name: f"{variable} (this shell)" for name, variable in IN_THE_SHELL.items() if variable in launch.leftovers

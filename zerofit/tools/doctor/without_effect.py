@@ -5,8 +5,8 @@ from typing import Any
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.strategy import Strategy
-from zerofit.tools.doctor.launcher import Launch
-from zerofit.tools.doctor.report import Finding, error, note, warning
+from zerofit.tools.doctor.doctor_report import Finding, error, note, warning
+from zerofit.tools.doctor.launcher import ExaminedLaunch
 from zerofit.tools.doctor.values import flat, stated_json
 
 # {section of the YAML: the distributed_type that reads it}
@@ -26,7 +26,7 @@ def schedule_warnings(recipe: Any) -> list[Finding]:
     return [warning(text) for text in warnings if "no effect" not in text]
 
 
-def idle_keys(launch: Launch) -> list[Finding]:
+def idle_keys(launch: ExaminedLaunch) -> list[Finding]:
     """Keys of the accelerate YAML."""
     content, file = launch.content, launch.config_file
     kind = str(content.get("distributed_type", "NO"))
@@ -40,7 +40,7 @@ def idle_keys(launch: Launch) -> list[Finding]:
     return findings
 
 
-def idle_settings(strategy: Strategy, launch: Launch) -> list[Finding]:
+def idle_settings(strategy: Strategy, launch: ExaminedLaunch) -> list[Finding]:
     """Settings of the DeepSpeed JSON, and those of the YAML that a stage does not read."""
     if strategy.deepspeed is None:
         return []

@@ -22,11 +22,11 @@ from zerofit.record.terminal import StatusLine, duration
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.pairs import find_strategies
-from zerofit.tools.generate.journal import Journal
+from zerofit.tools.generate.answer_journal import AnswerJournal
+from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.tools.generate.generation_model import ModelSource, check_shares, load
 from zerofit.tools.generate.messages import say
-from zerofit.tools.generate.model import Source, check_shares, load
-from zerofit.tools.generate.options import GenerateOptions
-from zerofit.tools.generate.writer import Positions, Writer
+from zerofit.tools.generate.text_writer import Positions, Writer
 from zerofit.tools.launch.launch import layout_of
 from zerofit.tools.launch.schedulers import Machines
 from zerofit.tools.launches import LAUNCHER, ending_in_order, failure, launched, mistake
@@ -40,7 +40,7 @@ SHOWN_EVERY_S = 0.2
 class Asked:
     """Who answers what: all that is known without the weights."""
 
-    source: Source
+    source: ModelSource
     renderer: Renderer
     prompts: list[Prompt]
 
@@ -58,7 +58,7 @@ def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
     rows, cut = Positions(asked.source.config).rows(asked.prompts, asked.renderer)
     if any(cut):
         say(f"note: {sum(map(bool, cut))} of {len(rows)} prompts do not fit into a source, and are cut")
-    journal = Journal(Path(options.output).expanduser())
+    journal = AnswerJournal(Path(options.output).expanduser())
     if options.samples and options.seed is None:
         options.seed = (journal.header or {}).get("seed", int.from_bytes(os.urandom(3)))
         argv = [*argv, "--seed", str(options.seed)]
@@ -90,7 +90,7 @@ def answer_share(
     writer: Writer,
     rows: list[list[int]],
     options: GenerateOptions,
-    journal: Journal,
+    journal: AnswerJournal,
     share=(0, 1),
     writes=True,
     after=lambda: None,
@@ -122,7 +122,7 @@ def batches_of(rows: list[list[int]], writer: Writer, batch_size: int) -> list[l
     return [group[at : at + batch_size] for group in groups for at in range(0, len(group), batch_size)]
 
 
-def left_batches(batches: list[list[int]], journal: Journal, samples: bool) -> list[list[int]]:
+def left_batches(batches: list[list[int]], journal: AnswerJournal, samples: bool) -> list[list[int]]:
     """The batches without what is answered already. What a batch draws depends on all of its rows."""
     left = [[number for number in batch if number not in journal.lines] for batch in batches]
     return [batch if samples else rest for batch, rest in zip(batches, left) if rest]
@@ -140,7 +140,7 @@ def check_processes(asked: Asked, options: GenerateOptions) -> None:
         check_shares(asked.source, options)
 
 
-def _described(source: Source, options: GenerateOptions, rows: list[list[int]]) -> dict[str, Any]:
+def _described(source: ModelSource, options: GenerateOptions, rows: list[list[int]]) -> dict[str, Any]:
     """What answers depend on, for the journal: not on the number of processes."""
     folders = [Path(source.name), *([source.adapter.path] if source.adapter else [])]
     state = [
@@ -162,7 +162,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _launch(options: GenerateOptions, argv: list[str], journal: Journal, size: int, progress: "Progress") -> int:
+def _launch(options: GenerateOptions, argv: list[str], journal: AnswerJournal, size: int, progress: "Progress") -> int:
     """Let launched processes answer, and show how far they are. Returns the exit code.
 
     Raises:
@@ -202,7 +202,7 @@ def _launch(options: GenerateOptions, argv: list[str], journal: Journal, size: i
 class Progress:
     """How far the answers are: prompts, time left, tokens/s since the first process began to answer."""
 
-    def __init__(self, journal: Journal, total: int):
+    def __init__(self, journal: AnswerJournal, total: int):
         self.journal, self.total, self.line = journal, total, StatusLine()
         self.before, self.ended = set(journal.lines), time.time()
 

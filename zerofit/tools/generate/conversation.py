@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from zerofit.data.rendering import Messages, Renderer
 from zerofit.tools.generate.messages import say
-from zerofit.tools.generate.writer import Writer
+from zerofit.tools.generate.text_writer import Writer
 
 
 def lines_of_stdin() -> Iterator[str]:

@@ -9,7 +9,7 @@ What the model writes goes to `output`, or to stdout as it is written; everythin
 """
 
 from zerofit.recipe.parse import parse_recipe
-from zerofit.tools.generate.options import GenerateOptions
+from zerofit.tools.generate.generate_options import GenerateOptions
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from zerofit.data.rendering import Prompt
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
-from zerofit.tools.generate.options import GenerateOptions
+from zerofit.tools.generate.generate_options import GenerateOptions
 
 ROLES = ("system", "user", "assistant")
 
@@ -40,7 +40,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
     try:
         record = parse_json(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where} is no JSON: {error}") from None
+        raise UserError(f"{where} is not JSON: {error}") from None
     keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     if isinstance(record, dict) and isinstance(record.get("prompt"), str):
         return Prompt(record["prompt"])

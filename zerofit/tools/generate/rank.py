@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.recipe.errors import leave, reports_user_errors
 from zerofit.recipe.parse import parse_recipe
+from zerofit.tools.generate.answer_journal import AnswerJournal
 from zerofit.tools.generate.answers import PART, answer_share
-from zerofit.tools.generate.journal import Journal
-from zerofit.tools.generate.model import load
-from zerofit.tools.generate.options import GenerateOptions
+from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.tools.generate.generation_model import load
 from zerofit.tools.generate.respond import find
-from zerofit.tools.generate.writer import Writer
+from zerofit.tools.generate.text_writer import Writer
 
 
 @reports_user_errors
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         asked.renderer.end_of_turn(),
     )
     rows, _ = writer.rows(asked.prompts, asked.renderer)
-    journal = Journal(Path(options.output).expanduser(), part["size"])
+    journal = AnswerJournal(Path(options.output).expanduser(), part["size"])
 
     def leave_with_asker() -> None:
         if not asker.is_running():  # it was killed, and its journal may be that of another run by now

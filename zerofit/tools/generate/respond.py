@@ -8,11 +8,11 @@ from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.tools.generate.answers import Asked, answer_file
 from zerofit.tools.generate.conversation import converse, lines_of_stdin
+from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.tools.generate.generation_model import find_model, load
 from zerofit.tools.generate.messages import say
-from zerofit.tools.generate.model import find_model, load
-from zerofit.tools.generate.options import GenerateOptions
 from zerofit.tools.generate.prompts import read_prompts
-from zerofit.tools.generate.writer import Writer, complete
+from zerofit.tools.generate.text_writer import Writer, complete
 
 
 def respond(options: GenerateOptions, argv: list[str]) -> int:

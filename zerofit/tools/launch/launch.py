@@ -20,7 +20,7 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import recipe_named, script
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.pairs import find_strategies
-from zerofit.tools.launch.options import LaunchOptions
+from zerofit.tools.launch.launch_options import LaunchOptions
 from zerofit.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
 from zerofit.tools.launch.supervise import Supervisor
 from zerofit.tools.tool_recipe import TASKS

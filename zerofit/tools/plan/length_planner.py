@@ -4,7 +4,7 @@ from functools import partial
 
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.timing import Timing
-from zerofit.tools.lengths import micro_batch_of
+from zerofit.tools.lengths_option import micro_batch_of
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 from zerofit.tools.plan.size_search import search

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
-from zerofit.tools.lengths import length_problems
+from zerofit.tools.lengths_option import length_problems
 from zerofit.tools.tool_recipe import StrategiesOptions, parse_bytes
 
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned

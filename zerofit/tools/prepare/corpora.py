@@ -16,14 +16,14 @@ from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.terminal import duration, size
+from zerofit.tools.prepare.corpus_writer import ENDINGS, PARTIAL, CorpusWriter, check_free
 from zerofit.tools.prepare.documents import find_input, tasks_of
 from zerofit.tools.prepare.encode import InputPart, Setup, encoder_of
 from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
-from zerofit.tools.prepare.options import PrepareOptions
+from zerofit.tools.prepare.prepare_options import PrepareOptions
 from zerofit.tools.prepare.progress import Meter
 from zerofit.tools.prepare.worker_pool import WorkerPool
-from zerofit.tools.prepare.writer import ENDINGS, PARTIAL, CorpusWriter, check_free
 
 SHOWN_BAD = 5  # bad lines that are shown where bad lines are skipped
 

@@ -18,7 +18,7 @@ SHOWN = 10  # bad lines of a task that are described
 
 
 @dataclass
-class Piece:
+class CorpusPiece:
     """A piece of one corpus: the bytes of the ids, (documents,) int32 lengths, and the largest id."""
 
     ids: bytes
@@ -28,9 +28,9 @@ class Piece:
 
 @dataclass
 class Answer:
-    """The result of a task: a Piece for each key, the number of bad lines, and messages for the first of them."""
+    """A CorpusPiece for each key, the number of bad lines, and messages for the first of them."""
 
-    pieces: list[Piece]
+    pieces: list[CorpusPiece]
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
 
@@ -53,12 +53,12 @@ def work(encoder, setup: Setup, task: InputPart) -> Answer:
     return answer
 
 
-def _piece(rows: list[bytes], end: bytes, dtype: np.dtype) -> Piece:
+def _piece(rows: list[bytes], end: bytes, dtype: np.dtype) -> CorpusPiece:
     if end:
         rows = [row + end if row else row for row in rows]
     ids = b"".join(rows)
     lengths = array("i", [len(row) // dtype.itemsize for row in rows]).tobytes()
-    return Piece(ids, lengths, int(np.frombuffer(ids, dtype).max()) if ids else -1)
+    return CorpusPiece(ids, lengths, int(np.frombuffer(ids, dtype).max()) if ids else -1)
 
 
 def _columns(task: InputPart, setup: Setup, answer: Answer) -> list[list[str]]:

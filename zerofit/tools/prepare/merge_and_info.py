@@ -10,9 +10,9 @@ from zerofit.data.megatron.corpus import Card, Corpus, open_corpus, tokenizer_fi
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
 from zerofit.record.terminal import say, size
+from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
-from zerofit.tools.prepare.options import InfoOptions, JoinOptions
-from zerofit.tools.prepare.writer import CorpusWriter, check_free
+from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions
 
 SHOWN_IDS = 200  # of the first document
 

@@ -69,7 +69,7 @@ def _in_file(option: str, file: Path):
     if tiktoken_ranks(file):
         return _of_tiktoken(file)
     if file.suffix != ".model":
-        raise UserError(f"{option} = {str(file)!r} is no tokenizer. Name a folder, a hub name or a tokenizer.model")
+        raise UserError(f"{option} = {str(file)!r} is not a tokenizer. Name a folder, a hub name or a tokenizer.model")
     with tempfile.TemporaryDirectory() as folder:  # other files beside it would be read instead
         from transformers import LlamaConfig
 

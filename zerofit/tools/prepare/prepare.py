@@ -18,7 +18,7 @@ from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, nearest
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
-from zerofit.tools.prepare.options import InfoOptions, JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions, PrepareOptions
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 MORE = """

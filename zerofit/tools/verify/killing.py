@@ -6,16 +6,16 @@ from itertools import chain, count
 from pathlib import Path
 from random import Random
 
-from zerofit.tools.launches import TRACEBACK, Launch, Trial, failure, launched
+from zerofit.tools.launches import TRACEBACK, RunningLaunch, Trial, failure, launched
 
-Moment = Callable[[Launch], bool]  # called every few milliseconds: whether the moment has come
+Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
 
 
 def after_update(update: int, delay_s: float = 0.0) -> Moment:
     """This long after an update was printed; or a later one, where an earlier launch printed it."""
     printed = []
 
-    def come(launch: Launch) -> bool:
+    def come(launch: RunningLaunch) -> bool:
         if not printed and launch.newest_update >= update:
             printed.append(launch.seconds)
         return bool(printed) and launch.seconds - printed[0] >= delay_s
@@ -37,7 +37,7 @@ def within_the_rest(part: float, num_updates: int, update_s: float) -> Moment:
     """After this part of the time from a launch's first update to the run's last update."""
     first = []
 
-    def come(launch: Launch) -> bool:
+    def come(launch: RunningLaunch) -> bool:
         if not first and launch.newest_update:
             first.append((launch.newest_update, launch.seconds))
         if not first:
@@ -73,7 +73,7 @@ class Killed:
     kills_while_saving: int = 0
     kills_while_starting: int = 0  # before the launch's first update: while it loads, builds, resumes
     locks: int = 0  # left by builds that were killed
-    resumes: int = 0  # launches that resumed from a checkpoint; the others started anew
+    resumes: int = 0  # launches that resumed from a checkpoint; the others started from the beginning
     failure: str | None = None  # the failure of a launch that was not killed, or a traceback before a kill
 
 

@@ -17,9 +17,9 @@ from zerofit.record.terminal import say, screen_width
 from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.launches import ending_in_order
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.options import VerifyOptions
 from zerofit.tools.verify.proof import Proof
 from zerofit.tools.verify.shorten import precision_of, shorten
+from zerofit.tools.verify.verify_options import VerifyOptions
 
 RECIPE, REPORT = "recipe.yaml", "report.txt"
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}

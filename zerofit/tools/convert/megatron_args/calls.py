@@ -7,7 +7,7 @@ from functools import cached_property
 
 from zerofit.recipe.errors import UserError
 from zerofit.tools.convert.megatron_args.listing import check_commands, check_text
-from zerofit.tools.convert.megatron_args.shell import Command, Shell
+from zerofit.tools.convert.megatron_args.shell import Shell, ShellCommand
 
 PREPARATION = ("preprocess_data.py", "merge_datasets.py")
 SEARCH = "llmacc.pretrain"  # a module that chooses the degrees itself, and then starts pretrain_gpt.py
@@ -126,7 +126,7 @@ def _program(word: str) -> str | None:
     return found[1] if found else None
 
 
-def _calls_of(command: Command, shell: Shell) -> list[Call]:
+def _calls_of(command: ShellCommand, shell: Shell) -> list[Call]:
     words = command.words
     if words[0] in PRINTS:
         return []

@@ -5,18 +5,18 @@ from pathlib import Path
 
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.tools.convert.megatron_args.calls import Call
-from zerofit.tools.convert.megatron_args.ledger import Ledger
+from zerofit.tools.convert.megatron_args.ledger import FlagLedger
 
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
 
 
-def convert_preparation(call: Call, tokenizer: str | None, made: list[str]) -> tuple[str, Ledger]:
+def convert_preparation(call: Call, tokenizer: str | None, made: list[str]) -> tuple[str, FlagLedger]:
     """(a command line of zerofit prepare, the ledger of flags).
 
     Args:
         made: the corpora that the script makes before; those of this call are added.
     """
-    flags = Ledger.of(call)
+    flags = FlagLedger.of(call)
     merges = call.program == "merge_datasets.py"
     line = _merge(flags, made) if merges else _preprocess(flags, tokenizer)
     if not merges:
@@ -28,7 +28,7 @@ def convert_preparation(call: Call, tokenizer: str | None, made: list[str]) -> t
     return shlex.join(line), flags
 
 
-def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
+def _preprocess(flags: FlagLedger, tokenizer: str | None) -> list[str]:
     line = ["zerofit", "prepare"]
     for name in ("input", "output_prefix"):
         line += _option(flags, name, needed=True)
@@ -52,7 +52,7 @@ def _preprocess(flags: Ledger, tokenizer: str | None) -> list[str]:
     return line
 
 
-def _tokenizer(flags: Ledger) -> str:
+def _tokenizer(flags: FlagLedger) -> str:
     kind = (flags.text("tokenizer_type") or "").lower()
     if kind.startswith("bert"):
         flags.wrong("tokenizer_type", "corpora for BERT are not supported")
@@ -65,7 +65,7 @@ def _tokenizer(flags: Ledger) -> str:
     return "-"
 
 
-def _merge(flags: Ledger, made: list[str]) -> list[str]:
+def _merge(flags: FlagLedger, made: list[str]) -> list[str]:
     """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge. Where the
     folder has none yet, those that the script makes are named."""
     folder, line = flags.text("input"), ["zerofit", "prepare", "merge", *_option(flags, "input", needed=True)]
@@ -78,7 +78,7 @@ def _merge(flags: Ledger, made: list[str]) -> list[str]:
     return line + _option(flags, "output_prefix", needed=True)
 
 
-def _option(flags: Ledger, name: str, needed: bool = False) -> list[str]:
+def _option(flags: FlagLedger, name: str, needed: bool = False) -> list[str]:
     words = flags.words(name)
     if words:
         flags.carried(name, f"--{name} {' '.join(words)}")

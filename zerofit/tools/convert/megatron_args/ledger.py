@@ -14,14 +14,14 @@ WIDTH = 46  # of the column of flags
 
 
 @dataclass
-class Row:
+class FlagRow:
     flag: str
     fate: str
     words: str
 
 
 @dataclass
-class Ledger:
+class FlagLedger:
     """The flags of one program, with the result for each.
 
     Attributes:
@@ -32,11 +32,11 @@ class Ledger:
     flags: dict[str, list[str]]
     reasons: dict[str, str]
     written: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, FlagRow] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, call: Call) -> "Ledger":
+    def of(cls, call: Call) -> "FlagLedger":
         flags, written, name, stray = {}, {}, None, []
         for word in call.arguments:
             if is_flag(word):
@@ -75,7 +75,7 @@ class Ledger:
                 else f"{self.spelled(name)}: only a running shell knows the value"
             )
         if unknown:
-            self.rows[name] = Row(self.spelled(name), "error", f"${unknown[0]} is not known")
+            self.rows[name] = FlagRow(self.spelled(name), "error", f"${unknown[0]} is not known")
             return []
         return words
 
@@ -109,24 +109,24 @@ class Ledger:
 
     def default(self, flag: str, words: str) -> None:
         """Megatron's default of a flag that was not given, where ours differs."""
-        self.rows[f"={flag}"] = Row(f"({flag})", "carried over", f"{words}  (Megatron's default)")
+        self.rows[f"={flag}"] = FlagRow(f"({flag})", "carried over", f"{words}  (Megatron's default)")
 
     def wrong(self, name: str, words: str) -> None:
         spelled = self.spelled(name) if name else ""
-        self.rows[name] = Row(spelled, "error", words)
+        self.rows[name] = FlagRow(spelled, "error", words)
         self.problems.append(f"{spelled}: {words}" if spelled else words)
 
     def _row(self, name: str, fate: str, words: str) -> None:
-        if self.rows.get(name, Row("", "", "")).fate != "error":
-            self.rows[name] = Row(self.spelled(name), fate, words)
+        if self.rows.get(name, FlagRow("", "", "")).fate != "error":
+            self.rows[name] = FlagRow(self.spelled(name), fate, words)
 
-    def finish(self) -> list[Row]:
+    def finish(self) -> list[FlagRow]:
         """All rows: first those of flags, in their order, then the others."""
         for name in self.flags:
             if name not in self.rows:
                 reached = not self.problems or (name not in TYPED and name not in ("split", "global_batch_size"))
                 fate = flag_status(name) if reached else ("not reached", "an error came before it")
-                self.rows[name] = Row(self.spelled(name), *fate)
+                self.rows[name] = FlagRow(self.spelled(name), *fate)
         given = [self.rows[name] for name in self.flags]
         return given + [row for name, row in self.rows.items() if name not in self.flags and row.flag]
 
@@ -135,7 +135,7 @@ def _unquoted(word: str) -> str:
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[FlagRow]) -> str:
     """The rows for a terminal."""
     room = max(40, shutil.get_terminal_size((120, 24)).columns - WIDTH - 19)
     lines = []
@@ -149,7 +149,7 @@ def table(rows: list[Row]) -> str:
     return printable("\n".join(lines))
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[FlagRow]) -> str:
     """The number of rows of each kind."""
     kinds = ("carried over", "satisfied", "no counterpart", "unknown", "error")
     counted = {kind: sum(row.fate == kind for row in rows) for kind in kinds}

@@ -6,7 +6,7 @@ import re
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
 from zerofit.strategy.json_mistakes import what_to_mend
-from zerofit.tools.convert.megatron_args.shell import Command
+from zerofit.tools.convert.megatron_args.shell import ShellCommand
 
 DIFF = re.compile(r'\s*[<>]\s+(--|\w+=|export |["}])')  # redirections do not begin like that
 TO_FILL_IN = re.compile(r"(--[\w-]+)[ =](<[A-Za-z][^<>\n]*>)")  # to bash, < and > are redirections
@@ -31,7 +31,7 @@ def check_text(lines: list[str]) -> None:
         raise UserError(problems)
 
 
-def check_commands(commands: list[Command], lines: list[str], is_program) -> None:
+def check_commands(commands: list[ShellCommand], lines: list[str], is_program) -> None:
     """Raises UserError: commands that are the rest of the one before them."""
     problems = []
     for before, command in zip([None, *commands], commands):

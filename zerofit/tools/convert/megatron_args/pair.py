@@ -11,7 +11,7 @@ from zerofit.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
 from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
 from zerofit.strategy.monitors import HERE, PROJECTS, monitors_in_use
 from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call, missing
-from zerofit.tools.convert.megatron_args.ledger import Ledger, Row
+from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
 from zerofit.tools.convert.megatron_args.listing import read_json
 from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
 
@@ -90,7 +90,7 @@ class Layout:
         return f"zero{self.stage}" if self.stage else "single" if self.world == 1 else "ddp"
 
 
-def read_machines(flags: Ledger, call: Call, processes: int | None) -> Layout:
+def read_machines(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; one kind of parallelism, that of data."""
     machines = call.machines
     world = processes or (call.processes or FALLBACK) * machines
@@ -103,7 +103,7 @@ def read_machines(flags: Ledger, call: Call, processes: int | None) -> Layout:
     return layout
 
 
-def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
+def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
     layout = read_machines(flags, call, processes)
     degrees = {name: flags.number(name, default=1) for name in DEGREES if flags.has(name)}
@@ -126,7 +126,7 @@ def read_layout(flags: Ledger, call: Call, processes: int | None) -> Layout:
     return layout
 
 
-def _say_processes(flags: Ledger, call: Call, world: int) -> None:
+def _say_processes(flags: FlagLedger, call: Call, world: int) -> None:
     said, remedy = call.of_launcher(PROCESSES) or "", "Set --num_processes N, of all machines"
     for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES) or "")):
         unknown = unknown_in(value)
@@ -141,7 +141,7 @@ def _say_processes(flags: Ledger, call: Call, world: int) -> None:
     elif call.processes is None:
         words = f"num_processes: {world}, a guess: the script does not say. {remedy}"
     if words:
-        flags.rows["=processes"] = Row("(processes)", "carried over", words)
+        flags.rows["=processes"] = FlagRow("(processes)", "carried over", words)
 
 
 def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
@@ -163,7 +163,7 @@ def _written(text: str | None) -> str | None:
     return None if not text or "" in unknown_in(text) else shown(text)
 
 
-def _stage(flags: Ledger, layout: Layout, in_place_of_others: bool) -> None:
+def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
     block = layout.block.get("zero_optimization", {}).get("stage")
     stage = flags.number("zero_stage", default=None) if flags.has("zero_stage") else None
     if None not in (block, stage) and block != stage:
@@ -188,7 +188,7 @@ def _stage(flags: Ledger, layout: Layout, in_place_of_others: bool) -> None:
             flags.carried(name, f"the pair: {layout.strategy}{instead}")
 
 
-def _drop_beside_degrees(flags: Ledger, layout: Layout) -> list[str]:
+def _drop_beside_degrees(flags: FlagLedger, layout: Layout) -> list[str]:
     """Take out of the block what a run refuses beside such degrees. Returns the keys of zero_optimization."""
     if layout.replica_size == 1:
         return []
@@ -205,7 +205,7 @@ def _drop_beside_degrees(flags: Ledger, layout: Layout) -> list[str]:
     return [key for key in keys if zero.pop(key, None) is not None]
 
 
-def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
+def _read_block(flags: FlagLedger, call: Call, layout: Layout) -> None:
     """Read the DeepSpeed JSON that the script writes or names."""
     if not flags.has("deepspeed_config"):
         return
@@ -232,9 +232,9 @@ def _read_block(flags: Ledger, call: Call, layout: Layout) -> None:
         _take(flags, layout, key, value)
 
 
-def _take(flags: Ledger, layout: Layout, key: str, value: Any) -> None:
+def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> None:
     def row(fate: str, words: str) -> None:
-        flags.rows[f"json.{key}"] = Row(f'  "{key}": {json.dumps(value)}', fate, words)
+        flags.rows[f"json.{key}"] = FlagRow(f'  "{key}": {json.dumps(value)}', fate, words)
 
     if key in (TENSOR, SEQUENCE, PIPELINE):
         row("no counterpart", "the degrees are those of the script's flags")

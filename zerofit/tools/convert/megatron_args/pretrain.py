@@ -9,9 +9,15 @@ from pathlib import Path
 
 from zerofit.recipe.megatron_flags import FULL, SELECTIVE, TYPED, shapes_the_model
 from zerofit.tools.convert.megatron_args.calls import SEARCH, Call
-from zerofit.tools.convert.megatron_args.ledger import Ledger
+from zerofit.tools.convert.megatron_args.ledger import FlagLedger
 from zerofit.tools.convert.megatron_args.pair import read_layout
-from zerofit.tools.convert.megatron_args.schedule import Converted, carry, in_updates, read_optimizer, read_precision
+from zerofit.tools.convert.megatron_args.script_schedule import (
+    ConvertedScript,
+    carry,
+    in_updates,
+    read_optimizer,
+    read_precision,
+)
 from zerofit.tools.convert.megatron_args.searched import read_batches, read_job
 from zerofit.tools.convert.megatron_args.shape import of_weights, read_shape
 
@@ -36,9 +42,9 @@ class Options:
     num_processes: int | None = None
 
 
-def convert_pretraining(call: Call, options: Options) -> Converted:
+def convert_pretraining(call: Call, options: Options) -> ConvertedScript:
     """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger has the result for each flag."""
-    flags = Ledger.of(call)
+    flags = FlagLedger.of(call)
     searched = call.program == SEARCH
     layout = (read_job if searched else read_layout)(flags, call, options.num_processes)
     if call.program not in KNOWN:
@@ -49,7 +55,7 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
             "(docs/porting-a-model.md)",
         )
     shape = read_shape(flags, call.program)
-    done = Converted({}, flags, layout, shape)
+    done = ConvertedScript({}, flags, layout, shape)
     _model(done, options)
     _tokenizer(done, options)
     _data(done, call.program)
@@ -72,7 +78,7 @@ def convert_pretraining(call: Call, options: Options) -> Converted:
 # ------------------------------------------------------------------------------------------------------ model and data
 
 
-def _model(done: Converted, options: Options) -> None:
+def _model(done: ConvertedScript, options: Options) -> None:
     flags, shape = done.flags, done.shape
     if options.model_name_or_path:
         done.recipe["model_name_or_path"] = options.model_name_or_path
@@ -89,7 +95,7 @@ def _model(done: Converted, options: Options) -> None:
             flags.default("--make-vocab-size-divisible-by 128", f"make_vocab_size_divisible_by: {padded}{why}")
 
 
-def _tokenizer(done: Converted, options: Options) -> None:
+def _tokenizer(done: ConvertedScript, options: Options) -> None:
     flags = done.flags
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
     given = [name for name in names if flags.has(name)]
@@ -134,7 +140,7 @@ def _tokenizer(done: Converted, options: Options) -> None:
         flags.carried(name, f"tokenizer_name: {folder}{note}")
 
 
-def _data(done: Converted, program: str) -> None:
+def _data(done: ConvertedScript, program: str) -> None:
     flags = done.flags
     for name in ELSEWHERE:
         if flags.has(name):
@@ -160,7 +166,7 @@ def _data(done: Converted, program: str) -> None:
     if flags.has("data_cache_path"):
         carry(done, "data_cache_path", "data_cache_path", flags.text("data_cache_path"))
     if flags.has("data_impl") and flags.text("data_impl") not in ("mmap", "infer"):
-        flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus anew with zerofit prepare")
+        flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
     if flags.has("num_workers"):
         carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
     _seed(done)
@@ -170,7 +176,7 @@ def _shares(split: str) -> list[float]:
     return [*map(float, split.replace("/", ",").split(",")), 0.0, 0.0][:3]
 
 
-def _seed(done: Converted) -> None:
+def _seed(done: ConvertedScript) -> None:
     done.recipe["seed"] = done.flags.number("seed", default=1234)
     if done.flags.has("seed"):
         done.flags.carried("seed", f"seed: {done.recipe['seed']}")
@@ -181,7 +187,7 @@ def _seed(done: Converted) -> None:
 # ------------------------------------------------------------------------------------------------- batches and length
 
 
-def _batches(done: Converted) -> None:
+def _batches(done: ConvertedScript) -> None:
     flags, layout = done.flags, done.layout
     micro = flags.number("micro_batch_size", default=0)
     if not micro:
@@ -203,7 +209,7 @@ def _batches(done: Converted) -> None:
     accumulation = total // ours_replicas // ours
     note = f", accumulation {accumulation}"
     if total % (replicas * micro):
-        done.notes.append(f"Megatron would refuse this global batch: {total} is no multiple of {micro} * {replicas}")
+        done.notes.append(f"Megatron refuses this global batch: {total} is not a multiple of {micro} * {replicas}")
     elif layout.split != layout.replica_size:
         note += f" (there {total // replicas // micro}, on {replicas} data-parallel process{'es' * (replicas > 1)})"
     carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
@@ -212,7 +218,7 @@ def _batches(done: Converted) -> None:
     done.recipe["per_device_eval_batch_size"] = ours
 
 
-def _length(done: Converted) -> None:
+def _length(done: ConvertedScript) -> None:
     flags = done.flags
     updates = in_updates(done, "train", "max_train_steps")
     if not updates:
@@ -225,7 +231,7 @@ def _length(done: Converted) -> None:
         carry(done, "exit_duration_in_mins", "max_hours", round(hours, 4))
 
 
-def _evaluation(done: Converted) -> None:
+def _evaluation(done: ConvertedScript) -> None:
     flags, batch = done.flags, done.batch
     every, batches = flags.number("eval_interval", default=1000), flags.number("eval_iters", default=100)
     if not batches:
@@ -244,7 +250,7 @@ def _evaluation(done: Converted) -> None:
         flags.default("--eval-iters 100", f"max_eval_samples: {batches * batch}{note}")
 
 
-def _memory(done: Converted) -> None:
+def _memory(done: ConvertedScript) -> None:
     flags = done.flags
     granularity = flags.text("recompute_granularity")
     if flags.has("recompute_activations"):  # Megatron lets it set the granularity
@@ -275,14 +281,14 @@ def _memory(done: Converted) -> None:
             flags.satisfied(name, "no layer is recomputed")
 
 
-def _inputs_on_the_host(done: Converted) -> None:
+def _inputs_on_the_host(done: ConvertedScript) -> None:
     if "gradient_checkpointing" in done.recipe:
         carry(done, "checkpoint_in_cpu", "activation_offload", True)
     else:
         done.flags.satisfied("checkpoint_in_cpu", "no layer is recomputed")
 
 
-def _of_block(done: Converted, count: int) -> tuple[bool | int, str]:
+def _of_block(done: ConvertedScript, count: int) -> tuple[bool | int, str]:
     """(gradient_checkpointing, remark) where the first layers of each stage are recomputed: as many or more, spread
     evenly (megatron/core/transformer/transformer_block.py, _checkpointed_forward)."""
     stages = done.flags.words("pipeline_model_parallel_size")
@@ -298,7 +304,7 @@ def _of_block(done: Converted, count: int) -> tuple[bool | int, str]:
 # --------------------------------------------------------------------------------------------------- the run's record
 
 
-def _checkpoints(done: Converted, options: Options) -> None:
+def _checkpoints(done: ConvertedScript, options: Options) -> None:
     flags = done.flags
     save, load = flags.text("save"), flags.text("load")
     if save:
@@ -321,7 +327,7 @@ def _checkpoints(done: Converted, options: Options) -> None:
     carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))
 
 
-def _trackers(done: Converted) -> None:
+def _trackers(done: ConvertedScript) -> None:
     flags, found = done.flags, done.layout.trackers
     if flags.has("wandb_project"):
         found["wandb"] = flags.text("wandb_project") or found.get("wandb")

@@ -5,16 +5,16 @@ import shlex
 from pathlib import Path
 
 from zerofit.tools.convert.megatron_args.calls import Call
-from zerofit.tools.convert.megatron_args.ledger import Ledger
+from zerofit.tools.convert.megatron_args.ledger import FlagLedger
 from zerofit.tools.convert.megatron_args.pair import DEGREES, Layout, read_machines
-from zerofit.tools.convert.megatron_args.schedule import Converted, carry
+from zerofit.tools.convert.megatron_args.script_schedule import ConvertedScript, carry
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
 
 CHOSEN = (*DEGREES, "data_parallel_size", "sequence_parallel", "use_distributed_optimizer", "zero_stage")
 EXAMPLE = "a100-80gb"  # where nobody names the GPU
 
 
-def read_job(flags: Ledger, call: Call, processes: int | None) -> Layout:
+def read_job(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; --world-size and --local-world-size name those of a job that is not started yet."""
     total = flags.number("world_size") if flags.has("world_size") else None
     layout = read_machines(flags, call, processes or total)
@@ -36,7 +36,7 @@ def read_job(flags: Ledger, call: Call, processes: int | None) -> Layout:
     return layout
 
 
-def read_batches(done: Converted) -> None:
+def read_batches(done: ConvertedScript) -> None:
     """The global batch, or the largest one that is allowed."""
     flags = done.flags
     name = flags.first("global_batch_size", "max_global_batch_size")
@@ -56,7 +56,7 @@ def read_batches(done: Converted) -> None:
         flags.none("micro_batch_size", "zerofit plan chooses it")
 
 
-def plan_lines(done: Converted, folder: Path, given: dict[str, str]) -> list[str]:
+def plan_lines(done: ConvertedScript, folder: Path, given: dict[str, str]) -> list[str]:
     """The command lines: the search, which writes the best pair and its script; the launch.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.recipe.parsing import parse_json
-from zerofit.tools.convert.megatron_args.ledger import Ledger, Row
+from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
 
 LLAMA, GPT2, NEOX = "llama-2-7b", "gpt2", "open-calm-1b"  # configurations whose sizes are all overridden
 OF_EXPERTS = "a mixture of experts of Megatron's is not converted; transformers' own train (docs/experts.md)"
@@ -137,7 +137,7 @@ def _written(value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def read_shape(flags: Ledger, program: str) -> Shape | None:
+def read_shape(flags: FlagLedger, program: str) -> Shape | None:
     """The model of the flags; None, with a problem, where it is none of the families.
 
     Args:
@@ -197,11 +197,11 @@ def read_shape(flags: Ledger, program: str) -> Shape | None:
         _add_rows(flags, shape, epsilon, theta)
         if llama:
             words = "its own defaults: rmsnorm, swiglu, rotary positions, no biases, an untied head"
-            flags.rows["=program"] = Row("(pretrain_llama.py)", "carried over", words)
+            flags.rows["=program"] = FlagRow("(pretrain_llama.py)", "carried over", words)
     return None if flags.problems else shape
 
 
-def _positions(flags: Ledger, default: str) -> tuple[bool, str]:
+def _positions(flags: FlagLedger, default: str) -> tuple[bool, str]:
     """(rotary, kind)."""
     kind = (flags.text("position_embedding_type") or default).lower().rpartition(".")[2]
     rotary = flags.has("use_rotary_position_embeddings") or kind in ("rope", "rotary")
@@ -210,13 +210,13 @@ def _positions(flags: Ledger, default: str) -> tuple[bool, str]:
     return rotary, "none" if flags.has("no_position_embedding") and not rotary else kind
 
 
-def _kv_heads(flags: Ledger, heads: int) -> int:
+def _kv_heads(flags: FlagLedger, heads: int) -> int:
     if flags.has("num_key_value_heads"):
         return flags.number("num_key_value_heads", default=heads)
     return flags.number("num_query_groups", default=1) if flags.has("group_query_attention") else heads
 
 
-def _activation(flags: Ledger) -> str:
+def _activation(flags: FlagLedger) -> str:
     """Megatron's fused kernel and OpenAI's gelu compute the tanh approximation."""
     if flags.has("squared_relu"):
         return "relu2"
@@ -238,7 +238,7 @@ def _no_family(shape: Shape) -> str:
     )
 
 
-def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
+def _add_rows(flags: FlagLedger, shape: Shape, epsilon: str, theta: str) -> None:
     """Add the rows of the flags that determine the shape."""
     llama, family = shape.family == LLAMA, {LLAMA: "a Llama", GPT2: "a GPT-2", NEOX: "a GPT-NeoX"}[shape.family]
     written = dict(part.split("=") for part in shape.overrides().split(","))
@@ -287,7 +287,7 @@ def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
         flags.wrong("hidden_dropout", "a Llama of transformers has no such dropout. Say --hidden-dropout 0")
     elif llama and shape.hidden_dropout:
         words = "Megatron's default; a Llama of transformers has no such dropout"
-        flags.rows["=hidden"] = Row("(--hidden-dropout 0.1)", "no counterpart", words)
+        flags.rows["=hidden"] = FlagRow("(--hidden-dropout 0.1)", "no counterpart", words)
     if llama and shape.bias:
         flags.default("no --disable-bias-linear", "config_overrides attention_bias=true, mlp_bias=true")
     if not llama and shape.channels != shape.hidden // shape.heads:
@@ -303,7 +303,7 @@ def _add_rows(flags: Ledger, shape: Shape, epsilon: str, theta: str) -> None:
         flags.default("--attention-dropout 0.1", "config_overrides attention_dropout=0.1")
 
 
-def of_weights(flags: Ledger, shape: Shape | None, folder: str) -> None:
+def of_weights(flags: FlagLedger, shape: Shape | None, folder: str) -> None:
     """Change the rows where the run starts from weights: their sizes agree with the flags, or are an error."""
     for row in flags.rows.values():
         if row.words.startswith("config_overrides"):

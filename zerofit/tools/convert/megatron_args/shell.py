@@ -28,7 +28,7 @@ BROKEN = re.compile(r": line (\d+): ((?:syntax error|unexpected EOF).*)")
 
 
 @dataclass
-class Command:
+class ShellCommand:
     """What a script starts.
 
     Attributes:
@@ -59,7 +59,7 @@ class Shell:
 
     text: str
     given: dict[str, str]
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     doubts: dict[str, str] = field(default_factory=dict)
@@ -178,12 +178,12 @@ class Shell:
         self.paths += dict.fromkeys(paths)
         return bool(unset or paths)
 
-    def _command(self, fields: list[str]) -> Command:
+    def _command(self, fields: list[str]) -> ShellCommand:
         line, count, *rest = fields[:-1]
         words, (around, *rest) = rest[: int(count)], rest[int(count) :]
         outer, variables = rest[: int(around)], rest[int(around) :]
         words, outer = [self._named(word) for word in words], [self._named(word) for word in outer]
-        return Command(int(line), words, outer, dict(text.partition("=")[::2] for text in variables))
+        return ShellCommand(int(line), words, outer, dict(text.partition("=")[::2] for text in variables))
 
     def _named(self, text: str) -> str:
         """A text with the marks of commands' outputs as those of the variables that take them."""

@@ -20,6 +20,7 @@ from zerofit.model.pretrained_io import (
 )
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import without_folders
+from zerofit.tools.convert.convert_options import ConvertOptions, FromMetaOptions, ToMetaOptions
 from zerofit.tools.convert.hf_folder import HfFolder, ShardWriter
 from zerofit.tools.convert.meta.config import (
     check_config,
@@ -34,8 +35,7 @@ from zerofit.tools.convert.meta.config import (
 from zerofit.tools.convert.meta.folder import MetaFolder
 from zerofit.tools.convert.meta.forward import mean_loss, meta_logits, rows_of
 from zerofit.tools.convert.meta.layout import choose_cut, same_bits, to_hf, to_meta, weights
-from zerofit.tools.convert.options import ConvertOptions, FromMetaOptions, ToMetaOptions
-from zerofit.tools.meta_tokenizer import Converted, convert_tokenizer, find_tokenizer
+from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
 from zerofit.tools.tool_recipe import parse_bytes
 
 TOLERANCE = 1e-4  # of two mean losses in fp32, which sum in another order
@@ -87,7 +87,7 @@ def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
     return lines
 
 
-def _write_hf(meta: MetaFolder, config, tokenizer: Converted, folder: Path, limit: int) -> int:
+def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: Path, limit: int) -> int:
     writer = ShardWriter(folder, limit)
     for weight in _with_bar(meta.weights, "convert"):
         tensor = to_hf(meta.read(weight), weight.heads)
@@ -115,7 +115,7 @@ def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
     source = Path(model_folder(options.input))
     if not (source / "config.json").is_file():
         raise UserError(
-            f"input = {options.input!r} is no folder with a config.json. Name a model's folder, or a run's"
+            f"input = {options.input!r} is not a folder with a config.json. Name a model's folder, or a run's"
         )
     config = read_config("input", str(source))
     says = f"input = {str(source)!r}"

@@ -15,7 +15,7 @@ import torch
 from zerofit.model.folders import read_json
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.tools.convert.hf_folder import RELEASE_BYTES
-from zerofit.tools.convert.meta.layout import Cut, Sizes, Weight, find_cut, same_bits, weights
+from zerofit.tools.convert.meta.layout import MetaWeight, ShardCut, Sizes, find_cut, same_bits, weights
 
 IGNORED = re.compile(r"(.*\.)?rope\.freqs")  # Llama 1 and 2 store these, which follow from head_dim
 FOREIGN = ("moe", "moe_args", "sliding_window", "vision_chunk_size", "quantization", "lora_args")  # change the model
@@ -215,7 +215,7 @@ class MetaFolder:
             )
         return stored
 
-    def _cut(self, weight: Weight) -> Cut:
+    def _cut(self, weight: MetaWeight) -> ShardCut:
         shards = {shapes[weight.meta] for shapes in self.shapes}
         cut = find_cut(weight, next(iter(shards)), len(self.files)) if len(shards) == 1 else None
         if cut is None:
@@ -228,7 +228,7 @@ class MetaFolder:
 
     # ---------------------------------------------------------------------------------------------------- the weights
 
-    def read(self, weight: Weight):
+    def read(self, weight: MetaWeight):
         """The full weight, concatenated from its shards, in Meta's order."""
         if self._read_bytes > RELEASE_BYTES:
             self.release()
@@ -238,7 +238,7 @@ class MetaFolder:
             return shards[0]
         return torch.cat(shards[:: cut.copies], cut.axis)
 
-    def unlike(self, weight: Weight, full) -> list[str]:
+    def unlike(self, weight: MetaWeight, full) -> list[str]:
         """The files with a shard that differs from that of the full weight `full`, in Meta's order."""
         number, cut = len(self.files), self.cuts[weight.meta]
         return [

@@ -28,7 +28,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Weight:
+class MetaWeight:
     """One weight: its names, its full shape, the axes along which it may be cut.
 
     Args:
@@ -45,7 +45,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardCut:
     """How a weight is cut: shard i is part i // copies of num_shards / copies equal parts along the axis.
 
     Args:
@@ -62,30 +62,32 @@ class Cut:
         return tensor.chunk(num_shards // self.copies, self.axis)[index // self.copies]
 
 
-def weights(sizes: Sizes) -> list[Weight]:
+def weights(sizes: Sizes) -> list[MetaWeight]:
     """All weights in transformers' order, the embeddings first and the head last."""
     s = sizes
-    listed = [Weight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), EITHER, copied=True)]
+    listed = [MetaWeight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), EITHER, copied=True)]
     for number in range(s.layers):
         listed += _layer(s, f"layers.{number}.", f"model.layers.{number}.")
-    listed.append(Weight("norm.weight", "model.norm.weight", (s.dim,)))
-    listed.append(Weight("output.weight", "lm_head.weight", (s.vocab, s.dim), COLUMNS, copied=True))
+    listed.append(MetaWeight("norm.weight", "model.norm.weight", (s.dim,)))
+    listed.append(MetaWeight("output.weight", "lm_head.weight", (s.vocab, s.dim), COLUMNS, copied=True))
     return listed
 
 
-def _layer(s: Sizes, meta: str, hf: str) -> list[Weight]:
+def _layer(s: Sizes, meta: str, hf: str) -> list[MetaWeight]:
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
     attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
     return [
-        Weight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), COLUMNS, s.heads),
-        Weight(f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), COLUMNS, s.kv_heads, True),
-        Weight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), COLUMNS, copied=True),
-        Weight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries), ROWS),
-        Weight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim), COLUMNS),
-        Weight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn), ROWS),
-        Weight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim), COLUMNS),
-        Weight(f"{meta}attention_norm.weight", f"{hf}input_layernorm.weight", (s.dim,)),
-        Weight(f"{meta}ffn_norm.weight", f"{hf}post_attention_layernorm.weight", (s.dim,)),
+        MetaWeight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), COLUMNS, s.heads),
+        MetaWeight(
+            f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), COLUMNS, s.kv_heads, True
+        ),
+        MetaWeight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), COLUMNS, copied=True),
+        MetaWeight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries), ROWS),
+        MetaWeight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim), COLUMNS),
+        MetaWeight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn), ROWS),
+        MetaWeight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim), COLUMNS),
+        MetaWeight(f"{meta}attention_norm.weight", f"{hf}input_layernorm.weight", (s.dim,)),
+        MetaWeight(f"{meta}ffn_norm.weight", f"{hf}post_attention_layernorm.weight", (s.dim,)),
     ]
 
 
@@ -105,27 +107,27 @@ def to_meta(tensor, heads: int):
     return tensor.reshape(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def find_cut(weight: Weight, shard: tuple[int, ...], num_shards: int) -> Cut | None:
+def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> ShardCut | None:
     """How a weight with shards of this shape was cut; None: in no known way."""
     if shard == weight.shape and (num_shards == 1 or weight.copied or not weight.axes):
-        return Cut(None)
+        return ShardCut(None)
     for axis in weight.axes:
         parts, rest = divmod(weight.shape[axis], shard[axis]) if len(shard) == len(weight.shape) else (0, 1)
         others_fit = shard[:axis] + shard[axis + 1 :] == weight.shape[:axis] + weight.shape[axis + 1 :]
         if parts and not rest and others_fit and num_shards % parts == 0 and (parts == num_shards or weight.copied):
-            return Cut(axis, num_shards // parts)
+            return ShardCut(axis, num_shards // parts)
     return None
 
 
-def choose_cut(weight: Weight, num_shards: int, kv_heads: int, along_vocabulary: bool) -> Cut:
+def choose_cut(weight: MetaWeight, num_shards: int, kv_heads: int, along_vocabulary: bool) -> ShardCut:
     """How a weight is to be cut for this many processes."""
     if num_shards == 1 or not weight.axes:
-        return Cut(None)
+        return ShardCut(None)
     if weight.axes == EITHER:
-        return Cut(0 if along_vocabulary else 1)
+        return ShardCut(0 if along_vocabulary else 1)
     if weight.meta.endswith(("wk.weight", "wv.weight")) and num_shards > kv_heads:
-        return Cut(0, num_shards // kv_heads) if kv_heads > 1 else Cut(None)
-    return Cut(weight.axes[0])
+        return ShardCut(0, num_shards // kv_heads) if kv_heads > 1 else ShardCut(None)
+    return ShardCut(weight.axes[0])
 
 
 def same_bits(one, other) -> bool:

@@ -28,7 +28,7 @@ def check_free(prefixes: list[str], overwrite: bool) -> None:
     for prefix in prefixes:
         folder = Path(prefix).parent
         if folder.exists() and not folder.is_dir():
-            problems.append(f"output_prefix: {str(folder)!r} is no folder. Name another place")
+            problems.append(f"output_prefix: {str(folder)!r} is not a folder. Name another place")
         existing = [prefix + ending for ending in reversed(ENDINGS) if os.path.exists(prefix + ending)]
         if existing and not overwrite and not _left_by_a_killed_job(prefix):
             problems.append(f"output_prefix: {existing[0]} already exists. Name another prefix, or add --overwrite")

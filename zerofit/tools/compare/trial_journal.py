@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.tools.json_lines import add_line
-from zerofit.tools.launches import Launch
+from zerofit.tools.launches import RunningLaunch
 
 PACKAGE = Path(__file__).resolve().parents[2]
 NOT_MEASURED_WITH = {
     f"tools/compare/{name}.py"
-    for name in ("report", "html_report", "plots", "results", "longest_rows", "finish", "finished", "guess")
+    for name in ("comparison_report", "html_report", "plots", "results", "longest_rows", "finish", "finished", "guess")
 } | {"cli.py"}
 
 
@@ -32,7 +32,7 @@ def key_of(**values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Journal:
+class TrialJournal:
     """journal.jsonl. Lines of kind `guess` (a prediction), `launch` (it begins), `ready` (what its trials have in
     common), `size` (the result of one: fits, out_of_memory or timed_out) and `end`."""
 
@@ -74,7 +74,7 @@ class Journal:
         ended = {line["launch"] for line in self.lines if line["kind"] == "end"}
         unfinished = [line for line in self.lines if line["kind"] == "launch" and line["launch"] not in ended]
         for line in unfinished:
-            Launch([], self.file.parent, self.file, line["mark"]).kill()
+            RunningLaunch([], self.file.parent, self.file, line["mark"]).kill()
             self.add("end", launch=line["launch"], key=line["key"], how="interrupted", seconds=None)
         return len(unfinished)
 

@@ -15,7 +15,7 @@ from zerofit.recipe.files import atomic_file, open_without_links
 from zerofit.tools.json_lines import add_line
 
 
-class Journal:
+class AnswerJournal:
     """The file beside `output`.
 
     Args:

@@ -14,8 +14,8 @@ from zerofit.model.pretrained_io import DTYPES, read_config, read_model, read_to
 from zerofit.model.tensor_parallel.read import read_share
 from zerofit.model.tensor_parallel.split import split_model, split_problem
 from zerofit.recipe.errors import UserError
+from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.messages import say
-from zerofit.tools.generate.options import GenerateOptions
 
 NOT_WRITERS = tuple(
     ("ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice ForMaskedLM").split()
@@ -24,7 +24,7 @@ NAMED_WITH = "--model BASE --adapter FOLDER"
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where the model comes from: its folder or hub name, or that of its base, and its adapter."""
 
     name: str
@@ -33,7 +33,7 @@ class Source:
     tokenizer: Any
 
 
-def find_model(options: GenerateOptions) -> Source:
+def find_model(options: GenerateOptions) -> ModelSource:
     """Find the model, its adapter and its tokenizer; the weights are not loaded.
 
     Raises:
@@ -43,7 +43,7 @@ def find_model(options: GenerateOptions) -> Source:
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
         _auto_class(config, name)
-        return Source(name, None, config, read_tokenizer("model", name, config, trust))
+        return ModelSource(name, None, config, read_tokenizer("model", name, config, trust))
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
         raise UserError(
@@ -58,10 +58,10 @@ def find_model(options: GenerateOptions) -> Source:
         )
     _auto_class(config, base)
     where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
-    return Source(base, adapter, config, read_tokenizer(*where, config, trust))
+    return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
 
 
-def check_shares(source: Source, options: GenerateOptions) -> None:
+def check_shares(source: ModelSource, options: GenerateOptions) -> None:
     """Raises UserError unless the processes of tensor_parallel can share the layers of the model."""
     degree, instead = options.tensor_parallel, f"Use --num_processes {options.processes} without it"
     problem = split_problem(source.config, degree, instead)
@@ -73,7 +73,7 @@ def check_shares(source: Source, options: GenerateOptions) -> None:
         raise UserError(f"tensor_parallel = {degree}{problem}")
 
 
-def load(source: Source, options: GenerateOptions, tensor=None):
+def load(source: ModelSource, options: GenerateOptions, tensor=None):
     """The model on its device, with its adapter if there is one.
 
     Args:
@@ -112,7 +112,7 @@ def load(source: Source, options: GenerateOptions, tensor=None):
     return model
 
 
-def _read(source: Source, **how):
+def _read(source: ModelSource, **how):
     model, missing = read_model(_auto_class(source.config, source.name), "model", source.name, source.config, **how)
     if missing:
         raise UserError(
@@ -122,7 +122,7 @@ def _read(source: Source, **how):
     return model
 
 
-def _read_share(source: Source, tensor, precision: str | None, trust_remote_code: bool):
+def _read_share(source: ModelSource, tensor, precision: str | None, trust_remote_code: bool):
     """Read the weights as they are stored, which takes no memory yet, and keep this rank's share of them."""
     model = _read(source, precision=None, trust_remote_code=trust_remote_code)
     dtype = model.dtype if precision is None else getattr(torch, DTYPES[precision])

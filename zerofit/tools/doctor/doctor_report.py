@@ -61,7 +61,7 @@ class Value:
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """All of it.
 
     Attributes:

@@ -22,14 +22,14 @@ from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError, printable
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
+from zerofit.tools.convert.convert_options import MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call, call_of, calls_in
 from zerofit.tools.convert.megatron_args.corpora import convert_preparation
 from zerofit.tools.convert.megatron_args.ledger import summary, table
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
-from zerofit.tools.convert.megatron_args.schedule import Converted
+from zerofit.tools.convert.megatron_args.script_schedule import ConvertedScript
 from zerofit.tools.convert.megatron_args.searched import plan_lines
-from zerofit.tools.convert.options import MegatronArgsOptions
 from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.configuration import check_layout, check_task
 
@@ -112,7 +112,7 @@ def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions, 
     print(printable("\n".join(shown)), flush=True)
 
 
-def write(done: Converted, name: str, folder: Path) -> str:
+def write(done: ConvertedScript, name: str, folder: Path) -> str:
     """Write the recipe and the pair. Returns the command line that launches them."""
     folder.mkdir(parents=True, exist_ok=True)
     launch = " ".join(
@@ -129,7 +129,7 @@ def write(done: Converted, name: str, folder: Path) -> str:
     return launch
 
 
-def check(done: Converted, name: str) -> None:
+def check(done: ConvertedScript, name: str) -> None:
     """Resolve recipe and pair as a run does.
 
     Raises:
@@ -161,7 +161,7 @@ def _renamed(text: str, names: dict[str, str]) -> str:
     return text
 
 
-def written(done: Converted, name: str, commands: list[str]) -> str:
+def written(done: ConvertedScript, name: str, commands: list[str]) -> str:
     """The recipe as text."""
     lines = [f"# {name}, converted from Megatron's flags by `zerofit convert megatron-args`."]
     lines += [*(f"#   {command}" for command in commands), ""]
@@ -170,7 +170,7 @@ def written(done: Converted, name: str, commands: list[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def closing(done: Converted, recipe: Path, searched: bool) -> list[str]:
+def closing(done: ConvertedScript, recipe: Path, searched: bool) -> list[str]:
     """What was written, in numbers.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Axis:
+class SearchVariable:
     """A quantity that trials make larger and larger.
 
     Args:
@@ -27,7 +27,7 @@ class Axis:
     rate: str
 
 
-BATCHES = Axis(
+BATCHES = SearchVariable(
     "per_device_train_batch_size",
     "batch_size",
     "batch size",
@@ -38,7 +38,7 @@ BATCHES = Axis(
     "each sample",
     "samples_per_s",
 )
-LENGTHS = Axis(
+LENGTHS = SearchVariable(
     "block_size",
     "length",
     "length",

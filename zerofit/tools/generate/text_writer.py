@@ -13,8 +13,8 @@ from zerofit.data.rendering import Prompt, Renderer
 from zerofit.model.configuration import usable_positions
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.errors import UserError, printable
+from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.messages import say
-from zerofit.tools.generate.options import GenerateOptions
 
 EMPTY = "[empty]"  # shown to a person in place of an empty answer
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from zerofit.recipe.fields import option
-from zerofit.tools.compare.axis import BATCHES, LENGTHS, Axis
-from zerofit.tools.lengths import length_problems, read_lengths
+from zerofit.tools.compare.search_variable import BATCHES, LENGTHS, SearchVariable
+from zerofit.tools.lengths_option import length_problems, read_lengths
 from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, parse_bytes
 
 
@@ -50,7 +50,7 @@ class CompareOptions(LaunchedStrategiesOptions):
         return bool(self.simulate and self.source("steps"))
 
     @property
-    def axis(self) -> Axis:
+    def variable(self) -> SearchVariable:
         return LENGTHS if self.lengths else BATCHES
 
     @property

@@ -6,21 +6,21 @@ from typing import Any
 
 from zerofit.recipe.errors import printable
 from zerofit.record.terminal import duration, rounded, screen_width, size, table
-from zerofit.tools.compare.axis import LENGTHS
 from zerofit.tools.compare.finished import Finished, agreement, finished_table, write_csv
 from zerofit.tools.compare.html_report import html_report
-from zerofit.tools.compare.journal import peak_of
 from zerofit.tools.compare.longest_rows import lengths_table, longest_rows
 from zerofit.tools.compare.plots import memory_plot, throughput_plot
-from zerofit.tools.compare.results import Row, common_size, conclusion, factor, outcome_text, speed_up
-from zerofit.tools.lengths import micro_batch_of
+from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, factor, outcome_text, speed_up
+from zerofit.tools.compare.search_variable import LENGTHS
+from zerofit.tools.compare.trial_journal import peak_of
+from zerofit.tools.lengths_option import micro_batch_of
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 EVALUATION = ("evaluation_samples_per_s", "evaluation_seconds")
 PEAKS, RATES = ("allocated", "reserved", "total", "host"), ("samples_per_s", "tokens_per_s", "loss", *EVALUATION)
 
 
-class Report:
+class ComparisonReport:
     """The report of a comparison.
 
     Args:
@@ -35,12 +35,12 @@ class Report:
         self.command, self.notes = command, notes
         self.finished: list[Finished] = []  # the runs of --finish
         self.simulated = bool(self.machine.simulated)  # its times mean nothing
-        self.axis = comparison.axis
+        self.variable = comparison.variable
         title = Path(self.options.source("config") or self.options.task).stem
-        self.title = f"{self.axis.title}{', simulated' * self.simulated}: {title}"
+        self.title = f"{self.variable.title}{', simulated' * self.simulated}: {title}"
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StrategyRow]:
         """The results so far."""
         return self.comparison.rows()
 
@@ -54,9 +54,9 @@ class Report:
 
     def write(self, output: Path) -> None:
         """Write all files into the folder."""
-        pictures = {"Memory": memory_plot(self.rows, self.limits.device, self.axis)}
+        pictures = {"Memory": memory_plot(self.rows, self.limits.device, self.variable)}
         if self.timed:
-            pictures["Throughput"] = throughput_plot(self.rows, self.axis)
+            pictures["Throughput"] = throughput_plot(self.rows, self.variable)
         for name, picture in pictures.items():
             (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
         blocks = self._blocks()
@@ -73,8 +73,8 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        of_axis = longest_rows if self.axis is LENGTHS else conclusion
-        return of_axis(self.rows)
+        conclude = longest_rows if self.variable is LENGTHS else conclusion
+        return conclude(self.rows)
 
     def for_terminal(self) -> str:
         """The tables and the conclusion."""
@@ -96,13 +96,13 @@ class Report:
 
     def main_table(self) -> list[tuple[str, ...]]:
         """A row for each candidate; the others are compared with the first."""
-        if self.axis is LENGTHS:
+        if self.variable is LENGTHS:
             return lengths_table(self.rows)
         common = f"peak at {self.common}" if self.common else "peak"
         head = ("strategy", "largest batch", "factor", "its peak", common)
         return [head, *(self._memory(row, self.rows[0]) for row in self.rows)]
 
-    def _memory(self, row: Row, first: Row) -> tuple[str, ...]:
+    def _memory(self, row: StrategyRow, first: StrategyRow) -> tuple[str, ...]:
         at, common, times = row.at(row.largest), row.at(self.common), factor(row, first)
         if not at:
             return (row.name, row.limit_text, "-", "-", "-")
@@ -111,7 +111,7 @@ class Report:
 
     @property
     def has_speed_table(self) -> bool:
-        return self.timed and self.axis is not LENGTHS
+        return self.timed and self.variable is not LENGTHS
 
     def speed_table(self) -> list[tuple[str, ...]]:
         """Rates of all processes together: at the largest batch that all hold, and at each one's best."""
@@ -119,7 +119,7 @@ class Report:
         head = (*head.split("|"), "evaluation samples/s", "its seconds")
         return [head, *(self._speed(row, self.rows[0]) for row in self.rows)]
 
-    def _speed(self, row: Row, first: Row) -> tuple[str, ...]:
+    def _speed(self, row: StrategyRow, first: StrategyRow) -> tuple[str, ...]:
         common, best, faster = row.at(self.common), row.best, speed_up(row, first)
         if not best:
             return (row.name, *["-"] * 8)
@@ -136,7 +136,7 @@ class Report:
 
     def held_table(self) -> list[tuple[str, ...]]:
         """Memory that a process keeps from update to update, and memory of each sample."""
-        head = ("strategy", "weights", "optimizer state", self.axis.each, "limit confirmed")
+        head = ("strategy", "weights", "optimizer state", self.variable.each, "limit confirmed")
         rows = []
         for row in self.rows:
             held, per_sample = row.held, row.bytes_per_sample
@@ -163,7 +163,7 @@ class Report:
     def trials_table(self) -> list[tuple[str, ...]]:
         """Every size that was tried, also those that do not fit."""
         last = ("host",) if self.simulated else ("samples/s", "tokens/s", "loss")
-        head = ("strategy", self.axis.short, "outcome", "fresh process", *PEAKS[:3], *last)
+        head = ("strategy", self.variable.short, "outcome", "fresh process", *PEAKS[:3], *last)
         rows = []
         for row in self.rows:
             for line in sorted(row.trials, key=lambda line: (line["size"], line["fresh"])):
@@ -182,7 +182,7 @@ class Report:
     def _blocks(self) -> list[tuple[str, str, list[tuple[str, ...]]]]:
         """(heading, text, table) of each part."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
-        blocks = [(self.axis.heading, " ".join([self._batches_text(), *problems]), self.main_table())]
+        blocks = [(self.variable.heading, " ".join([self._batches_text(), *problems]), self.main_table())]
         if self.has_speed_table:
             blocks.append(("Speed", self._speed_text(), self.speed_table()))
         if self.finished:
@@ -208,7 +208,7 @@ class Report:
             f"{about['parameters']:,} parameters, "
             f"{about['precision']}"
         )
-        if self.axis is LENGTHS:
+        if self.variable is LENGTHS:
             rates = "The devices are simulated" if self.simulated else "Rates are of all processes together"
             return (
                 f"{shape}; micro-batch {micro_batch_of(self.options)}; accumulation {about['accumulation']}. All rows "
@@ -238,13 +238,13 @@ class Report:
             "the seconds that it took, generation included: not a full evaluation."
         )
 
-    def _values(self, row: Row, line: dict[str, Any]) -> dict[str, Any]:
+    def _values(self, row: StrategyRow, line: dict[str, Any]) -> dict[str, Any]:
         """A line of results.csv; empty is what a size that does not fit, or a simulated device, does not have."""
         fits = line["outcome"] == "fits"
         peaks = {f"{name}_bytes": peak_of(line, name, with_evaluation=False) if fits else "" for name in PEAKS}
         return {
             "strategy": row.name,
-            self.axis.column: line["size"],
+            self.variable.column: line["size"],
             "outcome": line["outcome"],
             "where": line.get("where", ""),
             "phase": line.get("phase", ""),
@@ -286,8 +286,8 @@ class Report:
         parts = [f"# {self.title}", self.conclusion]
         for heading, text, rows in blocks:
             parts += [f"## {heading}", *([text] if text else []), markdown_table(rows)]
-        parts += [f"![memory against {self.axis.size}](memory.svg)"]
-        parts += [f"![throughput against {self.axis.size}](throughput.svg)"] if self.timed else []
+        parts += [f"![memory against {self.variable.size}](memory.svg)"]
+        parts += [f"![throughput against {self.variable.size}](throughput.svg)"] if self.timed else []
         parts += ["\n".join(f"* {line}" for line in self._provenance())]
         return "\n\n".join(parts) + "\n"
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.tools.convert.megatron_args.ledger import Ledger
+from zerofit.tools.convert.megatron_args.ledger import FlagLedger
 from zerofit.tools.convert.megatron_args.pair import Layout
 from zerofit.tools.convert.megatron_args.shape import Shape
 
@@ -16,7 +16,7 @@ STYLES = ("linear", "cosine", "constant", "wsd")
 
 
 @dataclass
-class Converted:
+class ConvertedScript:
     """A recipe, and what belongs to it.
 
     Attributes:
@@ -26,7 +26,7 @@ class Converted:
     """
 
     recipe: dict[str, Any]
-    flags: Ledger
+    flags: FlagLedger
     layout: Layout | None = None
     shape: Shape | None = None
     batch: int = 1
@@ -34,13 +34,13 @@ class Converted:
     notes: list[str] = field(default_factory=list)
 
 
-def carry(done: Converted, flag: str, option: str, value: Any, note: str = "") -> None:
+def carry(done: ConvertedScript, flag: str, option: str, value: Any, note: str = "") -> None:
     done.recipe[option] = value
     if done.flags.has(flag):
         done.flags.carried(flag, f"{option}: {value}{note}")
 
 
-def in_updates(done: Converted, what: str, option: str) -> int | None:
+def in_updates(done: ConvertedScript, what: str, option: str) -> int | None:
     """The smallest of --WHAT-iters, --WHAT-samples and --WHAT-tokens, as updates."""
     flags, batch = done.flags, done.batch
     units = {"iters": 1, "samples": batch, "tokens": batch * done.recipe.get("block_size", 1)}
@@ -62,7 +62,7 @@ def in_updates(done: Converted, what: str, option: str) -> int | None:
     return next(iter(lengths.values()), None)
 
 
-def read_optimizer(done: Converted) -> None:
+def read_optimizer(done: ConvertedScript) -> None:
     flags = done.flags
     peak = flags.number("lr", float)
     if not peak:
@@ -89,7 +89,7 @@ def read_optimizer(done: Converted) -> None:
         flags.wrong("weight_decay_incr_style", "weight decay is constant here")
 
 
-def _schedule(done: Converted) -> None:
+def _schedule(done: ConvertedScript) -> None:
     flags = done.flags
     style = flags.text("lr_decay_style", "linear")
     if style.lower() not in STYLES:
@@ -124,7 +124,7 @@ def _schedule(done: Converted) -> None:
         _wsd(done, length)
 
 
-def _wsd(done: Converted, length: int) -> None:
+def _wsd(done: ConvertedScript, length: int) -> None:
     flags = done.flags
     if flags.text("lr_wsd_decay_style", "exponential") != "linear":
         flags.wrong("lr_wsd_decay_style", "wsd ends in a straight line here: say --lr-wsd-decay-style linear")
@@ -137,7 +137,7 @@ def _wsd(done: Converted, length: int) -> None:
         flags.wrong("lr_decay_style", "WSD goes with --lr-wsd-decay-iters")
 
 
-def read_precision(done: Converted) -> None:
+def read_precision(done: ConvertedScript) -> None:
     flags = done.flags
     both = [name for name in ("fp16", "bf16") if flags.has(name)]
     if len(both) == 2:
