@@ -90,8 +90,9 @@ class ShardReader:
         problems = [f"{name} is not in it" for name in there if name not in here]
         problems += [f"{name} is not trained here" for name in here if name not in there]
         both = (name for name in there if name in here)
-        return problems + [f"{name} is {here[name]} in it, and {there[name]} here" for name in both
-                        if here[name] != there[name]]  # fmt: skip
+        return problems + [
+            f"{name} is {here[name]} in it, and {there[name]} here" for name in both if here[name] != there[name]
+        ]
 
     def weight(self, name: str) -> torch.Tensor:
         """A parameter's whole value, fp32."""

@@ -76,8 +76,14 @@ class CausalCollator:
         rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
         lengths = [len(row["input_ids"]) for row in rows]
         packed = "position_ids" in rows[0]
-        names = {"input_ids": self.pad_id, "labels": IGNORE, "next_tokens": IGNORE, "position_ids": 0,
-                 "attention_mask": 0, "documents": 0}  # fmt: skip
+        names = {
+            "input_ids": self.pad_id,
+            "labels": IGNORE,
+            "next_tokens": IGNORE,
+            "position_ids": 0,
+            "attention_mask": 0,
+            "documents": 0,
+        }
         same_length = len(set(lengths)) == 1
         width = lengths[0] if same_length else round_up(max(lengths), self.multiple)
         inputs = {name: stack(rows, name, width, filler) for name, filler in names.items() if name in rows[0]}
@@ -146,10 +152,13 @@ class ChoiceCollator(ExampleCollator):
         inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in flat.inputs.items()}
         indices = [index for _, index in samples]
         return replace(
-            flat, inputs=inputs, labels=flat.labels[::max_choices], indices=indices,
+            flat,
+            inputs=inputs,
+            labels=flat.labels[::max_choices],
+            indices=indices,
             num_targets=int(counted(indices).sum()),
             num_tokens=total([len(sample["input_ids"]) for sample, _ in samples], indices),  # without missing choices
-        )  # fmt: skip
+        )
 
 
 @dataclass

@@ -54,8 +54,10 @@ def easiest_first(
     name, updates, stated = difficulty.field, difficulty.updates, difficulty.stated
     scores = samples.lengths if name == LENGTH else getattr(samples, "scores", None)
     if samples.lengths is None:
-        raise UserError(f"{stated}: samples are packed, each has its share of easy and difficult records. Say "
-                        "--packing none, where each record is a sample of its own")  # fmt: skip
+        raise UserError(
+            f"{stated}: samples are packed, each has its share of easy and difficult records. Say "
+            "--packing none, where each record is a sample of its own"
+        )
     if scores is None:
         raise UserError(
             f"{stated}: records of running text or of multiple choice have no score. Say {LENGTH}@{updates}"
@@ -66,6 +68,8 @@ def easiest_first(
     if ends[-1] > len(samples):
         max_updates = sum(end <= len(samples) for end in ends)
         remedy = f"Say {name}@{max_updates} or less" if max_updates else "Leave it out"
-        raise UserError(f"{stated}: the first epoch has {len(samples):,} samples, after which all have been seen, and "
-                        f"{updates:,} updates take {ends[-1]:,}. {remedy}")  # fmt: skip
+        raise UserError(
+            f"{stated}: the first epoch has {len(samples):,} samples, after which all have been seen, and "
+            f"{updates:,} updates take {ends[-1]:,}. {remedy}"
+        )
     return EasiestFirst(scores, ends)

@@ -111,8 +111,11 @@ def _single_byte(data: bytes, names: tuple[str, ...]) -> list[str]:
 
     lines = b"\n".join(line for line in data.splitlines() if not line.isascii())[:SAMPLE]
     matches = from_bytes(lines, cp_isolation=list(names), threshold=0.2)
-    rank = {name: (round(match.chaos, 1), -round(match.coherence, 1))
-            for match in matches for name in match.could_be_from_charset}  # fmt: skip
+    rank = {
+        name: (round(match.chaos, 1), -round(match.coherence, 1))
+        for match in matches
+        for name in match.could_be_from_charset
+    }
     first = min(rank.values(), default=None)
     texts: dict[str, str] = {}
     for name in names:

@@ -120,8 +120,9 @@ class Order(Protocol):
 class SampleOrder:
     """The order of a training run."""
 
-    def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None,
-                 easiest: EasiestFirst | None = None):  # fmt: skip
+    def __init__(
+        self, num_samples: int, seed: int, groups: LengthGroups | None = None, easiest: EasiestFirst | None = None
+    ):
         self.num_samples, self.seed, self.groups, self.easiest = num_samples, seed, groups, easiest
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
         self._window_at, self._window = (-1, -1), np.zeros(0, dtype=np.int64)

@@ -102,8 +102,10 @@ def read_causal_prompts(
         conversations, notes = _read(options, source, form.prompt_messages, form)
         notes = [form.describe, template.note, *notes]
         renderer = Renderer(tokenizer, config)
-        records = [{"messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns]}
-                   for turns in conversations]  # fmt: skip
+        records = [
+            {"messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns]}
+            for turns in conversations
+        ]
         ids, ends = [renderer.ids_of(turns) for turns in conversations], renderer.end_of_turn()
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     ids, cut_tokens = _with_room(ids, longest, config)

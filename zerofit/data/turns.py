@@ -16,8 +16,14 @@ DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "convers
 TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance")
 TEXT_OF_A_PART = ("text", "value", "content")
 ROLE_OF_A_TURN = ("role", "from", "speaker")
-PREFERENCES = (("chosen", "rejected"), ("response_a", "response_b"), ("response_0", "response_1"),
-               ("conversation_a", "conversation_b"), ("answer_a", "answer_b"), ("output_1", "output_2"))  # fmt: skip
+PREFERENCES = (
+    ("chosen", "rejected"),
+    ("response_a", "response_b"),
+    ("response_0", "response_1"),
+    ("conversation_a", "conversation_b"),
+    ("answer_a", "answer_b"),
+    ("output_1", "output_2"),
+)
 VERDICTS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
 ASSISTANT = ("assistant", "gpt", "bot", "model")  # if there are turns of these, only they are replies
 
@@ -69,8 +75,10 @@ def roles_of(items: Any) -> list[str | None]:
     """The role of each turn; None if it has none."""
     return [
         next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
-        if isinstance(item, dict) else None for item in _listed(items)
-    ]  # fmt: skip
+        if isinstance(item, dict)
+        else None
+        for item in _listed(items)
+    ]
 
 
 def _listed(items: Any) -> list:

@@ -125,9 +125,12 @@ def name_some(names: list[str]) -> str:
 
 
 def find_base(
-    folder: AdapterFolder, base: str | None = None, base_option: str = "base", named_with: str = "--base",
+    folder: AdapterFolder,
+    base: str | None = None,
+    base_option: str = "base",
+    named_with: str = "--base",
     trust_remote_code: bool = False,
-) -> tuple[str, str, Any]:  # fmt: skip
+) -> tuple[str, str, Any]:
     """(the option that names the base, its name, its configuration).
 
     Args:

@@ -22,8 +22,11 @@ from zerofit.model.pretrained_io import read_model
 from zerofit.recipe.errors import UserError, first_line
 
 NAME = "default"  # peft's name for the only adapter
-AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-                "SEQ_CLS": "AutoModelForSequenceClassification"}  # fmt: skip
+AUTO_CLASSES = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+}
 
 
 @dataclass
@@ -42,9 +45,15 @@ class AdaptedModel:
 
 
 def load_with_adapter(
-    folder: AdapterFolder, base: str | None = None, *, base_option: str = "base", named_with: str = "--base",
-    precision: str | None = None, quantised: str = "refuse", trust_remote_code: bool = False,
-) -> AdaptedModel:  # fmt: skip
+    folder: AdapterFolder,
+    base: str | None = None,
+    *,
+    base_option: str = "base",
+    named_with: str = "--base",
+    precision: str | None = None,
+    quantised: str = "refuse",
+    trust_remote_code: bool = False,
+) -> AdaptedModel:
     """Load the base, and the adapter onto it.
 
     Args:
@@ -70,9 +79,14 @@ def load_with_adapter(
     if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
         raise UserError(f"{where}: {name!r} is a {config.model_type}, and there is no {auto_class.__name__} for it")
     model, missing = read_model(
-        auto_class, option, name, config, precision=precision, trust_remote_code=trust_remote_code,
+        auto_class,
+        option,
+        name,
+        config,
+        precision=precision,
+        trust_remote_code=trust_remote_code,
         **base_revision(folder, base),
-    )  # fmt: skip
+    )
     _check_complete(missing, folder, where, name)
     if is_quantised and quantised == "dequantize":
         model = _dequantize(model, option, name)

@@ -175,9 +175,15 @@ def varlen_attention(
     parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
     output = _kernel()(
-        *parts, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, window_size=window,
+        *parts,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        scale=scaling,
+        window_size=window,
         enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+    )
     return output[None, ..., :width], None
 
 
@@ -194,17 +200,23 @@ def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, 
     if attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1:
         return None
     return sdpa_mask(
-        *args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, q_length=q_length,
-        kv_length=kv_length, **kwargs,
-    )  # fmt: skip
+        *args,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        q_length=q_length,
+        kv_length=kv_length,
+        **kwargs,
+    )
 
 
 def _trial(device: torch.device, dtype: torch.dtype) -> str:
     """Why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     lengths, heads = (5, 11), (4, 2)
-    parts = [torch.randn(1, count, sum(lengths), 16, generator=generator).to(device, dtype).requires_grad_()
-             for count in (heads[0], heads[1], heads[1])]  # fmt: skip
+    parts = [
+        torch.randn(1, count, sum(lengths), 16, generator=generator).to(device, dtype).requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    ]
     ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
     try:
         boundaries = {
@@ -215,8 +227,10 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str:
         }
         output, _ = varlen_attention(None, *parts, None, **boundaries)
         gradients = torch.autograd.grad(output.float().square().sum(), parts)
-        pieces = [F.scaled_dot_product_attention(*piece, is_causal=True, enable_gqa=True)
-                  for piece in zip(*(part.float().split(lengths, dim=2) for part in parts))]  # fmt: skip
+        pieces = [
+            F.scaled_dot_product_attention(*piece, is_causal=True, enable_gqa=True)
+            for piece in zip(*(part.float().split(lengths, dim=2) for part in parts))
+        ]
         expected = torch.cat(pieces, dim=2).transpose(1, 2)
         expected_gradients = torch.autograd.grad(expected.square().sum(), parts)
         pairs = zip((output, *gradients), (expected, *expected_gradients))

@@ -99,8 +99,11 @@ def make_consistent(generation) -> None:
     with one beam), and transformers refuses to save them."""
     if generation is None:
         return
-    unused = () if generation.do_sample else (
-        "temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # fmt: skip
+    unused = (
+        ()
+        if generation.do_sample
+        else ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+    )
     if (generation.num_beams or 1) == 1:
         unused += ("early_stopping", "length_penalty")
     for name in unused:

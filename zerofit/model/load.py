@@ -20,8 +20,15 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 
 
-def build_model(auto_class, config, recipe: TrainingRecipe, strategy, seed: int, ignored_weights: Sequence[str] = (),
-                num_parameters: int = 0):  # fmt: skip
+def build_model(
+    auto_class,
+    config,
+    recipe: TrainingRecipe,
+    strategy,
+    seed: int,
+    ignored_weights: Sequence[str] = (),
+    num_parameters: int = 0,
+):
     """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
 
     Weights that are missing from the pretrained ones (a classifier's head) are also drawn from `seed`, the same under
@@ -77,9 +84,12 @@ def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
             model.initialized_weights = _initialize_missing(
-                model, {*info["missing_keys"], *ignored_weights}, strategy, seed,
+                model,
+                {*info["missing_keys"], *ignored_weights},
+                strategy,
+                seed,
                 drawn_dtype if drawn_dtype != dtype else None,
-            )  # fmt: skip
+            )
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return model
         with strategy.building_from_scratch(num_parameters):

@@ -115,12 +115,19 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
     _check_targets(model, modules)
     check_expert_targets(of_experts, strategy, recipe)
     config = LoraConfig(
-        task_type=TASK_TYPES[task], r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout,
-        bias=recipe.lora_bias, use_dora=recipe.use_dora, use_rslora=recipe.use_rslora,
-        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else modules, target_parameters=of_experts or None,
+        task_type=TASK_TYPES[task],
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        bias=recipe.lora_bias,
+        use_dora=recipe.use_dora,
+        use_rslora=recipe.use_rslora,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else modules,
+        target_parameters=of_experts or None,
         exclude_modules=_inside(model, saved) or None,
-        base_model_name_or_path=_published_base(recipe.model_name_or_path), fan_in_fan_out=_is_conv1d(model, targets),
-    )  # fmt: skip
+        base_model_name_or_path=_published_base(recipe.model_name_or_path),
+        fan_in_fan_out=_is_conv1d(model, targets),
+    )
     torch.manual_seed(recipe.seed)
     try:
         inject_adapter_in_model(config, model)

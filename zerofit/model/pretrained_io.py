@@ -58,9 +58,14 @@ def read_model(
         common |= _on_the_accelerator()
     try:
         model, info = from_hub_or_folder(
-            option, name, auto_class.from_pretrained,
-            config=config, output_loading_info=True, ignore_mismatched_sizes=True, **common,
-        )  # fmt: skip
+            option,
+            name,
+            auto_class.from_pretrained,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **common,
+        )
     except SafetensorError as error:
         raise UserError(f"{option} = {name!r}: its weights are broken: {first_line(error)}") from None
     except (ImportError, RuntimeError) as error:

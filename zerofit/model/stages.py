@@ -110,8 +110,10 @@ def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
     Args:
         dtype: of all weights; None: each has its own.
     """
-    empty = {id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
-             for p in model.parameters()}  # fmt: skip
+    empty = {
+        id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
+        for p in model.parameters()
+    }
     whole = copy.deepcopy(model, empty)
     whole.config = model.config
     if getattr(model, "generation_config", None) is not None:

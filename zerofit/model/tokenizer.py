@@ -17,8 +17,14 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import is_there, put_in_place, temporary_path
 from zerofit.recipe.model_options import ModelOptions
 
-PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
-               "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip
+PAIR_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "bos_token": "[CLS]",
+    "eos_token": "[SEP]",
+}
 
 
 @dataclass(frozen=True)

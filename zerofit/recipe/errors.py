@@ -78,9 +78,11 @@ def first_line(error: Exception) -> str:
 
 
 _HOOKS: dict[str, Callable] = {
-    "explain": lambda error: None, "leave": lambda: None, "record": lambda code, reason: None,
+    "explain": lambda error: None,
+    "leave": lambda: None,
+    "record": lambda code, reason: None,
     "tell": lambda message, code: None,
-}  # fmt: skip
+}
 
 
 def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:

@@ -33,8 +33,10 @@ def growth_problems(recipe, name: str, example: str) -> list[str]:
     text = getattr(recipe, name)
     if text is None or read_growth(text):
         return []
-    return [f"{name} = {text!r}: say {FORM}, the size in the first update and the number of updates in which it "
-            f"grows, e.g. {example}"]  # fmt: skip
+    return [
+        f"{name} = {text!r}: say {FORM}, the size in the first update and the number of updates in which it "
+        f"grows, e.g. {example}"
+    ]
 
 
 @dataclass(frozen=True)
@@ -63,5 +65,7 @@ def difficulty_problems(recipe) -> list[str]:
     text = recipe.difficulty_warmup
     if text is None or read_difficulty(text):
         return []
-    return [f"difficulty_warmup = {text!r}: say FIELD@UPDATES, a column of numbers (or {LENGTH}) and the number of "
-            f"updates until all samples are mixed, e.g. {LENGTH}@2000"]  # fmt: skip
+    return [
+        f"difficulty_warmup = {text!r}: say FIELD@UPDATES, a column of numbers (or {LENGTH}) and the number of "
+        f"updates until all samples are mixed, e.g. {LENGTH}@2000"
+    ]

@@ -52,8 +52,10 @@ def _leave_to_launcher(text: str, after_signal: bool) -> bool:
         if waits:
             subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(pid), text],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         if file:  # as torch/distributed/elastic/multiprocessing/errors reads it
             extra = {"timestamp": str(int(time.time()))}
             with open(file, "w", encoding="utf-8") as opened:

@@ -264,7 +264,7 @@ PREPARE_HINTS = {  # tools/preprocess_data.py, tools/merge_datasets.py
     "lang": "remove it: sentences are BERT's; documents are kept whole",
     "find_optimal_num_workers": "remove it: --workers is the number of cores by default",
     "multimodal": "remove it: corpora hold text",
-}  # fmt: skip
+}
 
 
 SHAPING = re.compile(  # parts of names of flags that change the model

@@ -51,9 +51,13 @@ class BatchOptions(Recipe):
         3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
     )
     max_train_steps: int | None = option(
-        None, "Number of updates; overrides num_train_epochs.", positive=True, aliases=("train_iters",), common=True,
+        None,
+        "Number of updates; overrides num_train_epochs.",
+        positive=True,
+        aliases=("train_iters",),
+        common=True,
         zero=WITHOUT_TRAINING,
-    )  # fmt: skip
+    )
     seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0)
     dataloader_num_workers: int | None = option(
         None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
@@ -104,9 +108,11 @@ class OptimizerOptions(Recipe):
         0.0, "Smallest learning rate as a fraction of the peak (linear, cosine, wsd).", minimum=0
     )
     lr_decay_steps: int | None = option(
-        None, "Update at which the learning rate reaches its minimum, and stays there; by default the last one.",
-        positive=True, aliases=("lr_decay_iters",),
-    )  # fmt: skip
+        None,
+        "Update at which the learning rate reaches its minimum, and stays there; by default the last one.",
+        positive=True,
+        aliases=("lr_decay_iters",),
+    )
     wsd_decay_ratio: float = option(
         0.2, "Fraction of these updates, the last ones, in which the wsd schedule decays.", positive=True
     )
@@ -268,9 +274,10 @@ class CheckpointOptions(Recipe):
         aliases=("resume_from_checkpoint",),
     )
     max_hours: float | None = option(
-        None, "Stop after this many hours, counted from the start of the program: save, then exit with code 85.",
+        None,
+        "Stop after this many hours, counted from the start of the program: save, then exit with code 85.",
         positive=True,
-    )  # fmt: skip
+    )
 
     def problems(self) -> list[str]:
         problems = super().problems()

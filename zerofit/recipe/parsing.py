@@ -22,8 +22,9 @@ class BoundedLoader(yaml.SafeLoader):
         event = self.peek_event()
         repeated = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
         if isinstance(event, yaml.AliasEvent) and not _is_short(repeated):
-            raise yaml.composer.ComposerError(None, None, f"*{event.anchor} repeats more than a short value: write it "
-                                              "out", event.start_mark)  # fmt: skip
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor} repeats more than a short value: write it out", event.start_mark
+            )
         if self.depth == DEEPEST:
             raise yaml.composer.ComposerError(None, None, TOO_DEEP, event.start_mark)
         self.depth += 1

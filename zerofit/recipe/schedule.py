@@ -56,8 +56,9 @@ def make_schedule(recipe: OptimizerOptions, num_updates: int) -> tuple[Schedule,
     warmup, decay_steps = warmup_updates(recipe, num_updates), recipe.lr_decay_steps
     warnings = []
     if decay_steps and recipe.lr_scheduler_type in ("constant", "constant_with_warmup"):
-        warnings.append(f"lr_decay_steps = {decay_steps} has no effect with lr_scheduler_type = "
-                        f"{recipe.lr_scheduler_type}")  # fmt: skip
+        warnings.append(
+            f"lr_decay_steps = {decay_steps} has no effect with lr_scheduler_type = {recipe.lr_scheduler_type}"
+        )
     elif decay_steps and warmup >= decay_steps:
         raise UserError(
             f"lr_decay_steps = {decay_steps} and a warm-up of {warmup} updates: the decay would end before it "

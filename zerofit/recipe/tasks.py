@@ -93,8 +93,9 @@ class PairOptions(Recipe):
     )
     turn_separator: str | None = option(None, "Text between two turns; by default that of the model.")
     source_prefix: str = option("", "Text before each source, e.g. 'summarize: ' for T5.")
-    max_source_length: int = option(128, "Longest source in tokens; of a conversation the latest turns are kept.",
-                                    minimum=4, common=True)  # fmt: skip
+    max_source_length: int = option(
+        128, "Longest source in tokens; of a conversation the latest turns are kept.", minimum=4, common=True
+    )
     max_target_length: int = option(
         128, "Longest target in tokens; longer ones are truncated.", minimum=2, common=True
     )
@@ -105,8 +106,9 @@ class GenerationOptions(Recipe):
     """Evaluation by generation"""
 
     predict_with_generate: bool = option(True, "Generate for the held-out sources and compute BLEU and ROUGE.")
-    num_beams: int | None = option(None, "Number of beams; by default that of the model, else 1.",
-                                   positive=True, common=True)  # fmt: skip
+    num_beams: int | None = option(
+        None, "Number of beams; by default that of the model, else 1.", positive=True, common=True
+    )
     val_max_target_length: int | None = option(
         None, "Maximum length of a generated text in tokens; by default max_target_length.", positive=True
     )
@@ -132,9 +134,15 @@ class GenerationOptions(Recipe):
 
 @dataclass
 class ClmRecipe(
-    SampleOptions, WritingOptions, TaskRecipe, ChatOptions, RecordOptions, CorpusOptions,
-    TextOptions, LossOptions,
-):  # fmt: skip
+    SampleOptions,
+    WritingOptions,
+    TaskRecipe,
+    ChatOptions,
+    RecordOptions,
+    CorpusOptions,
+    TextOptions,
+    LossOptions,
+):
     """Causal language modelling, from scratch or continued."""
 
 

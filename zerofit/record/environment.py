@@ -44,8 +44,10 @@ def describe_environment(command: list[str], device) -> dict[str, Any]:
 
     root = Path(__file__).resolve().parents[2]
     hardware: dict[str, Any] = {
-        "cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-    }  # fmt: skip
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
     if device.type != "cpu":
         versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
         hardware["gpus"] = device_names(device)

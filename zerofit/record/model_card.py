@@ -64,10 +64,18 @@ def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:
     from_transformers = f"from transformers import {'AutoConfig, ' * is_adapter}{auto_class}, AutoTokenizer"
     model = [f"model = {auto_class}.from_pretrained(path)"]
     if is_adapter:
-        model = [f'base = {auto_class}.from_pretrained({_quoted(base)}, config=AutoConfig.from_pretrained(path))',
-                 "model = PeftModel.from_pretrained(base, path)"]  # fmt: skip
+        model = [
+            f"base = {auto_class}.from_pretrained({_quoted(base)}, config=AutoConfig.from_pretrained(path))",
+            "model = PeftModel.from_pretrained(base, path)",
+        ]
     return [
-        "", "```python", *(["from peft import PeftModel"] if is_adapter else []), from_transformers, "",
+        "",
+        "```python",
+        *(["from peft import PeftModel"] if is_adapter else []),
+        from_transformers,
+        "",
         'path = "."  # this folder, or the name under which it was published',
-        "tokenizer = AutoTokenizer.from_pretrained(path)", *model, "```",
-    ]  # fmt: skip
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        *model,
+        "```",
+    ]

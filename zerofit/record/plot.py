@@ -37,11 +37,24 @@ def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: s
     if not points:
         upper.plot(updates, _smooth(losses), color="#08519c", linewidth=1.8, label="training, smoothed")
     if held:
-        upper.plot([line["update"] for line in held], [line["eval_loss"] for line in held],
-                   "o-", color="#d94801", markersize=4, linewidth=1, label="held out")  # fmt: skip
+        upper.plot(
+            [line["update"] for line in held],
+            [line["eval_loss"] for line in held],
+            "o-",
+            color="#d94801",
+            markersize=4,
+            linewidth=1,
+            label="held out",
+        )
     if evaluated:
-        middle[0].plot([line["update"] for line in evaluated], [line[f"eval_{figure_of_merit}"] for line in evaluated],
-                       "o-", color="#d94801", markersize=4, linewidth=1)  # fmt: skip
+        middle[0].plot(
+            [line["update"] for line in evaluated],
+            [line[f"eval_{figure_of_merit}"] for line in evaluated],
+            "o-",
+            color="#d94801",
+            markersize=4,
+            linewidth=1,
+        )
         middle[0].set(ylabel=f"{figure_of_merit}\n(held out)")
         middle[0].grid(alpha=0.3)
     for number, update in enumerate(skipped):
@@ -56,8 +69,10 @@ def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: s
     right = lower.twinx()
     norms = [line["grad_norm"] for line in train]
     rates = [line["learning_rate"] for line in train]
-    for axes, values, name, colour in ((lower, rates, "learning rate", "#238b45"),
-                                       (right, norms, "gradient norm", "#737373")):  # fmt: skip
+    for axes, values, name, colour in (
+        (lower, rates, "learning rate", "#238b45"),
+        (right, norms, "gradient norm", "#737373"),
+    ):
         axes.plot(updates, values, color=colour, linewidth=1, alpha=0.8, **points)
         axes.set_ylabel(name, color=colour)  # in place of a legend, which would lie on the curves
         axes.tick_params(axis="y", colors=colour)
@@ -119,8 +134,15 @@ def plot_confusion(matrix, names: Sequence[str], file: IO[bytes]) -> None:
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for row, column in zip(*matrix.nonzero()):
-        axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8,
-                  color="white" if shares[row, column] > 0.5 else "black")  # fmt: skip
+        axes.text(
+            column,
+            row,
+            f"{matrix[row, column]:,}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if shares[row, column] > 0.5 else "black",
+        )
     style = {"parse_math": False, **({"family": font} if font else {})}
     axes.set_xticks(range(count), shown, rotation=90, **style)
     axes.set_yticks(range(count), shown, **style)

@@ -37,10 +37,17 @@ def outlive_the_terminal() -> None:
         lasting = _Lasting(stream.fileno(), "w", closefd=False)
         if not stream.write_through:  # PYTHONUNBUFFERED: the interpreter leaves out this buffer as well
             lasting = io.BufferedWriter(lasting)
-        setattr(sys, name, io.TextIOWrapper(
-            lasting, stream.encoding, stream.errors, line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        ))  # fmt: skip
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(
+                lasting,
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            ),
+        )
 
 
 def say(*lines: str, main: bool = True) -> None:
@@ -102,9 +109,13 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
             room = 2 + wide
         blocks[-1].append(column)
     names = [name + " " * (first - columns_of(name)) for name in (shortened(row[0], first) for row in rows)]
-    shown = ("\n".join(
-        "  " + "  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)]).rstrip()
-        for name, row in zip(names, rows)) for block in blocks)  # fmt: skip
+    shown = (
+        "\n".join(
+            "  " + "  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)]).rstrip()
+            for name, row in zip(names, rows)
+        )
+        for block in blocks
+    )
     return "\n\n".join(shown)
 
 

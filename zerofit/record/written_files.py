@@ -17,9 +17,16 @@ from zerofit.recipe.files import TEMPORARY, atomic_file, remove
 RECORD, LOCK, MODEL, CHECKPOINTS = "files.json", ".lock", "model", "checkpoints"
 # What every run may write; names that follow from the data are added when the files are written.
 NAMES = {
-    "recipe.yaml", "strategy.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "anomalies.jsonl",
-    "loss.png", "predictions.jsonl", "flight/",
-}  # fmt: skip
+    "recipe.yaml",
+    "strategy.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "anomalies.jsonl",
+    "loss.png",
+    "predictions.jsonl",
+    "flight/",
+}
 
 
 class WrittenFiles:

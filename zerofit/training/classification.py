@@ -59,8 +59,10 @@ def predict_examples(
     answers = _answered(engine, batches, labels)[2]
     if answers is None:
         return []
-    rows = [{name: value for name, value in row.items() if name != "label"}
-            for row in _lines(part, [0] * len(answers), answers, labels)]  # fmt: skip
+    rows = [
+        {name: value for name, value in row.items() if name != "label"}
+        for row in _lines(part, [0] * len(answers), answers, labels)
+    ]
     folder.write_predictions(rows)
     if not recipe.task_name:
         return ["predictions.jsonl"]

@@ -147,9 +147,11 @@ def check_layout(config: Any, strategy: Strategy) -> None:
     """
     experts = strategy.launch.world_size if strategy.divides_experts else 1
     checks = (
-        (strategy.sequence, check_rows), (strategy.tensor, check_split), (strategy.pipeline, check_stages),
+        (strategy.sequence, check_rows),
+        (strategy.tensor, check_split),
+        (strategy.pipeline, check_stages),
         (experts, check_experts),
-    )  # fmt: skip
+    )
     problems = Problems()
     for degree, check in checks:
         if degree > 1:

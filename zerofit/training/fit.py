@@ -105,9 +105,12 @@ def _resume(
     data = fingerprint(task.samples, task.grouping)
     check_same({"training data": data}, "Give all machines the same data and the same packages")
     run = {
-        **config.resume.identity, "num_processes": engine.layout.world_size, "data_parallel": engine.layout.data_size,
-        "options_given_for": config.options_given_for, "strategy": session.strategy.name,
-    }  # fmt: skip
+        **config.resume.identity,
+        "num_processes": engine.layout.world_size,
+        "data_parallel": engine.layout.data_size,
+        "options_given_for": config.options_given_for,
+        "strategy": session.strategy.name,
+    }
     checkpoints = CheckpointManager(
         session.folder, engine, session.recipe, state, exporter, run, data, best.keeps, session.advise
     )
@@ -115,10 +118,13 @@ def _resume(
     if engine.is_main:
         checkpoints.drop_replaced()
         notes = session.folder.start(
-            session.recipe, session.strategy.batches.global_batch,
-            {**engine.effective_strategy(), "options_given_for": config.options_given_for}, environment,
-            state.updates, checkpoints.resumed_from,
-        )  # fmt: skip
+            session.recipe,
+            session.strategy.batches.global_batch,
+            {**engine.effective_strategy(), "options_given_for": config.options_given_for},
+            environment,
+            state.updates,
+            checkpoints.resumed_from,
+        )
         session.say(*(f"note      {note}" for note in notes))
         if distributed.is_initialized() and distributed.get_backend() == "nccl":
             (session.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
@@ -191,9 +197,11 @@ def export(result: TrainResult) -> None:
     result.environment["held_out"] = {"update": updates, **figures} if figures else {}
     made, remarks = state.updates - checkpoints.resumed_at, task.remarks() if figures else []
     with_adapter = result.prepared.adapter is not None
-    session.say("", *summary(
-        state, made, result.seconds, run.throughput, checkpoints.writer.records, best, with_adapter, remarks
-    ), *([compiled()] if recipe.torch_compile else []))  # fmt: skip
+    session.say(
+        "",
+        *summary(state, made, result.seconds, run.throughput, checkpoints.writer.records, best, with_adapter, remarks),
+        *([compiled()] if recipe.torch_compile else []),
+    )
 
 
 def finish(result: TrainResult) -> int:

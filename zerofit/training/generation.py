@@ -61,8 +61,13 @@ def writing_settings(
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = sorted({token for token in [*own, tokenizer.eos_token_id, *ends] if token is not None})
-    return {"max_new_tokens": longest, "do_sample": False, "num_beams": 1,
-            "eos_token_id": ends or None, "pad_token_id": padding_token(tokenizer)}  # fmt: skip
+    return {
+        "max_new_tokens": longest,
+        "do_sample": False,
+        "num_beams": 1,
+        "eos_token_id": ends or None,
+        "pad_token_id": padding_token(tokenizer),
+    }
 
 
 @torch.no_grad()
@@ -116,6 +121,10 @@ def shown(folder: RunFolder, batch_size: int, num_batches: int) -> list[str]:
     """The first generated text of each of the first batches, for the log."""
     lines = []
     for row in folder.predictions()[: batch_size * num_batches : batch_size]:
-        lines += ["", f"  | source      {row['source']}", f"  | target      {row['target']}",
-                  f"  | prediction  {row['prediction']}"]  # fmt: skip
+        lines += [
+            "",
+            f"  | source      {row['source']}",
+            f"  | target      {row['target']}",
+            f"  | prediction  {row['prediction']}",
+        ]
     return lines

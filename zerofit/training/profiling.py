@@ -123,6 +123,13 @@ def costliest(events: Any, memory: bool) -> list[tuple[str, ...]]:
     rows = [("operator", "calls", f"{where} ms", "share", *(["MiB"] if memory else []))]
     for event in events[:COSTLIEST]:
         time, size = getattr(event, f"{kind}_time_total"), getattr(event, f"{kind}_memory_usage")
-        rows.append((event.key, f"{event.count:,}", f"{time / 1e3:,.2f}", f"{time / total:.1%}",
-                     *([f"{size / 2**20:,.1f}"] if memory else [])))  # fmt: skip
+        rows.append(
+            (
+                event.key,
+                f"{event.count:,}",
+                f"{time / 1e3:,.2f}",
+                f"{time / total:.1%}",
+                *([f"{size / 2**20:,.1f}"] if memory else []),
+            )
+        )
     return rows

@@ -113,9 +113,14 @@ class RankMeeting:
         prefix = f"zerofit/ranks{self.attempt}"
         self.store = open_store(self.address, self.port)
         self.meeting = Meeting(
-            PrefixStore(prefix, self.store), "rank", self.rank, self.count, self.here,
-            self.machine, limit_s,
-        )  # fmt: skip
+            PrefixStore(prefix, self.store),
+            "rank",
+            self.rank,
+            self.count,
+            self.here,
+            self.machine,
+            limit_s,
+        )
         self._opened.come()
 
     def _watch(self) -> None:

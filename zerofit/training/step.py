@@ -189,8 +189,15 @@ class TrainStep:
         """What each rank has to tell, on all of them."""
         counts = following.counts if following else []
         signals = self.signals()
-        own = RankReport(loss_sum, grad_norm, self.memory.peak_bytes(), signals.stop_reason,
-                         signals.checkpoint_is_due, signals.checkpoint_failed, counts)  # fmt: skip
+        own = RankReport(
+            loss_sum,
+            grad_norm,
+            self.memory.peak_bytes(),
+            signals.stop_reason,
+            signals.checkpoint_is_due,
+            signals.checkpoint_failed,
+            counts,
+        )
         self.memory.reset()
         return [RankReport.of(row) for row in self.engine.per_rank(own.row)]
 

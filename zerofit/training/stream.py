@@ -82,10 +82,16 @@ def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -
     sort_key = samples.sort_key if task.grouping != "none" else None
     order = task.order or SampleOrder(length.num_samples, recipe.seed, groups, task.easiest)
     micro = MicroBatches(
-        order, length.total_samples, length.consumed(updates), sizes.micro_batch, sizes.accumulation,
-        engine.layout.data_size, engine.layout.data_rank, sort_key,
+        order,
+        length.total_samples,
+        length.consumed(updates),
+        sizes.micro_batch,
+        sizes.accumulation,
+        engine.layout.data_size,
+        engine.layout.data_rank,
+        sort_key,
         [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
-    )  # fmt: skip
+    )
     pin = pins_memory(engine.device)
     sampler = micro if task.lengths is None else Shortened(micro, _lengths(task.lengths, sizes, updates))
     return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers or 0, pin))

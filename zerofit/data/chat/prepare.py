@@ -23,8 +23,9 @@ from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
 from zerofit.recipe.errors import UserError
 
-TABLE = Features({"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
-                  "is_cut": Value("bool")})  # fmt: skip
+TABLE = Features(
+    {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool")}
+)
 SCORE = "score"  # the column of difficulty, where the recipe names one
 PARTS = {"train": "training", "validation": "held-out"}
 SHOWN = 1600  # about how many characters of a sample to show
@@ -100,8 +101,10 @@ def _split(options: PartOptions, source: Source, forms: dict[str, Form], score: 
     columns = {name: list(form.columns) for name, form in forms.items()}
     if score and score not in columns["train"]:
         columns["train"].append(score)
-    parts = {name: _Part(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
-             for name, table in source.parts.items()}  # fmt: skip
+    parts = {
+        name: _Part(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
+        for name, table in source.parts.items()
+    }
     if "validation" not in parts and options.held_out_fraction > 0:
         whole = parts["train"]
         sides = hold_out(Dataset.from_dict({"record": whole.numbers}), options.held_out_fraction)

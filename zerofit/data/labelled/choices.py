@@ -116,11 +116,16 @@ def find_choices(named: LabelColumns, table: Dataset) -> Choices | None:
     if not named.choices and not (context and label):
         return None  # it may be another kind of data
     if missing or not (context and label) or (len(choices) == 1 and not _is_list(table, choices[0])):
-        what = f"there is no column {missing[0]!r}" if missing else (
-            "it takes two columns, or one that holds lists" if context and label else
-            f"no column of the {'label' if context else 'question'} is found, name it with "
-            f"{'--label_column' if context else '--text_columns'}"
-        )  # fmt: skip
+        what = (
+            f"there is no column {missing[0]!r}"
+            if missing
+            else (
+                "it takes two columns, or one that holds lists"
+                if context and label
+                else f"no column of the {'label' if context else 'question'} is found, name it with "
+                f"{'--label_column' if context else '--text_columns'}"
+            )
+        )
         raise UserError(f"choice_columns = {' '.join(choices)}: {what}; {columns_present(table)}")
     return _counted(Choices(context, choices, label), table)
 
@@ -183,8 +188,10 @@ def prepare_choices(
     Raises:
         UserError: a column is missing, or a record cannot be used.
     """
-    notes = [f"data      question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}, "
-             f"label {choices.label}"]  # fmt: skip
+    notes = [
+        f"data      question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}, "
+        f"label {choices.label}"
+    ]
     parts = {}
     for name, table in source.parts.items():
         if missing := [column for column in choices.columns if column not in table.column_names]:

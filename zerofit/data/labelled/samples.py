@@ -55,8 +55,9 @@ def encode_texts(
 
     def encode(batch: dict) -> dict:
         given = [[text or "" for text in column] for column in batch.values()]
-        encoded = tokenizer(*given, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
-                            verbose=False)  # fmt: skip
+        encoded = tokenizer(
+            *given, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns, verbose=False
+        )
         rows = {name: list(encoded[name]) for name in columns}
         truncated = [0] * len(given[0])
         for index, ids in enumerate(rows["input_ids"]):

@@ -222,9 +222,13 @@ def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
     files = [f"{os.path.realpath(corpus.prefix)}.idx" for corpus in blend.corpora]
     key = {
         "corpora": [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files],
-        "weights": blend.weights, "split": blend.split, "block_size": blend.block_size, "seed": blend.seed,
-        "sizes": sizes, "eod": eod,
-    }  # fmt: skip
+        "weights": blend.weights,
+        "split": blend.split,
+        "block_size": blend.block_size,
+        "seed": blend.seed,
+        "sizes": sizes,
+        "eod": eod,
+    }
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
 
 
@@ -246,10 +250,15 @@ def _dataset(blend: Blend, part: int, weights, count: int, ends: _TokenizerStub,
     """megatron-core's dataset of one part."""
     core = megatron()
     config = core.gpt.GPTDatasetConfig(
-        random_seed=blend.seed, sequence_length=blend.block_size,
-        blend=([os.path.realpath(corpus.prefix) for corpus in blend.corpora], weights), split=blend.split,
-        path_to_cache=str(cache), tokenizer=ends, create_attention_mask=False, **flags,
-    )  # fmt: skip
+        random_seed=blend.seed,
+        sequence_length=blend.block_size,
+        blend=([os.path.realpath(corpus.prefix) for corpus in blend.corpora], weights),
+        split=blend.split,
+        path_to_cache=str(cache),
+        tokenizer=ends,
+        create_attention_mask=False,
+        **flags,
+    )
     config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
     sizes = [count if place == part else 0 for place in range(len(config.split_matrix))]
     # BlendedDataset asks for its rank, but no process group exists yet.

@@ -29,8 +29,13 @@ DTYPES = dict(enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.flo
 INDICES = "GPTDataset_indices"  # Megatron's name of a folder of indices; its own lie beside a corpus
 PORTION = 1 << 22  # number of ids to read at a time
 # Their token ids distinguish tokenizers that have the same vocabulary.
-PROBES = ("The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.", "def f(x):\n    return x[0] != 1_000",
-          "吾輩は猫である。名前はまだ無い。", "naïve café — “Ünïcödé” 🙂", " leading and trailing ")  # fmt: skip
+PROBES = (
+    "The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.",
+    "def f(x):\n    return x[0] != 1_000",
+    "吾輩は猫である。名前はまだ無い。",
+    "naïve café — “Ünïcödé” 🙂",
+    " leading and trailing ",
+)
 
 
 @functools.cache
@@ -57,9 +62,11 @@ def megatron() -> SimpleNamespace:
     for module in (blended_dataset, gpt_dataset):
         module.numpy = _NumpyWithoutPickles()
     return SimpleNamespace(
-        builder=blended_megatron_dataset_builder, config=blended_megatron_dataset_config, gpt=gpt_dataset,
+        builder=blended_megatron_dataset_builder,
+        config=blended_megatron_dataset_config,
+        gpt=gpt_dataset,
         indexed=indexed_dataset,
-    )  # fmt: skip
+    )
 
 
 class _NumpyWithoutPickles:

@@ -56,10 +56,16 @@ def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callab
     train, validation = build(blend, total, held_out, rows, eod, resets, root)
     order = FixedOrder(len(train)) if recipe.trains else None
     return TextData(
-        train, validation, tokenizer, block_size,
-        notes=notes, kind=kind(recipe.split, resets, block_size), order=order, samples_per_epoch=per_epoch,
+        train,
+        validation,
+        tokenizer,
+        block_size,
+        notes=notes,
+        kind=kind(recipe.split, resets, block_size),
+        order=order,
+        samples_per_epoch=per_epoch,
         report=report(blend, total, validation),
-    )  # fmt: skip
+    )
 
 
 def check_named_once(corpora: list[Corpus]) -> None:

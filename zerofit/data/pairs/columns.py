@@ -27,9 +27,16 @@ from zerofit.recipe.tasks import PairOptions
 
 REPLIES = ("response", "reply", "target")
 SOURCES_AND_TARGETS = (
-    ("source", "target"), ("input", "output"), ("document", "summary"), ("article", "highlights"), ("text", "summary"),
-    ("dialogue", "summary"), ("prompt", "completion"), ("question", "answer"), ("context", "response"),
-)  # fmt: skip
+    ("source", "target"),
+    ("input", "output"),
+    ("document", "summary"),
+    ("article", "highlights"),
+    ("text", "summary"),
+    ("dialogue", "summary"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("context", "response"),
+)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,15 @@ from zerofit.recipe.tasks import Seq2SeqRecipe
 COLUMNS = ("input_ids", "labels")
 FORMAT = "source_format"  # in tokenizer_config.json
 NUMBERS = ("truncated", "source_tokens", "target_tokens")
-TABLE = Features({"input_ids": IDS, "labels": IDS, "target": Value("string"), "is_cut": Value("bool"),
-                  **dict.fromkeys(NUMBERS, Value("int32"))})  # fmt: skip
+TABLE = Features(
+    {
+        "input_ids": IDS,
+        "labels": IDS,
+        "target": Value("string"),
+        "is_cut": Value("bool"),
+        **dict.fromkeys(NUMBERS, Value("int32")),
+    }
+)
 SCORE = "score"  # the column of difficulty, where the recipe names one
 PARTS = {"train": "training", "validation": "held-out"}
 
@@ -212,8 +219,15 @@ class PairEncoder:
         labels = [[*before, *ids[:room], *after] for ids in targets]
         texts = [pair.target for pair in pairs]
         lengths = [len(ids) + len(before) + len(after) for ids in targets]
-        return {"input_ids": sources, "labels": labels, "target": texts, "is_cut": cut, "truncated": lost,
-                "source_tokens": whole, "target_tokens": lengths}  # fmt: skip
+        return {
+            "input_ids": sources,
+            "labels": labels,
+            "target": texts,
+            "is_cut": cut,
+            "truncated": lost,
+            "source_tokens": whole,
+            "target_tokens": lengths,
+        }
 
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
         """(ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of a

@@ -40,8 +40,9 @@ def split_problem(config, size: int, otherwise: str) -> str | None:
     uneven = {name: width for name, width in widths.items() if width % size}
     if not uneven:
         return None
-    degrees = [str(each) for each in range(2, min(widths.values()) + 1)
-               if all(width % each == 0 for width in widths.values())]  # fmt: skip
+    degrees = [
+        str(each) for each in range(2, min(widths.values()) + 1) if all(width % each == 0 for width in widths.values())
+    ]
     remedy = f"Possible: {', '.join(degrees)}" if degrees else otherwise
     listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
     return f" does not divide the model's {listed}. {remedy}"
