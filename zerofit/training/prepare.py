@@ -29,9 +29,9 @@ from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.host_memory import resident_bytes
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
+from zerofit.training.activations import prepare_activations
 from zerofit.training.length import RunLength, run_length
 from zerofit.training.machine_checks import check_machines
-from zerofit.training.passes import prepare_passes
 from zerofit.training.rank_meeting import MEETING
 from zerofit.training.session import LONG, Session
 from zerofit.training.summary import about_the_model
@@ -198,7 +198,7 @@ def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
     if not recipe.model_name_or_path:
         notes += filter(None, [session.strategy.sharded_init_reason(session.facts.parameters)])
     device = started.accelerator.device
-    notes += prepare_passes(model, recipe, device)
+    notes += prepare_activations(model, recipe, device)
     if recipe.trains:
         notes += filter(None, [without_mfu(device, session.strategy.precision, recipe.peak_tflops)])
         if not adapter:

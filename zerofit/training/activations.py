@@ -1,4 +1,4 @@
-"""How the passes of a model are computed: what is recomputed, what is offloaded to the CPU, what is compiled."""
+"""Which activations of a model are recomputed, which are offloaded to the CPU, and what is compiled."""
 
 import torch
 
@@ -8,8 +8,8 @@ from zerofit.recipe.model_options import ModelOptions
 from zerofit.strategy.offloaded_inputs import host_store, offload_inputs
 
 
-def prepare_passes(model: torch.nn.Module, recipe: ModelOptions, device: torch.device) -> list[str]:
-    """Let the passes on this device be as the recipe says. Returns notes for the log."""
+def prepare_activations(model: torch.nn.Module, recipe: ModelOptions, device: torch.device) -> list[str]:
+    """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log."""
     notes = []
     if recipe.gradient_checkpointing:
         enable_recomputation(model, recipe.gradient_checkpointing, is_traced=bool(recipe.torch_compile))
