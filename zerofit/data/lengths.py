@@ -7,10 +7,10 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.growth import Growth, read_growth
 
 DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
-LENGTHS: dict[str, dict[str, int | None]] = {  # {task: {option of a length: its default}}
+LENGTHS = {  # {task: {option of a length: what is used where it is not set}}; of most tasks the option has a default
     "clm": {"block_size": DEFAULT_BLOCK_SIZE},
-    "cls": {"max_length": None},
-    "seq2seq": {"max_source_length": None, "max_target_length": None},
+    "cls": {"max_length": 0},
+    "seq2seq": {"max_source_length": 0, "max_target_length": 0},
 }
 WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
 KEPT = 0.99  # fraction of the samples that the proposed length does not truncate

@@ -111,9 +111,11 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
             check_layout(config, strategy)
     for option, default in LENGTHS[task].items():
         with problems.collected():
-            length = choose_length(option, getattr(recipe, option) or default, recipe.source(option), config)
-            if option == "block_size" and recipe.block_size_warmup and recipe.trains:
-                growing_blocks(recipe.block_size_warmup, recipe.source("block_size_warmup"), length, is_chat=False)
+            asked: int = getattr(recipe, option) or default
+            length = choose_length(option, asked, recipe.source(option), config)
+            warmup = getattr(recipe, "block_size_warmup", None)
+            if option == "block_size" and warmup and recipe.trains:
+                growing_blocks(warmup, recipe.source("block_size_warmup"), length, is_chat=False)
     with problems.collected():
         if template := getattr(recipe, "chat_template", None):
             named_template(template)
