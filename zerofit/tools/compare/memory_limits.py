@@ -41,7 +41,7 @@ class DataSegment:
     def limit(self, limit: int) -> None:
         """Limit it to this many bytes: the system refuses requests beyond that."""
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        present = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+        present = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([self.untouched + limit, *present]), hard))
 
     def _poll(self) -> None:

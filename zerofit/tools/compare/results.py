@@ -20,7 +20,7 @@ RATES = ("samples_per_s", "tokens_per_s", "evaluation_samples_per_s", "evaluatio
 
 def with_rates_of(line: dict[str, Any], timed: list[dict[str, Any]]) -> dict[str, Any]:
     """A simulated trial with the rates that were measured at its size, or without any."""
-    rates = next((other for other in reversed(timed) if other["size"] == line["size"]), {})
+    rates = next((rated for rated in reversed(timed) if rated["size"] == line["size"]), {})
     kept = {name: value for name, value in line.items() if name not in (*RATES, "loss")}
     return kept | {name: rates[name] for name in RATES if name in rates}
 

@@ -115,7 +115,7 @@ class DoctorReport:
             "exit_code": self.exit_code,
             "command": self.command,
             "findings": [asdict(finding) for finding in self.sorted_findings],
-            "values": [{"name": one.name, "value": one.value, "source": one.source} for one in self.values],
+            "values": [{"name": value.name, "value": value.value, "source": value.source} for value in self.values],
             "machine": self.machine,
         }
 
@@ -147,13 +147,13 @@ def _finding(finding: Finding, width: int | None) -> str:
 
 def _table(values: list[Value], width: int | None) -> list[str]:
     """Lines with the name, the value and its source; long values and sources without their middle."""
-    names = [one.name.rpartition(": ")[2].removeprefix("zero_optimization.") for one in values]
-    texts = [shortened(shown_value(one.value), VALUE) for one in values]
+    names = [value.name.rpartition(": ")[2].removeprefix("zero_optimization.") for value in values]
+    texts = [shortened(shown_value(value.value), VALUE) for value in values]
     first, second = min(NAME, max(map(len, names))), max(map(len, texts))
     lines = []
-    for name, text, one in zip(names, texts, values):
+    for name, text, value in zip(names, texts, values):
         line = f"  {shortened(name, first):<{first}}  {text:<{second}}  "
-        lines.append(line + (one.source if width is None else shortened(one.source, max(16, width - len(line)))))
+        lines.append(line + (value.source if width is None else shortened(value.source, max(16, width - len(line)))))
     return lines
 
 

@@ -88,10 +88,10 @@ def told_by_shell(values: list[Value], launch: ExaminedLaunch) -> list[Value]:
         name: f"{variable} (this shell)" for name, variable in IN_THE_SHELL.items() if variable in launch.leftovers
     }
     return [
-        dataclasses.replace(one, source=left[one.name])
-        if one.source == launch.config_file and one.name in left
-        else one
-        for one in values
+        dataclasses.replace(value, source=left[value.name])
+        if value.source == launch.config_file and value.name in left
+        else value
+        for value in values
     ]
 
 

@@ -36,7 +36,7 @@ def join(options: JoinOptions) -> int:
             writer.add_corpus(corpus.prefix)
         writer.finish(card)
         writer.publish()
-    documents, tokens = sum(one.documents for one in corpora), sum(one.tokens for one in corpora)
+    documents, tokens = sum(corpus.documents for corpus in corpora), sum(corpus.tokens for corpus in corpora)
     print(f"{prefix}: {documents:,} documents, {tokens:,} tokens of {len(corpora)} corpora", flush=True)
     if card is None:
         print(f"note: none of them has a card, so there is no {prefix}.json", flush=True)
@@ -67,7 +67,7 @@ def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
 
 
 def _check_not_read_and_written(corpora: list[Corpus], prefix: str) -> None:
-    if any(Path(f"{one.prefix}.bin").resolve() == Path(f"{prefix}.bin").resolve() for one in corpora):
+    if any(Path(f"{corpus.prefix}.bin").resolve() == Path(f"{prefix}.bin").resolve() for corpus in corpora):
         raise UserError(f"output_prefix = {prefix!r} is one of the corpora that are joined. Name another prefix")
 
 
@@ -79,11 +79,11 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     """
     first = corpora[0]
     problems = [
-        f"input: {first.prefix} has ids of type {first.dtype.__name__} and {one.prefix} of {one.dtype.__name__}"
-        for one in corpora
-        if one.dtype != first.dtype
+        f"input: {first.prefix} has ids of type {first.dtype.__name__} and {corpus.prefix} of {corpus.dtype.__name__}"
+        for corpus in corpora
+        if corpus.dtype != first.dtype
     ]
-    without = [one for one in corpora if one.card is None]
+    without = [corpus for corpus in corpora if corpus.card is None]
     if without and len(without) < len(corpora):
         problems.append(
             f"input: {without[0].prefix} has no card (.json), and {_with_card(corpora).prefix} has one: nothing says "
@@ -92,10 +92,10 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     if without and not problems:
         return None
     if not without:
-        problems += [line for one in corpora[1:] for line in _differences(first, one)]
+        problems += [line for corpus in corpora[1:] for line in _differences(first, corpus)]
     if problems:
         raise UserError(problems)
-    cards = [one.card for one in corpora]
+    cards = [corpus.card for corpus in corpora]
     return Card(
         tokenizer=cards[0].tokenizer,
         fingerprint=cards[0].fingerprint,
@@ -104,25 +104,27 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
         documents=sum(card.documents for card in cards),
         tokens=sum(card.tokens for card in cards),
         largest_id=max(card.largest_id for card in cards),
-        sources=[one.prefix for one in corpora],
+        sources=[corpus.prefix for corpus in corpora],
         made_by=f"zerofit {__version__}",
     )
 
 
 def _with_card(corpora: list[Corpus]) -> Corpus:
-    return next(one for one in corpora if one.card is not None)
+    return next(corpus for corpus in corpora if corpus.card is not None)
 
 
 def _differences(first: Corpus, other: Corpus) -> list[str]:
-    one, two = first.card, other.card
+    first_card, card = first.card, other.card
     differences = []
-    if one.fingerprint != two.fingerprint:
+    if first_card.fingerprint != card.fingerprint:
         differences.append(
-            f"input: {first.prefix} was made with the tokenizer {one.tokenizer!r} and {other.prefix} with "
-            f"{two.tokenizer!r}, which is another one. Prepare one of them again"
+            f"input: {first.prefix} was made with the tokenizer {first_card.tokenizer!r} and {other.prefix} with "
+            f"{card.tokenizer!r}, which is another one. Prepare one of them again"
         )
-    if one.eod != two.eod:
-        ends = " and ".join("no end of documents" if card.eod is None else f"end {card.eod}" for card in (one, two))
+    if first_card.eod != card.eod:
+        ends = " and ".join(
+            "no end of documents" if each.eod is None else f"end {each.eod}" for each in (first_card, card)
+        )
         differences.append(
             f"input: {first.prefix} and {other.prefix} have {ends}. Prepare both with --append_eod, or both without"
         )
