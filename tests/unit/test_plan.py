@@ -426,7 +426,7 @@ def test_one_process_has_single_first_and_nothing_that_is_shared(capsys):
     assert {"zero2_offload", "zero3"} <= {one["strategy"] for one in found["predictions"]}
     assert main(["plan", *RECIPE, "--gpu", "a100-40gb", "--batch_sizes", "1"]) == 0
     said = capsys.readouterr().out
-    assert "ddp, ep, fsdp2: the same as single" in said
+    assert "ddp, ep, fsdp2, hsdp: the same as single" in said
     assert max(map(len, said.split("what fits")[1].splitlines()[2:10])) <= 80
 
 
