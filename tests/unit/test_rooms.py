@@ -106,7 +106,9 @@ LATE = {
     "resource": "not on every system",
     "netrc": "for wandb alone",
 }
-OWN_LATE = {  # modules of ours that load one of these
+OWN_LATE = {
+    ("zerofit.strategy.build_locks", "zerofit.strategy.host_memory"),  # the watchdog starts without site-packages
+    ("zerofit.strategy.build_locks", "zerofit.recipe.files"),  # modules of ours that load one of these
     ("zerofit.data.rendering", "zerofit.data.pairs.prepare"),
     ("zerofit.model.configuration", "zerofit.model.attention"),
     ("zerofit.model.pretrained_io", "zerofit.model.nan_check"),

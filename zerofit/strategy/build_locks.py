@@ -13,9 +13,6 @@ import glob
 import os
 from pathlib import Path
 
-from zerofit.recipe.files import is_shared
-from zerofit.strategy.host_memory import read
-
 COMPILERS = {"ninja", "nvcc", "cicc", "ptxas", "cudafe++", "cc1plus", "c++", "g++", "gcc", "clang", "clang++", "hipcc"}
 OLD_S = 60.0  # a lock of this age is stale where nothing is being compiled
 
@@ -38,6 +35,8 @@ def stale_locks(locks: dict[str, float], began: float, now: float, compiling: bo
 
 def compilers_running() -> bool:
     """Whether any process of this machine is a compiler."""
+    from zerofit.strategy.host_memory import read
+
     return any(read(path).strip() in COMPILERS for path in glob.glob("/proc/[0-9]*/comm"))
 
 
@@ -47,6 +46,8 @@ def abandoned_locks(since: float = 0.0) -> list[str]:
     Args:
         since: only locks made since then, in seconds as time.time() has them.
     """
+
+    from zerofit.recipe.files import is_shared
 
     recent = [os.path.realpath(path) for path, made in lock_files().items() if made >= since]
     if not recent or is_shared(Path(extensions_folder())):
