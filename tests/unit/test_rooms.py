@@ -1,8 +1,11 @@
 """The rooms: each imports those above it in DESIGN's list and none below, and no two modules each other."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from helpers import ROOT
 
 # From the bottom of the house to its top: a room imports the rooms before it.
@@ -113,6 +116,7 @@ OWN_LATE = {
     ("zerofit.model.configuration", "zerofit.model.attention"),
     ("zerofit.model.pretrained_io", "zerofit.model.nan_check"),
     ("zerofit.strategy.gpus", "zerofit.strategy.devices"),
+    ("zerofit.strategy.gpus", "zerofit.recipe.errors"),  # scripts/setup.sh runs it before anything is installed
     ("zerofit.training.entry", "zerofit.training.session"),
     ("zerofit.training.entry", "zerofit.training.stored_model"),
 }
@@ -138,6 +142,13 @@ def test_imports_stand_at_the_top():
     found = late_imports()
     assert {pair for pair in found if pair[1].partition(".")[0] not in LATE} == OWN_LATE
     assert {target.partition(".")[0] for _, target in found} >= {*LATE}
+
+
+@pytest.mark.parametrize("script", ["zerofit/strategy/gpus.py", "zerofit/health/watchdog_process.py"])
+def test_a_script_that_starts_without_packages(script):
+    done = subprocess.run([sys.executable, "-I", "-S", ROOT / script], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True)  # fmt: skip
+    assert "ModuleNotFoundError" not in done.stderr
 
 
 def test_no_recipe_passes_through_the_data_room():

@@ -3,7 +3,7 @@
 Source: DeepSpeed 0.19, runtime/zero/parameter_offload.py (_register_deepspeed_module).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ def _holders(tensor: torch.Tensor) -> int:
 
 
 def _watch(
-    module: torch.nn.Module, name: str, parameters: dict[str, torch.Tensor], note: Callable[[Visit], None]
+    module: torch.nn.Module, name: str, parameters: Mapping[str, torch.Tensor], note: Callable[[Visit], None]
 ) -> list[Any]:
     weights, holders = tuple(parameters), {weight: _holders(each) for weight, each in parameters.items()}
     outputs = inputs = 0  # of tensors whose gradients have not come yet

@@ -44,7 +44,7 @@ class PlannedModel:
     recipe: Any
     task: str
     config: Any
-    full: torch.nn.Module
+    full: Any  # of transformers
     rows: Rows
     on_gpu: bool
     cpu_kernels: bool = False

@@ -80,7 +80,7 @@ def _set_vocabulary(config: Any, recipe: Any) -> None:
     config.vocab_size = -(-size // multiple) * multiple
 
 
-def _rows_of(recipe: Any, task: str, config: Any, full: torch.nn.Module) -> Rows:
+def _rows_of(recipe: Any, task: str, config: Any, full: Any) -> Rows:
     if task == "cls":
         return Rows(task, recipe.max_length)
     head = full.get_output_embeddings()

@@ -64,7 +64,7 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
         ):
             replacements.enter_context(replaced(place, name, other))
         for module in expert_parallel.experts_of(model):
-            for name, whole in module._parameters.items():
+            for name, whole in module.named_parameters(recurse=False):
                 stored = torch.float32 if whole.requires_grad else whole.dtype
                 own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
                 module._parameters[name] = torch.nn.Parameter(own, whole.requires_grad)

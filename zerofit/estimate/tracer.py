@@ -104,7 +104,7 @@ class Tracer:
     """
 
     def __init__(
-        self, config: Any, full: torch.nn.Module, build: Callable[[Any], torch.nn.Module], rows: Rows,
+        self, config: Any, full: Any, build: Callable[[Any], Any], rows: Rows,
         settings: TraceSettings,
         cache: TraceCache | None = None,
     ) -> None:  # fmt: skip
@@ -120,7 +120,7 @@ class Tracer:
         return FakeTensorMode(allow_non_fake_inputs=True)
 
     @functools.cached_property
-    def model(self) -> torch.nn.Module:
+    def model(self) -> Any:
         """The model with few layers, of fake tensors. It is made when it is needed: not where all traces are kept."""
         with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
             model = self.build(_with_traced_attention(reduced_configuration(self.config), self.settings.gpu_kernels))
@@ -300,7 +300,7 @@ def linear_of_zero_3() -> AbstractContextManager[Any]:
 def _make_fake(model: torch.nn.Module) -> None:
     """Turn parameters and buffers on "meta" into fake tensors on the CPU; call it inside a fake tensor mode. Tied
     parameters stay tied."""
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, Any] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():

@@ -9,8 +9,6 @@ scripts/setup.sh runs this file before anything is installed: the top of it impo
 import os
 from pathlib import Path
 
-from zerofit.recipe.errors import UserError
-
 ROOT = Path("/")  # tests have their own
 VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES"}
 ALSO_VISIBLE = {"NVIDIA": ("NVIDIA_VISIBLE_DEVICES",), "AMD": ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
@@ -63,6 +61,8 @@ def check_devices() -> None:
         hidden = any(os.environ.get(name) in NO_DEVICE for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]))
         if hidden or _torch_sees_one():
             continue
+        from zerofit.recipe.errors import UserError
+
         raise UserError(
             f"this machine has {count} {maker} GPU{'s' if count > 1 else ''}, and torch sees none: {_why(maker)}. To "
             f"train on the CPU all the same, set {VISIBLE[maker]} to nothing: {VISIBLE[maker]}= accelerate launch ..."
