@@ -155,7 +155,7 @@ def test_an_adapter_on_experts_needs_them_in_full(run, start, tmp_path, strategy
 
 
 @pytest.mark.parametrize(("strategy", "words"), [
-    ("tp", "tensor parallelism does not support mixtral"), ("pp", "pipeline parallelism knows no mixtral"),
+    ("tp", "tensor parallelism does not support mixtral"), ("pp", "pipeline parallelism does not support mixtral"),
     ("sp", "is not supported for a mixtral"), ("3d", "pipeline parallelism does not support mixtral"),
 ])  # fmt: skip
 def test_what_cannot_split_a_mixture_says_so(start, tmp_path, strategy, words):
