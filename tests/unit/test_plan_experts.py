@@ -122,7 +122,7 @@ def test_what_is_exchanged_beside_the_tokens_is_all_but_the_experts():
 
 PLAN = ["--task", "clm", "--model_type", "mixtral", "--block_size", "32", "--precision", "bf16", "--gpu",
              "a100-40gb", "--config_overrides", "hidden_size=32,num_hidden_layers=3,num_attention_heads=4,"
-             "num_key_value_heads=2,intermediate_size=48,num_local_experts=4,vocab_size=512",
+             "num_key_value_heads=2,intermediate_size=48,num_local_experts=4,vocab_size=64",
              "--batch_sizes", "2", "--strategies", "ep,fsdp2", "--json", "-"]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_a_plan_has_expert_parallelism(capfd):
     plan = json.loads(capfd.readouterr().out)
     ep, fsdp2 = (next(one for one in plan["predictions"] if one["strategy"] == name) for name in ("ep", "fsdp2"))
     assert ep["components"]["weights"] == fsdp2["components"]["weights"]
-    assert ep["peak_allocated_bytes"] <= fsdp2["peak_allocated_bytes"]
+    assert ep["peak_allocated_bytes"] < fsdp2["peak_allocated_bytes"]
     assert ep["tokens_per_s"] > 0
 
 

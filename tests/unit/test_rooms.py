@@ -95,6 +95,7 @@ LATE = {
     "transformers": "its model code takes a second; a script imports it once the recipe is checked",
     "deepspeed": "seconds, for DeepSpeed pairs alone",
     "peft": "for adapters alone",
+    "accelerate": "what `zerofit --help` loads has to be small",
     "safetensors": "with torch",
     "huggingface_hub": "for the hub alone",
     "matplotlib": "when a plot is drawn",
@@ -117,6 +118,7 @@ OWN_LATE = {
     ("zerofit.model.pretrained_io", "zerofit.model.nan_check"),
     ("zerofit.strategy.gpus", "zerofit.strategy.devices"),
     ("zerofit.strategy.gpus", "zerofit.recipe.errors"),  # scripts/setup.sh runs it before anything is installed
+    ("zerofit.strategy.prepare", "zerofit.strategy.pipeline_engine"),  # it loads DeepSpeed
     ("zerofit.training.entry", "zerofit.training.session"),
     ("zerofit.training.entry", "zerofit.training.stored_model"),
 }
@@ -142,6 +144,12 @@ def test_imports_stand_at_the_top():
     found = late_imports()
     assert {pair for pair in found if pair[1].partition(".")[0] not in LATE} == OWN_LATE
     assert {target.partition(".")[0] for _, target in found} >= {*LATE}
+
+
+def test_a_run_loads_no_engine_that_it_has_no_use_for():
+    code = "import sys\nimport zerofit.training.session, zerofit.training.fit, zerofit.training.prepare\n"
+    code += "print([name for name in ('deepspeed', 'peft', 'scipy') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("script", ["zerofit/strategy/gpus.py", "zerofit/health/watchdog_process.py"])

@@ -211,7 +211,8 @@ def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
             torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
             assert gradients.keys() == whole.keys()
             for parameter, gradient in gradients.items():
-                torch.testing.assert_close(gradient, whole[parameter], rtol=1e-4, atol=2e-6, msg=parameter)
+                largest = whole[parameter].abs().max().item()
+                torch.testing.assert_close(gradient, whole[parameter], rtol=1e-4, atol=1e-5 * largest, msg=parameter)
         torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
         assert torch.equal(found["written"], expected["written"])
         (counted, held), ((parameters, _), total) = found["parameters"], expected["parameters"]

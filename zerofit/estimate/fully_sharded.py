@@ -208,7 +208,7 @@ class FullyShardedEngine(GradientMemory):
         most = self.held
         self.gradients -= self.completed.pop(place, 0) + self.full.pop(place, 0)
         most = max(most, self.held + group.shard)
-        if self.first if self.syncs else self.last:
+        if self.first or not self.syncs:
             self.kept += group.shard
             self.gradients += group.shard
         return most

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, inject_adapter_in_model
 from transformers.pytorch_utils import Conv1D
 
 from zerofit.estimate.every_nth import EveryNth
@@ -251,6 +250,8 @@ def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
     """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
     if not recipe.lora:
         return
+    from peft import LoraConfig, inject_adapter_in_model
+
     chosen = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
     targets = chosen or list(family_of(model.config).lora_targets)
     modules, of_experts = split_targets(model, targets)

@@ -75,10 +75,8 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
     micro, accumulation, total = (
         recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
     )  # fmt: skip
-    samples_per_micro_step, what = (
-        micro * replicas,
-        "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)",
-    )
+    samples_per_micro_step = micro * replicas
+    what = "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
     if total is None:
         return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas), what)
     if total % samples_per_micro_step:

@@ -5,7 +5,6 @@ import os
 import time
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from torch.numa import binding
 
 from zerofit.strategy.host_memory import usable_cores
@@ -109,6 +108,8 @@ def bind_to_numa_node() -> tuple[int, str | None]:
 
     Returns: how many ranks share the cores that this one has by now, and a note for the log (None: there is one node).
     """
+    from accelerate.utils import parse_flag_from_env
+
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):  # then accelerate does it
         return ranks, None

@@ -61,15 +61,11 @@ def variables_of(content: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def replicas_of(settings: Mapping[str, str] | None, world_size: int, source: str) -> int:
-    """How many groups of processes have a sharded copy of the model of their own.
-
-    Raises:
-        UserError: the processes cannot be divided so, or experts are to be divided among all of them.
-    """
-    replicas = int((settings or {}).get(REPLICAS, "1"))
-    if settings is None or replicas == 1:
-        return 1
+def check_replicas(settings: Mapping[str, str], world_size: int, source: str) -> None:
+    """Raises UserError where several processes cannot form so many replicas, or experts are divided among all."""
+    replicas = int(settings.get(REPLICAS, "1"))
+    if 1 in (replicas, world_size):
+        return
     stated = f"{source}: {REPLICAS} = {replicas}"
     if settings.get(IGNORED) == EXPERTS:
         raise UserError(f"{stated} does not go together with {IGNORED}: {EXPERTS}. Remove one of them")
@@ -84,7 +80,6 @@ def replicas_of(settings: Mapping[str, str] | None, world_size: int, source: str
             f"{source}: {SHARDS} = {shards}, and {world_size} processes in {replicas} replicas are "
             f"{world_size // replicas} each. Remove it"
         )
-    return replicas
 
 
 def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:

@@ -8,7 +8,6 @@ from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.fsdp_engine import FullyShardedEngine
 from zerofit.strategy.inference import InferenceEngine
-from zerofit.strategy.pipeline_engine import PipelineEngine, PipelineInference
 from zerofit.strategy.strategy import Strategy
 from zerofit.strategy.torch_engine import TorchEngine
 
@@ -28,6 +27,8 @@ def prepare_engine(
     elif not recipe.trains:
         kind = InferenceEngine
     if strategy.pipeline > 1:
+        from zerofit.strategy.pipeline_engine import PipelineEngine, PipelineInference  # which load DeepSpeed
+
         kind = PipelineEngine if recipe.trains else PipelineInference
     engine = kind(strategy, accelerator, model, recipe, schedule)
     if torch.distributed.is_initialized():

@@ -16,7 +16,7 @@ from zerofit.strategy.degrees import (
     take_tensor_degree,
 )
 from zerofit.strategy.disk import shared_disk_note
-from zerofit.strategy.fsdp import ALONE, check_fsdp, replicas_of
+from zerofit.strategy.fsdp import ALONE, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
 from zerofit.strategy.layout import ParallelLayout
@@ -62,7 +62,7 @@ def _read_torch(launch: Launch, recipe: Recipe, problems: Problems, on_layout: O
         batches = resolve_batches(recipe, launch.world_size)
     if launch.fsdp is not None:
         with problems.collected():
-            replicas_of(launch.fsdp if launch.world_size > 1 else None, launch.world_size, launch.source)
+            check_replicas(launch.fsdp, launch.world_size, launch.source)
         with problems.collected():
             check_optimizer(recipe, "fsdp2", launch.world_size > 1)
         with problems.collected():

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.state import AcceleratorState, PartialState, is_initialized
 
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.recipe.errors import UserError
@@ -253,6 +252,7 @@ class Strategy:
 @contextlib.contextmanager
 def _without_sharding() -> Iterator[None]:
     """Let transformers forget for a while that ZeRO-3 is on (accelerate's zero3_init_flag does not reach it)."""
+    from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -264,4 +264,6 @@ def _without_sharding() -> Iterator[None]:
 
 def current_device():
     """The torch.device of this process; None before the processes have started."""
+    from accelerate.state import PartialState, is_initialized
+
     return PartialState().device if is_initialized() else None
