@@ -2,14 +2,12 @@
 
 import json
 
-import pytest
-
 from zerofit.data.chat.instructions import Form
 from zerofit.data.chat.prepare import ChatEncoder
 from zerofit.model.chat import install_template
 from zerofit.model.configuration import load_configuration
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
-from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.recipe import ClmRecipe, parse_recipe
 
 TOKENIZERS = {  # byte-level, with byte fallback, and a small one with byte fallback that came with a model
     "gpt2": ("tokenizers/gpt2", "--config_name", "gpt2", "--tokenizer_name"),
@@ -58,12 +56,6 @@ def short_instructions(data) -> list[dict]:
     assert len(found) >= 30
     assert sum(not record["output"].isascii() for record in found) >= 10
     return found
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    return caught.value.report()
 
 
 def encoder_of(

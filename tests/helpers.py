@@ -103,6 +103,12 @@ def refusal(function, *args, **kwargs) -> str:
     raise AssertionError(f"{function.__name__} refuses nothing")
 
 
+def write_records(path: Path, records: list[dict]) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
 def launch(output: Path, *arguments: str, **how) -> list[dict]:
     """`launched`, which has to end well: the lines of its metrics.jsonl."""
     done = launched(output, *arguments, **how)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from folders import save_base, save_blenderbot, save_writer, small_tokenizer
-from helpers import refusal
+from helpers import refusal, write_records
 from transformers import AutoConfig
 
 from zerofit.data.causal import prepare_causal_data
@@ -227,8 +227,7 @@ def test_a_model_of_other_labels_is_refused(names, class_names, is_number, words
 def test_evaluation_reads_no_training_data(tmp_path, cache, tokenizer_folder):
     """The held-out part is the one that a training run holds out, and its labels are those of the model."""
     rows = [{"text": f"number {n}", "label": "yes" if n % 3 else "no"} for n in range(40)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, flags = classifier(("yes", "no")), ["--train_file", tmp_path / "a.jsonl"]
+    config, flags = classifier(("yes", "no")), ["--train_file", write_records(tmp_path / "a.jsonl", rows)]
     trained = asked(config, tokenizer_folder, cache, *flags)
     evaluated = asked(config, tokenizer_folder, cache, *flags, "--evaluate_only")
     named = asked(config, tokenizer_folder, cache, "--validation_file", tmp_path / "a.jsonl", "--evaluate_only")
@@ -255,15 +254,10 @@ def text_data(model: Path, cache: str, *flags: str):
     return prepare_causal_data(recipe, load_configuration(recipe))
 
 
-def lines(path: Path, records: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.mark.parametrize("instructions", [False, True])
 def test_a_text_is_evaluated_as_a_training_run_evaluates_it(writer, cache, tmp_path, instructions):
     if instructions:
-        file = lines(tmp_path / "a.jsonl", [{"instruction": f"Say {n}", "output": f"{n}"} for n in range(60)])
+        file = write_records(tmp_path / "a.jsonl", [{"instruction": f"Say {n}", "output": f"{n}"} for n in range(60)])
         flags = ["--train_file", file, "--chat_template", "instruction"]
     else:
         file = tmp_path / "a.txt"
@@ -286,7 +280,7 @@ def test_what_a_prompt_is(writer, cache, tmp_path):
     assert [record["prompt"] for record in data.prompts.records] == ["Once upon", "  a time "]
     assert [data.tokenizer.decode(ids) for ids in data.prompts.ids] == ["Once upon", "  a time "]
     known = {"instruction": "Say 1", "output": "one"}
-    file = lines(tmp_path / "a.jsonl", [known, {"instruction": "Say 2", "output": None}])
+    file = write_records(tmp_path / "a.jsonl", [known, {"instruction": "Say 2", "output": None}])
     asked = text_data(writer, cache, "--predict_file", file, "--chat_template", "instruction")
     one, two = (asked.tokenizer.decode(ids) for ids in asked.prompts.ids)
     assert one.replace("1", "2") == two
@@ -294,7 +288,7 @@ def test_what_a_prompt_is(writer, cache, tmp_path):
     assert asked.prompts.is_chat
     talks = [[("user", "a"), ("assistant", "b"), ("user", "c")], [("user", "a"), ("assistant", "b")]]
     records = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
-    file = lines(tmp_path / "talks.jsonl", records)
+    file = write_records(tmp_path / "talks.jsonl", records)
     waiting = text_data(writer, cache, "--predict_file", file, "--chat_template", "none").prompts
     assert [len(record["messages"]) for record in waiting.records] == [3, 1], "an answer that is known is left out"
 
@@ -317,11 +311,13 @@ def test_sources_without_targets(cache, tmp_path):
                                             *map(str, flags)])  # fmt: skip
 
     talks = [{"dialogue": [f"turn {n} of {k}" for n in range(k)]} for k in (2, 3)]
-    recipe = recipe_of("--train_file", lines(tmp_path / "a.jsonl", talks), "--validation_split_percentage", "0")
+    recipe = recipe_of(
+        "--train_file", write_records(tmp_path / "a.jsonl", talks), "--validation_split_percentage", "0"
+    )
     rows = prepare_pairs(recipe, load_configuration(recipe)).train
     trained = [rows[index]["input_ids"].tolist() for index in range(len(rows))]
     turns = [{"dialogue": talk["dialogue"][:-1]} for talk in talks]
-    recipe = recipe_of("--predict_file", lines(tmp_path / "b.jsonl", turns))
+    recipe = recipe_of("--predict_file", write_records(tmp_path / "b.jsonl", turns))
     prompts, _ = read_sources(recipe, load_configuration(recipe))
     assert prompts.ids == [trained[0], trained[2]], "the very rows of training, each conversation once"
     named = [{"from": "user", "value": "turn 0 of 2"}, {"from": "gpt", "value": "known"}]
@@ -331,9 +327,9 @@ def test_sources_without_targets(cache, tmp_path):
         [{"conversations": named}],
         [{"translation": {"de": "turn 0 of 2"}}],
     ):
-        recipe = recipe_of("--predict_file", lines(tmp_path / "c.jsonl", records))
+        recipe = recipe_of("--predict_file", write_records(tmp_path / "c.jsonl", records))
         assert read_sources(recipe, load_configuration(recipe))[0].ids == [trained[0]]
-    recipe = recipe_of("--predict_file", lines(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))
+    recipe = recipe_of("--predict_file", write_records(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))
     assert "name --dialogue_column or --source_column" in refusal(read_sources, recipe, load_configuration(recipe))
     file = tmp_path / "bot" / "tokenizer_config.json"
     form = {"prefix": "ask: ", "separator": " ", "max_length": 32}

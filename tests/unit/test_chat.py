@@ -4,17 +4,8 @@ import copy
 
 import numpy as np
 import pytest
-from chats import (
-    ANSWERS,
-    CHAT,
-    INSTRUCTION,
-    LONG_TALK,
-    PROMPT,
-    TOKENIZERS,
-    encoded,
-    encoder_of,
-    refusal,
-)
+from chats import ANSWERS, CHAT, INSTRUCTION, LONG_TALK, PROMPT, TOKENIZERS, encoded, encoder_of
+from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
 from zerofit.data.chat.prepare import overlap

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of, refusal
-from helpers import tiny_model
+from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of
+from helpers import refusal, tiny_model, write_records
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.chat.prepare import show
@@ -36,9 +36,7 @@ def short(records, tmp_path):
     assert sum(not record["output"].isascii() for record in kept) >= 5
     asked = [{**record, "instruction": f"{n} {record['instruction']}"} for n in range(3) for record in kept]
     assert len(asked) >= 40
-    path = tmp_path / "short.json"
-    path.write_text(json.dumps(asked, ensure_ascii=False))
-    return path
+    return write_records(tmp_path / "short.jsonl", asked)
 
 
 def all_of(samples) -> list[dict]:
@@ -135,15 +133,10 @@ def asked(sizes: list[int], words: list[int]) -> list[dict]:
     return [{"prompt": "x" * size + "\n", "completion": "yes" + " yes" * count} for size, count in pairs]
 
 
-def write(path, records: list[dict]):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     some = asked([5, 5, 50, 5, 120, 5, 300, 5, 5, 50], [90, 2, 2, 2, 2, 2, 90, 2, 2, 40])
     whole = encoded(encoder_of(tokenizer_of("small"), PROMPT, "none"), some)
-    path = write(tmp_path / "a.jsonl", some)
+    path = write_records(tmp_path / "a.jsonl", some)
     data = prepare(path, "--packing", "none", "--block_size", "100")
     kept = [row for n, row in enumerate(whole) if n not in (4, 6)]
     assert [row["input_ids"].tolist() for row in all_of(data.train)] == [
@@ -171,8 +164,8 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
 
 
 def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
-    few = write(tmp_path / "few.jsonl", asked([5] * 20 + [120], [2] * 21))
-    most = write(tmp_path / "most.jsonl", asked([5] + [120] * 2, [2] * 3))
+    few = write_records(tmp_path / "few.jsonl", asked([5] * 20 + [120], [2] * 21))
+    most = write_records(tmp_path / "most.jsonl", asked([5] + [120] * 2, [2] * 3))
     flags = ("--packing", "none", "--block_size", "100")
     assert any(
         note.startswith("note      1 of 21 training samples are skipped") for note in prepare(few, *flags).notes
@@ -189,7 +182,10 @@ def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
 
 
 def test_a_data_set_without_an_answer_in_reach_is_refused(tmp_path, prepare):
-    path, good = write(tmp_path / "a.jsonl", asked([70, 80], [2, 2])), write(tmp_path / "b.jsonl", asked([5], [2]))
+    path, good = (
+        write_records(tmp_path / "a.jsonl", asked([70, 80], [2, 2])),
+        write_records(tmp_path / "b.jsonl", asked([5], [2])),
+    )
     for files, part in (((path,), "training"), ((good, "--validation_file", path), "held-out")):
         message = refusal(prepare, *files, "--block_size", "64")
         assert f"block_size = 64: of all 2 {part} samples the answer lies beyond it, no sample is left" in message
@@ -197,7 +193,9 @@ def test_a_data_set_without_an_answer_in_reach_is_refused(tmp_path, prepare):
 
 
 def test_a_sample_is_shown(tokenizer_of, tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [{"messages": LONG_TALK}, *({"messages": LONG_TALK[1:3]} for _ in range(9))])
+    path = write_records(
+        tmp_path / "a.jsonl", [{"messages": LONG_TALK}, *({"messages": LONG_TALK[1:3]} for _ in range(9))]
+    )
     data = prepare(path, "--chat_template", "llama-2-chat", "--block_size", "512")
     heading, *lines = data.shown
     assert "chat_template = 'llama-2-chat'" in heading
@@ -208,16 +206,10 @@ def test_a_sample_is_shown(tokenizer_of, tmp_path, prepare):
         "⟦ 富士山です。🗻 </s>⟧<s>[INST] And in 𠮷野? [/INST]⟦ That is Mt. Hakkyō,\n1,915 m. </s>⟧"
         "<s>[INST] ありがとう。 [/INST]⟦ どういたしまして! </s>⟧"
     )
-    long = [
-        {
-            "messages": [
-                {"role": role, "content": f"{role} begins {'a ' * 2000} ends"} for role in ("user", "assistant")
-            ]
-        }
-    ]
+    turns = [{"role": role, "content": f"{role} begins {'a ' * 2000} ends"} for role in ("user", "assistant")]
     tokenizer = tokenizer_of("gpt2")
     encoder = encoder_of(tokenizer, CHAT, "instruction", 10_000)
-    text = "\n".join(show(encoded(encoder, long)[0], tokenizer, encoder.template))
+    text = "\n".join(show(encoded(encoder, [{"messages": turns}])[0], tokenizer, encoder.template))
     assert len(text) < 2500
     for words in ("user begins", "ends", "⟦assistant begins", "[…]", "ends<|endoftext|>⟧"):
         assert words in text
@@ -248,7 +240,7 @@ def test_the_record_that_a_template_fails_on_is_named(tmp_path, prepare, workers
     )
     some = asked([5] * 40, [2] * 40)
     some[33]["prompt"] = "bad\n"
-    path = write(tmp_path / "a.jsonl", some)
+    path = write_records(tmp_path / "a.jsonl", some)
     flags = ["--chat_template", template, "--validation_split_percentage", "40"]
     message = refusal(prepare, path, *flags, *(["--preprocessing_num_workers", workers] if workers else []))
     assert f"{path}, record 34: chat_template = '{template}' fails on it: line 3: it is bad" in message

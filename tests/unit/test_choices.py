@@ -1,11 +1,9 @@
 """Multiple choice: the columns and labels of the known data sets, samples of several rows, their loss."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, read_data, refusal
+from helpers import ROOT, read_data, refusal, write_records
 from transformers import AutoModelForMultipleChoice, BertConfig
 
 from zerofit.data.collate import ChoiceCollator
@@ -36,11 +34,6 @@ FORMS = {  # how it is published: (a record, the texts of its choices, which is 
     "CosmosQA": ({"context": "It was red.", **QUESTION, "answer0": "sky", "answer1": "blood", "label": 1},
                  ("It was red.", ["Which is red? sky", "Which is red? blood"]), 1),
 }  # fmt: skip
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +68,18 @@ def others(record: dict) -> list[dict]:
 @pytest.mark.parametrize("form", list(FORMS))
 def test_published_forms(recipe_of, tmp_path, form):
     record, (question, texts), right = FORMS[form]
-    recipe = recipe_of(write(tmp_path / "a.jsonl", [record, *others(record)]))
+    recipe = recipe_of(write_records(tmp_path / "a.jsonl", [record, *others(record)]))
     table = read_data(recipe).parts["train"]
     choices = find_choices(named(recipe), table)
     assert choices.read(table[0]) == ([(question, text) for text in texts], right)
 
 
 def test_what_is_no_multiple_choice(recipe_of, tmp_path):
-    plain = write(tmp_path / "a.jsonl", [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}])
+    plain = write_records(tmp_path / "a.jsonl", [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}])
     recipe = recipe_of(plain)
     assert find_choices(named(recipe), read_data(recipe).parts["train"]) is None
     record = FORMS["JCommonsenseQA"][0]
-    recipe = recipe_of(write(tmp_path / "b.jsonl", others(record)), "--text_columns", "question")
+    recipe = recipe_of(write_records(tmp_path / "b.jsonl", others(record)), "--text_columns", "question")
     assert find_choices(named(recipe), read_data(recipe).parts["train"]) is None
     recipe = recipe_of(tmp_path / "b.jsonl", "--choice_columns", "choice0", "nothing")
     assert "no column 'nothing'" in refusal(find_choices, named(recipe), read_data(recipe).parts["train"])
@@ -97,7 +90,7 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
     two = {**QUESTION, "choices": ["the sky", "blood"], "label": 1}
     three = {**QUESTION, "choices": ["a", "much longer than the others are", "c"], "label": 2}
     bad = {**QUESTION, "choices": ["a", "b"], "label": 7}
-    path = write(tmp_path / "a.jsonl", [two, three] * 6 + [{**two, "label": 0}, bad])
+    path = write_records(tmp_path / "a.jsonl", [two, three] * 6 + [{**two, "label": 0}, bad])
     flags = ("--max_length", "64", "--validation_split_percentage", "25")
     recipe = recipe_of(path, *flags)
     config = load_configuration(recipe)
@@ -142,5 +135,5 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
 
 def test_an_adapter_is_refused(recipe_of, tmp_path):
     record = FORMS["JCommonsenseQA"][0]
-    recipe = recipe_of(write(tmp_path / "a.jsonl", others(record) * 3), "--lora")
+    recipe = recipe_of(write_records(tmp_path / "a.jsonl", others(record) * 3), "--lora")
     assert "lora = true" in refusal(prepare_examples, recipe, load_configuration(recipe))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset, Features, Translation
-from helpers import read_data, refusal
+from helpers import read_data, refusal, write_records
 
 from zerofit.data.chat.instructions import FormOptions, find_form
 from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
@@ -283,11 +283,6 @@ def prepare(cache):
     return run
 
 
-def write(path, records: list[dict]):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def talk(number: int, turns: int = 4) -> dict:
     return {"dialogue": [f"talk {number} turn {turn}" for turn in range(turns)]}
 
@@ -298,7 +293,7 @@ def sources(data, samples) -> list[str]:
 
 
 def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [talk(n, turns=2 + n % 4) for n in range(40)])
+    path = write_records(tmp_path / "a.jsonl", [talk(n, turns=2 + n % 4) for n in range(40)])
     data = prepare(path, "--validation_split_percentage", "25")
     train, held_out = ({source.split()[1] for source in sources(data, samples)}
                        for samples in (data.train, data.validation.samples))  # fmt: skip
@@ -312,7 +307,7 @@ def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_pat
 
 
 def test_bad_records_are_named_or_left_out(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [*(talk(n) for n in range(20)), talk(20, 1), {"dialogue": ["a", " "]}])
+    path = write_records(tmp_path / "a.jsonl", [*(talk(n) for n in range(20)), talk(20, 1), {"dialogue": ["a", " "]}])
     message = refusal(prepare, path)
     alone = "(1 more that cannot be used: turn 2 of its dialogue is empty)"
     assert f"{path}, record 21: a reply with no history: its dialogue has 1 turn {alone}" in message
@@ -320,7 +315,7 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
     assert len(data.train) == 20 * 3
     assert any("2 of 22 records" in note for note in data.notes)
-    only_bad = write(tmp_path / "bad.jsonl", [talk(0, 1)])
+    only_bad = write_records(tmp_path / "bad.jsonl", [talk(0, 1)])
     said = refusal(prepare, only_bad, "--skip_bad_records")
     assert "has no record that can be used" in said
     assert "name the right column with --dialogue_column or --source_column or --target_column" in said
@@ -328,7 +323,7 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
 
 def test_the_same_columns_in_another_role(tmp_path, prepare):
     """What was found under the one reading of a file is not taken from the cache for the other."""
-    path = write(tmp_path / "a.jsonl", [{"a": f"left {n}", "b": f"right {n}"} for n in range(20)])
+    path = write_records(tmp_path / "a.jsonl", [{"a": f"left {n}", "b": f"right {n}"} for n in range(20)])
     flags = ("--validation_split_percentage", "0")
     one = prepare(path, "--source_column", "a", "--target_column", "b", *flags)
     other = prepare(path, "--source_column", "b", "--target_column", "a", *flags)
@@ -337,7 +332,7 @@ def test_the_same_columns_in_another_role(tmp_path, prepare):
 
 
 def test_a_trained_tokenizer_marks_sources_and_targets(tmp_path, prepare):
-    talks = write(tmp_path / "a.jsonl", [talk(n) for n in range(20)])
+    talks = write_records(tmp_path / "a.jsonl", [talk(n) for n in range(20)])
     message = refusal(prepare, talks, "--max_target_length", "5")
     assert "training targets are cut at 5 tokens (max_target_length)" in message
     data = prepare(talks, "--max_target_length", "5", "--allow_data_loss")
@@ -371,18 +366,13 @@ def test_conversations_as_topical_chat_has_them(data, tmp_path, cache):
     assert set(prepared.validation.targets) <= said
 
 
-def test_a_turn_in_parts_is_one_text():
-    parts = [{"type": "text", "text": "How are "}, {"type": "image"}, {"type": "text", "text": "you?"}]
-    record = {"d": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Fine."}]}
-    assert Columns("d", None, None).pairs(record) == [Pair(["How are you?"], "Fine.")]
-
-
 @pytest.mark.parametrize("content", [
+    [{"type": "text", "text": "How are "}, {"type": "image"}, {"type": "text", "text": "you?"}],
     [{"type": "text", "value": "How are "}, {"type": "text", "value": "you?"}], ["How are ", "you?"],
     [{"type": "text", "text": {"value": "How are you?", "annotations": []}}], {"type": "text", "text": "How are you?"},
     [{"type": "text", "text": None, "value": "How are you?"}],
 ])  # fmt: skip
-def test_parts_by_other_names(content):
+def test_a_turn_in_parts_is_one_text(content):
     record = {"d": [{"role": "user", "content": content}, {"role": "assistant", "content": "Fine."}]}
     assert Columns("d", None, None).pairs(record) == [Pair(["How are you?"], "Fine.")]
 
@@ -441,8 +431,7 @@ def test_plain_text_is_refused(tmp_path, prepare):
 
 def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache, prepare):
     rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "a.jsonl")], cache_dir=cache)
+    recipe = Seq2SeqRecipe(train_file=[str(write_records(tmp_path / "a.jsonl", rows))], cache_dir=cache)
     table = split_translation_columns(read_data(recipe).parts["train"])
     assert find_columns(PairColumns.of(recipe), table) == Columns(None, "en", "de")
     back = find_columns(PairColumns(source_column="de", target_column="en"), table)

@@ -1,12 +1,11 @@
 """A curriculum by difficulty: which samples come first, and which number belongs to which sample."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from folders import save_blenderbot, save_writer, small_tokenizer
-from helpers import refusal
+from helpers import refusal, write_records
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.difficulty import easiest_first
@@ -88,7 +87,7 @@ def prepare(models, cache, tmp_path):
     """(recipe class, records, flags) -> (recipe, its data)."""
 
     def prepare(kind, records: list[dict], *flags: str):
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(tmp_path / "a.jsonl", records)
         model = {ClmRecipe: "writer", Seq2SeqRecipe: "bot"}.get(kind)
         recipe = parse_recipe(kind, [
             *(("--model_name_or_path", str(models / model)) if model else ("--model_type", "bert")),

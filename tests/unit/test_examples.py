@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from helpers import refusal
 
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import ExampleData
 from zerofit.model.configuration import load_configuration
-from zerofit.recipe import ClsRecipe, UserError, parse_recipe
+from zerofit.recipe import ClsRecipe, parse_recipe
 from zerofit.recipe.tasks import GLUE_ON_THE_HUB
 
 VOCAB = 270  # 4 marks, 256 bytes, 10 merges
@@ -27,16 +28,6 @@ def prepare(cache):
         data = ["--train_file", str(train), "--train_tokenizer_vocab_size", str(vocab), "--cache_dir", cache]
         recipe = parse_recipe(ClsRecipe, [*model, *data, *map(str, flags)])
         return prepare_examples(recipe, load_configuration(recipe))
-
-    return run
-
-
-@pytest.fixture
-def refused(prepare):
-    def run(*args: str) -> str:
-        with pytest.raises(UserError) as caught:
-            prepare(*args)
-        return caught.value.report()
 
     return run
 
@@ -94,33 +85,35 @@ def test_the_label_column_that_is_named_is_no_text(tmp_path, prepare):
     assert words(prepare(path, "--label_column", "verdict", "--validation_split_percentage", "0")) == TEXTS
 
 
-def test_columns_that_are_not_found(tmp_path, refused):
+def test_columns_that_are_not_found(tmp_path, prepare):
     path = write(tmp_path / "a.csv", {"one": TEXTS, "two": TEXTS, "three": LABELS})
-    message = refused(path)
+    message = refusal(prepare, path)
     assert message.startswith("error: 2 problems")  # both at once
     assert "with --text_columns" in message
     assert "Name it with --label_column" in message
     assert message.count("the columns are one, two, three") == 2
-    message = refused(path, "--text_columns", "tow", "--label_column", "thre")
+    message = refusal(prepare, path, "--text_columns", "tow", "--label_column", "thre")
     assert "text_columns: there is no column 'tow'; the columns are one, two, three" in message
     assert "label_column: there is no column 'thre'; the columns are one, two, three" in message
-    message = refused(path, "--task_name", "mrpc", "--label_column", "three")
+    message = refusal(prepare, path, "--task_name", "mrpc", "--label_column", "three")
     assert "task_name = mrpc reads sentence1 and sentence2, which are not found" in message
 
 
 @pytest.mark.parametrize("option", ["text_columns", "label_column"])
-def test_a_column_of_lists_is_refused(tmp_path, refused, option):
+def test_a_column_of_lists_is_refused(tmp_path, prepare, option):
     columns = {"text": TEXTS, "tokens": [text.split() for text in TEXTS], "label": LABELS}
-    message = refused(write(tmp_path / "a.jsonl", columns), f"--{option}", "tokens")
+    message = refusal(prepare, write(tmp_path / "a.jsonl", columns), f"--{option}", "tokens")
     assert f"{option}: 'tokens' holds lists" in message
 
 
-def test_a_held_out_file_with_other_columns_or_labels(tmp_path, refused):
+def test_a_held_out_file_with_other_columns_or_labels(tmp_path, prepare):
     train = write(tmp_path / "train.csv", {"text": TEXTS, "label": LABELS})
     other = write(tmp_path / "other.csv", {"words": TEXTS, "label": LABELS})
-    assert f"{other} has no column text; the columns are words, label" in refused(train, "--validation_file", other)
+    assert f"{other} has no column text; the columns are words, label" in refusal(
+        prepare, train, "--validation_file", other
+    )
     wrong = write(tmp_path / "wrong.csv", {"text": TEXTS[:3], "label": ["yes", "no", "perhaps"]})
-    message = refused(train, "--validation_file", wrong)
+    message = refusal(prepare, train, "--validation_file", wrong)
     assert f"{wrong}, record 3: the label 'perhaps' is outside the label set (no, yes)" in message
 
 
@@ -170,11 +163,11 @@ def mnli(path, last: str = "neutral"):
     return write(path, {"index": list(range(40)), "sentence1": TEXTS, "sentence2": TEXTS[::-1], "gold_label": gold})
 
 
-def test_mnli_as_released_has_two_held_out_parts(tmp_path, prepare, refused):
+def test_mnli_as_released_has_two_held_out_parts(tmp_path, prepare):
     train, matched = mnli(tmp_path / "train.tsv"), mnli(tmp_path / "dev_matched.tsv")
     other = mnli(tmp_path / "dev_mismatched.tsv", last="-")
     files = ("--validation_file", matched, "--validation_mismatched_file", other, "--task_name", "mnli")
-    message = refused(train, *files)
+    message = refusal(prepare, train, *files)
     assert f"{other}, record 40: it has no label (gold_label)" in message
     assert "--skip_bad_records" in message
     data = prepare(train, *files, "--skip_bad_records", "--max_eval_samples", "100")
@@ -201,8 +194,8 @@ def test_a_task_without_files_comes_from_the_hub():
         (("--max_length", "8", "--max_seq_length", "9"), "are the same option"),
     ],
 )
-def test_options_that_do_not_go_together(refused, flags, words):
-    assert words in refused("a.csv", *flags)
+def test_options_that_do_not_go_together(prepare, flags, words):
+    assert words in refusal(prepare, "a.csv", *flags)
 
 
 # -------------------------------------------------------------------------------------------------------- hard content
@@ -234,10 +227,10 @@ def test_a_column_whose_type_changes_late(tmp_path, prepare, late):
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
-def test_empty_texts_and_missing_labels(tmp_path, prepare, refused, ending):
+def test_empty_texts_and_missing_labels(tmp_path, prepare, ending):
     texts, labels = [*TEXTS[:6], " ", *TEXTS[7:20], "", *TEXTS[21:]], [*LABELS[:30], "", *LABELS[31:]]
     path = write(tmp_path / f"a.{ending}", {"text": texts, "label": labels})
-    message = refused(path)
+    message = refusal(prepare, path)
     alike = "(2 such records; 1 more that cannot be used: it has no label (label))"
     assert f"{path}, record 7: the text (text) is empty {alike}" in message
     assert "--skip_bad_records" in message
@@ -255,10 +248,10 @@ def test_of_a_pair_one_text_may_be_empty(tmp_path, prepare):
     assert words(data) == TEXTS
 
 
-def test_no_record_that_can_be_used(tmp_path, refused):
+def test_no_record_that_can_be_used(tmp_path, prepare):
     train = write(tmp_path / "train.csv", {"text": TEXTS, "label": LABELS})
     empty = write(tmp_path / "dev.csv", {"text": [" ", " "], "label": ["yes", "no"]})
-    assert f"{empty} has no record that can be used" in refused(train, "--validation_file", empty,
+    assert f"{empty} has no record that can be used" in refusal(prepare, train, "--validation_file", empty,
                                                               "--skip_bad_records")  # fmt: skip
 
 
@@ -317,9 +310,9 @@ def test_truncation_is_counted_and_keeps_the_marks(tmp_path, prepare):
     assert words(cut)[0].endswith("ok")  # the longer text is cut, not the last one
 
 
-def test_more_tokens_than_the_model_has_positions(tmp_path, prepare, refused):
+def test_more_tokens_than_the_model_has_positions(tmp_path, prepare):
     path = write(tmp_path / "a.csv", {"text": [f"{text} " * 20 for text in TEXTS], "label": LABELS})
-    message = refused(path, "--max_seq_length", "65")
+    message = refusal(prepare, path, "--max_seq_length", "65")
     assert "max_length = 65 (--max_length): the model has 64 positions. Choose 64 or less" in message
     data = prepare(path)  # the default, 128, gives way
     assert data.max_length == 64

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT, refusal
+from helpers import ROOT, refusal, write_records
 
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.run_folder import RunFolder
@@ -51,7 +51,7 @@ def leave_run(folder: Path, rate: float = 10.0, f1: float = 0.8, **recipe) -> No
             seconds = float(update)  # 2 and 4
             line |= {"eval_f1": 0.9, "evaluation_seconds": seconds, "evaluation_samples_per_s": 45 / seconds}
         lines.append(line)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_records(folder / "metrics.jsonl", lines)
 
 
 # ----------------------------------------------------------------------------------------------------- what is trained

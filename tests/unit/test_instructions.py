@@ -4,7 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers import refusal
+from helpers import refusal, write_records
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.chat.instructions import Form, FormOptions, find_form
@@ -254,11 +254,6 @@ def prepare(llama, cache):
     return run
 
 
-def write(path, records: list[dict]):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def asked(number: int) -> dict:
     return {"instruction": f"Say {number}.", "output": f"It is {number}."}
 
@@ -268,7 +263,7 @@ def text_of(data, samples) -> str:
 
 
 def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(100, 140)])
+    path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(100, 140)])
     flags = ("--chat_template", "instruction", "--validation_split_percentage", "25")
     data = prepare(path, *flags)
     assert data.notes[:2] == ["template  instruction", "data      each record is an instruction (instruction, output)"]
@@ -284,17 +279,17 @@ def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_pat
 
 
 def test_prompts_need_no_template(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [{"prompt": f"{n}, ", "completion": f"{n + 1}."} for n in range(40)])
+    path = write_records(tmp_path / "a.jsonl", [{"prompt": f"{n}, ", "completion": f"{n + 1}."} for n in range(40)])
     data = prepare(path)
     assert data.notes[0] == "template  none (the tokenizer has no template of its own)"
     assert "7, 8.</s>" in text_of(data, data.train)
     lists = [{"prompt": [QUESTION], "completion": [ANSWER]} for _ in range(40)]
-    assert "has no chat template" in refusal(prepare, write(tmp_path / "b.jsonl", lists))
+    assert "has no chat template" in refusal(prepare, write_records(tmp_path / "b.jsonl", lists))
 
 
 def test_bad_records_are_named_or_left_out(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [*(asked(n) for n in range(20)), {"instruction": "?", "output": " "}, asked(20),
-                                        {"instruction": "", "output": "x"}])  # fmt: skip
+    bad = {"instruction": "?", "output": " "}, {"instruction": "", "output": "x"}
+    path = write_records(tmp_path / "a.jsonl", [*map(asked, range(20)), bad[0], asked(20), bad[1]])
     message = refusal(prepare, path, "--chat_template", "instruction")
     assert f"{path}, record 21: the output is empty (1 more that cannot be used: the instruction is empty)" in message
     assert "--skip_bad_records" in message
@@ -302,7 +297,7 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     data = prepare(path, *flags, "--skip_bad_records")
     assert data.train.stats.documents == 21
     assert any("2 of 23 records" in note and "record 21: the output is empty" in note for note in data.notes)
-    only_bad = write(tmp_path / "bad.jsonl", [{"instruction": "?", "output": ""}])
+    only_bad = write_records(tmp_path / "bad.jsonl", [{"instruction": "?", "output": ""}])
     said = refusal(prepare, only_bad, *flags, "--skip_bad_records")
     assert "has no record that can be used" in said
     assert "name the right column with --messages_column or --text_column" in said
@@ -317,7 +312,7 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     ],
 )
 def test_options_that_have_no_effect_on_text(tmp_path, prepare, flags, words):
-    path = write(tmp_path / "a.jsonl", [{"text": f"Text {n}."} for n in range(30)])
+    path = write_records(tmp_path / "a.jsonl", [{"text": f"Text {n}."} for n in range(30)])
     message = refusal(prepare, path, *flags)
     for word in words:
         assert word in message
@@ -336,15 +331,15 @@ def test_options_that_have_no_effect_on_text(tmp_path, prepare, flags, words):
     ],
 )
 def test_options_that_do_not_go_with_instructions(tmp_path, prepare, flags, words):
-    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
+    path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
     message = refusal(prepare, path, *flags)
     for word in words:
         assert word in message, message
 
 
 def test_a_held_out_file_without_the_columns(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
-    other = write(tmp_path / "b.jsonl", [{"text": "x"}])
+    path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
+    other = write_records(tmp_path / "b.jsonl", [{"text": "x"}])
     message = refusal(prepare, path, "--chat_template", "instruction", "--validation_file", other)
     assert "training and held-out data have different formats" in message
     assert f"{other}: running text a record, the columns are text" in message
@@ -352,8 +347,8 @@ def test_a_held_out_file_without_the_columns(tmp_path, prepare):
 
 def test_a_held_out_file_of_another_form(tmp_path, prepare):
     """Each part is read as what it is: other columns, or turns in place of columns."""
-    path = write(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
-    other = write(tmp_path / "b.jsonl", [{"messages": [SYSTEM, *TURNS]}, {"messages": TURNS}])
+    path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
+    other = write_records(tmp_path / "b.jsonl", [{"messages": [SYSTEM, *TURNS]}, {"messages": TURNS}])
     data = prepare(path, "--chat_template", "instruction", "--validation_file", other)
     assert data.validation.stats.documents == 2
     assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo." in text_of(data, data.validation)
@@ -369,7 +364,9 @@ def test_turns_as_the_text_of_a_json_list():
 
 
 def test_a_tokenizer_is_trained_on_the_conversations(tmp_path, cache):
-    path = write(tmp_path / "a.jsonl", [{"messages": TURNS}, *({"messages": [SYSTEM, *TURNS]} for _ in range(30))])
+    path = write_records(
+        tmp_path / "a.jsonl", [{"messages": TURNS}, *({"messages": [SYSTEM, *TURNS]} for _ in range(30))]
+    )
     flags = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "261", "--train_file", str(path), "--cache_dir",
              cache, "--chat_template", "instruction", "--block_size", "64"]  # fmt: skip
     recipe = parse_recipe(ClmRecipe, flags)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from datasets import ClassLabel, Value
+from helpers import refusal
 from transformers import BertConfig
 
 from zerofit.data.labelled.labels import (
@@ -14,7 +15,6 @@ from zerofit.data.labelled.labels import (
     rare_labels,
     renamed_head,
 )
-from zerofit.recipe import UserError
 
 NAN = float("nan")
 YES_NO = Labels(("no", "yes"))
@@ -22,12 +22,6 @@ YES_NO = Labels(("no", "yes"))
 
 def found(values, feature=None, regression=None) -> Labels:
     return find_labels(values, "train.csv", feature, regression)
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    return caught.value.report()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from folders import small_tokenizer, tools_in_this_process
 from helpers import ROOT
-from transformers import AutoConfig, AutoTokenizer, GPT2Config, LlamaConfig
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from zerofit.cli import main
 from zerofit.data.file_formats import FORMATS
@@ -25,7 +25,6 @@ from zerofit.model.families.gpt2 import END_OF_TEXT
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.tools.prepare import encode
-from zerofit.tools.prepare.corpus_writer import compact_builder
 from zerofit.tools.prepare.cutting import cut_text
 from zerofit.tools.prepare.documents import TEXT, find_input
 from zerofit.tools.prepare.encode import Memo, Mismatch, open_native
@@ -165,12 +164,6 @@ def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
     assert card.fingerprint == tokenizer_fingerprint(tokenizers[name])
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_the_number_of_workers_does_not_matter(made, lines, data, tmp_path, workers):
-    ours = prepared(tmp_path, lines, data(FOLDERS["gpt2"]), "--append_eod", "--workers", workers)
-    assert content(ours) == content(made["gpt2"][0])
-
-
 def test_without_an_end_and_without_the_memo(lines, texts, tokenizers, data, tmp_path, capsys):
     some = write_lines(tmp_path / "some.jsonl", texts[-300:])
     for more in ((), ("--word_memo", "false", "--overwrite")):
@@ -215,58 +208,14 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     assert np.frombuffer(row, np.int32).tolist() == [3, 69_999, 0]
 
 
-def test_the_compact_builder_writes_the_same_index(tmp_path):
-    indexed = megatron().indexed
-    plain = indexed.IndexedDatasetBuilder(str(tmp_path / "plain.bin"), dtype=np.int32)
-    compact = compact_builder(str(tmp_path / "compact.bin"), np.int32)
-    for builder, name in ((plain, "plain"), (compact, "compact")):
-        for number in range(50):
-            builder.add_document(list(range(number % 7)), [number % 7] if number % 7 else [])
-        builder.finalize(str(tmp_path / f"{name}.idx"))
-    assert content(tmp_path / "plain") == content(tmp_path / "compact")
-
-
 # ------------------------------------------------------------------------------------------------------- the word memo
 
 
 def random_text(draw: random.Random, added: list[str]) -> str:
-    words = [
-        "a",
-        "the",
-        "Word",
-        "don't",
-        "I'll",
-        "1999",
-        "3.14",
-        "naïve",
-        "日本",
-        "🙂",
-        "e\u0301",
-        "_x",
-        "...",
-        "\u2581",
-        *added,
-    ]
-    gaps = [" "] * 8 + [
-        "",
-        "",
-        "  ",
-        "   ",
-        "\n",
-        "\n\n",
-        " \n",
-        "\n ",
-        "\t",
-        "\r\n",
-        "\xa0",
-        "\u3000",
-        "\x1c",
-        "\x85",
-        " \xa0 ",
-    ]
-    return "".join(draw.choice(words) + draw.choice(gaps) for _ in range(draw.randrange(40))) + draw.choice(
-        ["", " ", "x"]
-    )
+    words = [*"a the Word don't I'll 1999 3.14 naïve 日本 🙂 e\u0301 _x ... \u2581".split(" "), *added]
+    gaps = [" "] * 8 + "|| |  |   |\n|\n\n| \n|\n |\t|\r\n|\xa0|\u3000|\x1c|\x85| \xa0 ".split("|")[1:]
+    pieces = [draw.choice(words) + draw.choice(gaps) for _ in range(draw.randrange(40))]
+    return "".join(pieces) + draw.choice(["", " ", "x"])
 
 
 def random_letters(draw: random.Random) -> str:
@@ -314,9 +263,14 @@ def test_which_tokenizers_have_a_memo():
     split = {"type": "Split", "pattern": {"Regex": SPLITS[0]}, "behavior": "Isolated", "invert": False}
     known = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
     metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": "first"}
-    for parts in (bpe(), bpe(normalizer={"type": "NFC"}), bpe(added_tokens=[token]), bpe(pre_tokenizer=known),
-                  bpe(pre_tokenizer=metaspace)):  # fmt: skip
-        assert allows_memo(parts), parts
+    for changes in (
+        {},
+        {"normalizer": {"type": "NFC"}},
+        {"added_tokens": [token]},
+        {"pre_tokenizer": known},
+        {"pre_tokenizer": metaspace},
+    ):
+        assert allows_memo(bpe(**changes)), changes
     other = {"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": r"\w+"}}, known["pretokenizers"][1]]}
     for parts in (
         bpe(normalizer={"type": "Lowercase"}), bpe(model={"dropout": 0.1}), bpe(model={"type": "Unigram"}),
@@ -411,30 +365,10 @@ def test_gpt2_s_two_files_under_other_names(data, tmp_path, capsys):
         assert main(["prepare", *map(str, (*words, tmp_path / prefix, *tokenizer))]) == 0
     one, *others = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name, _ in ways)
     assert others == [one, one]
+    trained_with = load_tokenizer(TokenizerOptions("tokenizer_name", str(tmp_path / "mine")), GPT2Config())
+    assert tokenizer_fingerprint(trained_with) == read_card(str(tmp_path / "three_text_document")).fingerprint
     assert "go together" in refused(capsys, *words, tmp_path / "four", *named[:2])
     assert "name one tokenizer" in refused(capsys, *words, tmp_path / "four", *named, "--tokenizer", folder)
-
-
-@pytest.mark.parametrize(("family", "kind"), [
-    ("gpt2", "Megatron's names"), ("gpt2", "bare"), ("llama", "bare"), ("gpt2", "tokenizer.json"),
-    ("llama", "tokenizer.json"),
-])  # fmt: skip
-def test_one_folder_is_the_same_tokenizer_in_prepare_and_in_training(data, small, tmp_path, family, kind):
-    """The fingerprint is what training compares with the corpus' card."""
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    if kind == "tokenizer.json":
-        AutoTokenizer.from_pretrained(small).save_pretrained(folder)
-    else:
-        start = "gpt2-" if kind == "Megatron's names" else ""
-        for name in {"gpt2": ("vocab.json", "merges.txt"), "llama": ("tokenizer.model",)}[family]:
-            (folder / f"{start}{name}").write_bytes((data(f"tokenizers/{family}") / name).read_bytes())
-    prepared_with = named_tokenizer("tokenizer", str(folder))
-    asked = TokenizerOptions("tokenizer_name", str(folder))
-    trained_with = load_tokenizer(asked, AutoConfig.for_model(family))
-    text = "Hello world, once more."
-    assert prepared_with(text)["input_ids"] == trained_with(text)["input_ids"]
-    assert tokenizer_fingerprint(prepared_with) == tokenizer_fingerprint(trained_with)
 
 
 def test_tokenizers_that_are_none(data, tmp_path, capsys):
@@ -485,8 +419,8 @@ def test_all_kinds_of_input_give_one_corpus(small, tmp_path):
         pyarrow.table({"id": [1, 2, 3, 4, 5], "text": SAYINGS}), tmp_path / "table.parquet", row_group_size=2
     )
     expected = content(prepared(tmp_path, whole, small, "--workers", 1))
-    for source in ([tree], [f"{tree}/**/wiki_*"], [packed], [tmp_path / "table.parquet"],
-                   [tree / "AA", tree / "AB" / "wiki_00", tree, f"{tree}/AC/*"]):  # fmt: skip
+    twice = [tree / "AA", tree / "AB" / "wiki_00", tree, f"{tree}/AC/*"]
+    for source in ([tree], [f"{tree}/**/wiki_*"], [packed], [tmp_path / "table.parquet"], twice):
         made = prepared(tmp_path, source, small, "--workers", 1, "--overwrite")
         assert content(made) == expected, source
 

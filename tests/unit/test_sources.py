@@ -5,9 +5,8 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers import ROOT
+from helpers import ROOT, load_texts, read_data, refusal, write_records
 
-from tests.helpers import load_texts, read_data
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
 from zerofit.data.file_formats import FORMATS
@@ -25,7 +24,7 @@ ROWS = [f"This is text number {number}, and it says little." for number in range
 def write(tmp_path, name: str):
     path = tmp_path / name
     if ".jsonl" in name:
-        content = "".join(json.dumps({"text": row, "n": 1}) + "\n" for row in ROWS)
+        content = write_records(path, [{"text": row, "n": 1} for row in ROWS]).read_text()
     elif name.endswith(".json"):
         content = json.dumps([{"text": row} for row in ROWS])
     elif ".csv" in name:
@@ -162,12 +161,6 @@ def test_workers_change_nothing(tmp_path, cache):
         sets.append(prepare_causal_data(recipe, load_configuration(recipe)).train)
     assert len(sets[0]) == len(sets[1])
     assert all((sets[0][index]["input_ids"] == sets[1][index]["input_ids"]).all() for index in range(len(sets[0])))
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    return caught.value.report()
 
 
 def test_files_that_cannot_be_read(tmp_path, cache):
