@@ -69,6 +69,12 @@ def recipe_of(*flags: str):
     return parse_recipe(ClmRecipe, ["--config_name", "gpt2", "--tokenizer_name", "any", *data, *flags])
 
 
+def samples_of(prefix: str, count: int, cache: Path, size: int = 16, vocabulary: int = VOCABULARY):
+    """Training samples of a whole corpus."""
+    blend = Blend([open_corpus("data_path", prefix)], None, "1", size, 0)
+    return build(blend, count, 0, vocabulary, EOD, (), cache)[0]
+
+
 # ----------------------------------------------------------------------------------------------------------- samples
 
 
@@ -210,16 +216,6 @@ def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, fla
         for kind in ("full", "chunked"):
             install_loss(model, kind)
             assert model(**batch.inputs).item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_fillers_are_not_trained_on(prefixes, tmp_path):
-    recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path))
-    train, _ = build(
-        Blend([open_corpus("data_path", prefixes[0])], None, "1", 16, 0), 4, 0, VOCABULARY, EOD, *indices(recipe)
-    )
-    batch = CausalCollator(pad_id=0)([(train[0], 0), (train[0], -1)])
-    assert batch.num_targets == batch.num_tokens == 16
-    assert batch.inputs["next_tokens"][1].tolist() == [IGNORE] * 16
 
 
 # -------------------------------------------------------------------------------------------------------- vocabulary
@@ -378,20 +374,12 @@ def test_the_place_of_the_index_is_not_the_run():
     assert "data_cache_path" in NOT_THE_RUN
 
 
-def test_an_index_is_not_taken_for_another_corpus(tmp_path, monkeypatch):
+def test_an_index_is_not_taken_for_another_corpus(tmp_path):
     """megatron-core's own cache goes by the path alone: a corpus made anew would be read with the old index."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
-    recipe = recipe_of("--data_path", prefix, "--split", "1")
-
-    def first_sample():
-        blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)
-        return build(blend, 4, 0, VOCABULARY, EOD, *indices(recipe))[0]
-
-    before = first_sample()
+    before = samples_of(prefix, 4, tmp_path / "cache")
     write_corpus(tmp_path / "x", random_documents(2, 20))
-    after = first_sample()
-    assert len(after) != len(before)
+    assert len(samples_of(prefix, 4, tmp_path / "cache")) != len(before)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -419,7 +407,6 @@ def cut(path: str, count: int) -> None:
     ("spoil", "said"),
     [
         (lambda p: cut(f"{p}.bin", 2), ["copy.bin has", "cut off"]),
-        (lambda p: cut(f"{p}.bin", 1), ["copy.bin has", "cut off"]),
         (lambda p: Path(f"{p}.bin").write_bytes(b""), ["copy.bin has 0 bytes"]),
         (lambda p: cut(f"{p}.idx", 8), ["copy.idx has", "cut off"]),
         (lambda p: Path(f"{p}.idx").write_bytes(Path(f"{p}.idx").read_bytes()[:20]), ["copy.idx is cut off: 20"]),
@@ -511,28 +498,19 @@ def test_padding_goes_with_models_from_scratch():
 
 
 def test_ids_beyond_the_vocabulary(tokenised, tmp_path):
-    prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 40_000, 5] * 50, [7] * 200])
-    with pytest.raises(UserError, match="40,000, and the tokenizer has 400"):
-        prepared(tokenised, tmp_path, "--data_path", prefix, "--split", "1")
-    blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)  # and where nobody has looked before
-    recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
-    train, _ = build(blend, 20, 0, 400, EOD, *indices(recipe))
+    for number in (-1, 40_000):
+        documents = [[1, 2, 3] * 50, [4, number, 5] * 50, [7] * 200]
+        prefix = write_corpus(tmp_path / f"with{number}", documents, np.int32)
+        message = refusal(prepared, tokenised, tmp_path, "--data_path", prefix, "--split", "1")
+        assert f"token {number:,}, and the tokenizer has 400" in message
+    train = samples_of(prefix, 20, tmp_path, vocabulary=400)  # and where nobody has looked before
     with pytest.raises(UserError, match=r"sample \d+ holds token 40,000"):
         [train[index] for index in range(20)]
 
 
-@pytest.mark.parametrize("number", [-1, -5])
-def test_ids_below_zero(tokenised, tmp_path, number):
-    prefix = write_corpus(tmp_path / "low", [[1, 2, 3] * 50, [4, number, 5] * 50], np.int32)
-    with pytest.raises(UserError, match=f"token {number}, and the tokenizer has 400"):
-        prepared(tokenised, tmp_path, "--data_path", prefix, "--split", "1")
-
-
 def test_what_a_data_worker_says_reaches_the_user(tmp_path):
     prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 96, 5] * 50])
-    recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
-    train, _ = build(Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, 90, EOD, *indices(recipe))
-    batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
+    train, batches = samples_of(prefix, 12, tmp_path, vocabulary=90), MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
     with pytest.raises(UserError) as caught:
         list(loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
     assert str(caught.value).startswith("data_path: sample ")
@@ -542,10 +520,7 @@ def test_what_a_data_worker_says_reaches_the_user(tmp_path):
 def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
     """Dropout of an update follows from its seed, also of the first one after a resume."""
     prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
-    recipe = recipe_of("--data_path", prefix, "--data_cache_path", str(tmp_path))
-    train, _ = build(
-        Blend([open_corpus("data_path", prefix)], None, "1", 16, 0), 12, 0, VOCABULARY, EOD, *indices(recipe)
-    )
+    train = samples_of(prefix, 12, tmp_path)
     for workers in (0, 1):
         batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
         made = iter(loader(train, batches, CausalCollator(pad_id=0), workers, pin=False))

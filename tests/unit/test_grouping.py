@@ -1,4 +1,5 @@
-"""Batches of similar length: still every sample once an epoch, still the same order under every layout, still fair."""
+"""The global order, drawn or in batches of similar length: every sample once an epoch, the same in update k however
+the run is laid out, and fair."""
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ def way(request, monkeypatch):
         monkeypatch.setattr("zerofit.data.order.LARGEST_DRAWN", 0)
 
 
+GROUPED = pytest.mark.parametrize("window", [0, 16], ids=["drawn", "grouped"])
+
+
 def order(seed: int = 3, samples: int = SAMPLES, batch: int = G, window: int = 16) -> SampleOrder:
-    return SampleOrder(samples, seed, LengthGroups(LENGTHS[:samples], batch, window))
+    return SampleOrder(samples, seed, LengthGroups(LENGTHS[:samples], batch, window) if window else None)
 
 
 def global_batches(order: SampleOrder, total: int, layout: tuple = (G, 1, 1), consumed: int = 0, lengths=None):
@@ -32,7 +36,7 @@ def global_batches(order: SampleOrder, total: int, layout: tuple = (G, 1, 1), co
 
 
 @pytest.mark.parametrize(("samples", "batch"), [(333, 8), (64, 8), (37, 8), (8, 8), (5, 8), (333, 1), (129, 128)])
-@pytest.mark.parametrize("window", [1, 3, 16])
+@pytest.mark.parametrize("window", [0, 1, 16])
 def test_every_sample_once_an_epoch(samples, batch, window):
     """Also where the epoch does not divide by the global batch, or is smaller than one."""
     row = order(samples=samples, batch=batch, window=window).places(0, 5 * samples).reshape(5, samples)
@@ -41,20 +45,23 @@ def test_every_sample_once_an_epoch(samples, batch, window):
         assert row[0].tolist() != row[1].tolist()
 
 
+@GROUPED
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_order_does_not_depend_on_the_layout(layout):
+def test_the_order_does_not_depend_on_the_layout(layout, window):
     """An update sees the same samples however it is cut, with its micro-batches sorted by length and without."""
-    expected = global_batches(order(), 1000).reshape(-1, G)
-    assert global_batches(order(), 1000, layout).reshape(-1, G).tolist() == expected.tolist()
-    rearranged = global_batches(order(), 1000, layout, lengths=LENGTHS).reshape(-1, G)
+    expected = global_batches(order(window=window), 1000).reshape(-1, G)
+    assert global_batches(order(window=window), 1000, layout).reshape(-1, G).tolist() == expected.tolist()
+    rearranged = global_batches(order(window=window), 1000, layout, lengths=LENGTHS).reshape(-1, G)
     assert np.sort(rearranged).tolist() == np.sort(expected).tolist()
 
 
-@pytest.mark.parametrize("consumed", range(0, 1000, 104))
+@pytest.mark.parametrize("consumed", range(0, 1000, 208))
 def test_seeking_lands_on_the_next_sample(consumed):
     whole = global_batches(order(), 1000, (2, 2, 2), lengths=LENGTHS)
     rest = global_batches(order(), 1000, (2, 2, 2), consumed, lengths=LENGTHS)
     assert rest.tolist() == whole[consumed // G :].tolist()
+    other = global_batches(order(), 1000, (4, 1, 2), consumed).reshape(-1, G)
+    assert other.tolist() == global_batches(order(), 1000)[consumed // G :].reshape(-1, G).tolist()
 
 
 @pytest.mark.parametrize("place", [1, 7, SAMPLES - 1, SAMPLES, 2 * SAMPLES + 5])
@@ -106,10 +113,11 @@ def test_the_longest_sample_may_be_anywhere():
     assert all(abs(count - 150) < 53 for count in quarters), quarters
 
 
-def test_the_seed_decides_and_the_epoch_too():
-    first, other = order(1), order(2)
+@GROUPED
+def test_the_seed_decides_and_the_epoch_too(window):
+    first, other = order(1, window=window), order(2, window=window)
     assert first.epoch(0).tolist() != other.epoch(0).tolist()
-    assert first.epoch(0).tolist() == order(1).epoch(0).tolist()
+    assert first.epoch(0).tolist() == order(1, window=window).epoch(0).tolist()
     assert first.epoch(1).tolist() != first.epoch(0).tolist()
 
 
@@ -127,8 +135,9 @@ def test_micro_batches_hold_neighbours_in_length_the_longest_first(layout, group
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fillers_stand_at_the_end(layout):
-    batches = global_batches(order(), SAMPLES, layout, lengths=LENGTHS).reshape(-1)
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["as drawn", "sorted"])
+def test_fillers_stand_at_the_end(layout, lengths):
+    batches = global_batches(order(), SAMPLES, layout, lengths=lengths).reshape(-1)
     missing = -SAMPLES % G
     assert missing == 3
     assert batches[-missing:].tolist() == [FILLER] * missing

@@ -1,23 +1,17 @@
-"""The global order: the same samples in update k however the run is laid out."""
+"""The global order of updates that grow in samples or in length. (Of equal updates: test_grouping.py.)"""
 
 import numpy as np
 import pytest
 
 from zerofit.data.collate import CausalCollator
-from zerofit.data.order import FILLER, MicroBatches, SampleOrder, Shortened, shortened
+from zerofit.data.order import MicroBatches, SampleOrder, Shortened, shortened
 from zerofit.recipe.growth import Growth
 from zerofit.strategy.batches import BatchSizes
 
 LAYOUTS = [
-    (8, 1, 1),
-    (4, 2, 1),
-    (2, 4, 1),
-    (1, 8, 1),
-    (4, 1, 2),
-    (2, 2, 2),
-    (1, 2, 4),
-    (2, 1, 4),
-]  # micro, accum, world
+    (micro, 8 // micro // world, world)
+    for micro, world in ((8, 1), (4, 1), (2, 1), (1, 1), (4, 2), (2, 2), (1, 4), (2, 4))
+]
 
 
 @pytest.fixture(autouse=True, params=["drawn", "computed"])
@@ -27,49 +21,8 @@ def way(request, monkeypatch):
         monkeypatch.setattr("zerofit.data.order.LARGEST_DRAWN", 0)
 
 
-def global_batches(samples: int, total: int, layout: tuple, consumed: int = 0, seed: int = 3) -> list[list[int]]:
-    """What all ranks together see in each update, in the order of the global batch."""
-    micro, accumulation, world = layout
-    order = SampleOrder(samples, seed)
-    ranks = [list(MicroBatches(order, total, consumed, micro, accumulation, world, rank)) for rank in range(world)]
-    assert {len(rank) for rank in ranks} == {len(MicroBatches(order, total, consumed, micro, accumulation, world, 0))}
-    steps = len(ranks[0])
-    places = np.array(ranks).transpose(1, 0, 2).reshape(steps // accumulation, -1)
-    return places.tolist()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_order_does_not_depend_on_the_layout(layout):
-    assert global_batches(37, 100, layout) == global_batches(37, 100, (8, 1, 1))
-
-
-def test_every_sample_once_an_epoch_and_none_dropped_at_the_seam():
-    row = [sample for batch in global_batches(37, 3 * 37, (4, 1, 2)) for sample in batch]
-    assert row.count(FILLER) == -3 * 37 % 8
-    real = [sample for sample in row if sample != FILLER]
-    for epoch in range(3):
-        assert sorted(real[37 * epoch : 37 * (epoch + 1)]) == list(range(37))
-    assert real[:37] != real[37:74]
-
-
-def test_fillers_stand_in_the_last_update_only():
-    batches = global_batches(37, 37, (8, 1, 1))
-    assert all(FILLER not in batch for batch in batches[:-1])
-    assert batches[-1].count(FILLER) == 3
-
-
-@pytest.mark.parametrize("consumed", [0, 8, 16, 40, 72])
-def test_seeking_lands_on_the_next_sample(consumed):
-    whole = global_batches(37, 100, (4, 1, 2))
-    assert global_batches(37, 100, (2, 4, 1), consumed) == whole[consumed // 8 :]
-
-
-def test_the_seed_decides():
-    assert global_batches(37, 74, (8, 1, 1), seed=1) != global_batches(37, 74, (8, 1, 1), seed=2)
-
-
 def growing_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> list[list[int]]:
-    """The same of a run whose updates grow from 8 to 24 in four updates."""
+    """What all ranks together see in each update, which grow from 8 to 24 samples in four updates."""
     micro, accumulation, world = layout
     sizes = BatchSizes(micro, 3 * accumulation, world, Growth(8, 24, 4))
     growing = [sizes.accumulation_of(update) for update in range(consumed_updates + 1, 5)]
