@@ -1,14 +1,15 @@
 """`zerofit prepare merge` and `zerofit prepare info`: join corpora, describe them, and check them completely."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from zerofit import __version__
 from zerofit.data.megatron.corpus import Card, Corpus, open_corpus, tokenizer_fingerprint
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
+from zerofit.recipe.words import counted
 from zerofit.record.terminal import say, size
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
@@ -29,7 +30,8 @@ def join(options: JoinOptions) -> int:
     prefix = str(Path(options.output_prefix).expanduser())
     check_free([prefix], options.overwrite)
     corpora = [open_corpus("input", name) for name in corpora_of(options.input, prefix)]
-    _check_not_read_and_written(corpora, prefix)
+    if any(Path(f"{corpus.prefix}.bin").resolve() == Path(f"{prefix}.bin").resolve() for corpus in corpora):
+        raise UserError(f"output_prefix = {prefix!r} is one of the corpora that are joined. Name another prefix")
     card = _joined_card(corpora)
     with CorpusWriter(prefix, np.dtype(corpora[0].dtype).name) as writer:
         for corpus in corpora:
@@ -66,41 +68,21 @@ def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
     return prefixes
 
 
-def _check_not_read_and_written(corpora: list[Corpus], prefix: str) -> None:
-    if any(Path(f"{corpus.prefix}.bin").resolve() == Path(f"{prefix}.bin").resolve() for corpus in corpora):
-        raise UserError(f"output_prefix = {prefix!r} is one of the corpora that are joined. Name another prefix")
-
-
 def _joined_card(corpora: list[Corpus]) -> Card | None:
     """The card of all; None where none has one.
 
     Raises:
         UserError: they differ, or only some have a card.
     """
-    first = corpora[0]
-    problems = [
-        f"input: {first.prefix} has ids of type {first.dtype.__name__} and {corpus.prefix} of {corpus.dtype.__name__}"
-        for corpus in corpora
-        if corpus.dtype != first.dtype
-    ]
-    without = [corpus for corpus in corpora if corpus.card is None]
-    if without and len(without) < len(corpora):
-        problems.append(
-            f"input: {without[0].prefix} has no card (.json), and {_with_card(corpora).prefix} has one: nothing says "
-            "whether one tokenizer made both. Prepare it again, or remove all cards if you know that one did"
-        )
-    if without and not problems:
-        return None
-    if not without:
-        problems += [line for corpus in corpora[1:] for line in _differences(first, corpus)]
+    first, cards = corpora[0], [corpus.card for corpus in corpora]
+    problems = [line for corpus in corpora[1:] for line in _differences(first, corpus)]
     if problems:
         raise UserError(problems)
-    cards = [corpus.card for corpus in corpora]
-    return Card(
-        tokenizer=cards[0].tokenizer,
-        fingerprint=cards[0].fingerprint,
+    if first.card is None:
+        return None
+    return dataclasses.replace(
+        first.card,
         vocab_size=max(card.vocab_size for card in cards),
-        eod=cards[0].eod,
         documents=sum(card.documents for card in cards),
         tokens=sum(card.tokens for card in cards),
         largest_id=max(card.largest_id for card in cards),
@@ -109,24 +91,20 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     )
 
 
-def _with_card(corpora: list[Corpus]) -> Corpus:
-    return next(corpus for corpus in corpora if corpus.card is not None)
-
-
-def _differences(first: Corpus, other: Corpus) -> list[str]:
-    first_card, card = first.card, other.card
+def _differences(first: Corpus, corpus: Corpus) -> list[str]:
+    both = f"input: {first.prefix} and {corpus.prefix}"
+    if corpus.dtype != first.dtype:
+        return [f"{both} have ids of type {first.dtype.__name__} and {corpus.dtype.__name__}"]
+    if None in (first.card, corpus.card):
+        return [] if first.card is corpus.card else [f"{both}: one has no card (.json). Prepare that one again"]
     differences = []
-    if first_card.fingerprint != card.fingerprint:
+    if first.card.fingerprint != corpus.card.fingerprint:
+        tokenizers = f"{first.card.tokenizer!r} and {corpus.card.tokenizer!r}"
+        differences.append(f"{both} were made with different tokenizers ({tokenizers}). Prepare one of them again")
+    if first.card.eod != corpus.card.eod:
+        ends = " and ".join("none" if card.eod is None else str(card.eod) for card in (first.card, corpus.card))
         differences.append(
-            f"input: {first.prefix} was made with the tokenizer {first_card.tokenizer!r} and {other.prefix} with "
-            f"{card.tokenizer!r}, which is another one. Prepare one of them again"
-        )
-    if first_card.eod != card.eod:
-        ends = " and ".join(
-            "no end of documents" if each.eod is None else f"end {each.eod}" for each in (first_card, card)
-        )
-        differences.append(
-            f"input: {first.prefix} and {other.prefix} have {ends}. Prepare both with --append_eod, or both without"
+            f"{both} have different ends of documents ({ends}). Prepare both with --append_eod, or both without"
         )
     return differences
 
@@ -194,68 +172,30 @@ def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
         lines += [
             f"  tokenizer    {card.tokenizer} ({card.vocab_size:,} ids, fingerprint {card.fingerprint[:16]})",
             f"  end          {end}",
-            f"  made by      {card.made_by}, of {_first_few(card.sources)}",
+            f"  made by      {card.made_by}, of {counted(len(card.sources), 'source')}",
         ]
     else:
         lines.append("  no card      nothing says which tokenizer made it")
     return [*lines, *_first_document(corpus, per_document, options)]
 
 
-def _first_few(sources: list[str]) -> str:
-    return ", ".join(sources[:3]) + (f" and {len(sources) - 3:,} more" if len(sources) > 3 else "")
-
-
 def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptions) -> list[str]:
     """The beginning of the first document that is not empty: as text if there is a tokenizer, else as ids."""
-    filled = np.flatnonzero(per_document > 0)
-    number = int(filled[0]) if len(filled) else 0
+    number = int(np.argmax(per_document > 0))
     ids = np.fromfile(f"{corpus.prefix}.bin", corpus.dtype, min(SHOWN_IDS, int(per_document[number]))).tolist()
     more = " ..." if per_document[number] > len(ids) else ""
-    lines = []
+    lines, shown = [], " ".join(map(str, ids))
     name = options.tokenizer or (corpus.card.tokenizer if corpus.card else None)
-    tokenizer = None
-    if name:
-        try:
-            tokenizer = _native(name, corpus.card)
-            if tokenizer is None:
-                silence_libraries()
-                tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code)
-        except UserError as error:
-            if options.tokenizer:
-                raise
-            lines.append(f"  note         the tokenizer cannot be loaded here: {error}")
-    if tokenizer is None:
-        return [*lines, f"  document {number}   {' '.join(map(str, ids[:40]))}{more}"]
-    if corpus.card and tokenizer_fingerprint(tokenizer) != corpus.card.fingerprint:
-        lines.append(f"  warning      {name} is another tokenizer than the one that made the corpus")
-    if max(ids) >= len(tokenizer):
-        return [
-            *lines,
-            f"  document {number}   id {max(ids):,} is none of {name}: {' '.join(map(str, ids[:40]))}{more}",
-        ]
-    text = tokenizer.decode(ids)
-    return [*lines, f"  document {number}   {text!r}{more}"]
-
-
-class _Native:
-    """A tokenizer.json, with what a fingerprint and a decoded text need; transformers would import torch."""
-
-    def __init__(self, path: Path):
-        self.backend_tokenizer = Tokenizer.from_file(str(path))
-        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": self.backend_tokenizer.encode(text).ids}
-
-    def __len__(self) -> int:
-        return self.backend_tokenizer.get_vocab_size()
-
-    def decode(self, ids: list[int]) -> str:
-        return self.backend_tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _native(name: str, card: Card | None) -> _Native | None:
-    """The tokenizer.json of a folder, if the corpus was made with it; else None."""
-    path = Path(name).expanduser() / "tokenizer.json"
-    native = _Native(path) if card and path.is_file() else None
-    return native if native and tokenizer_fingerprint(native) == card.fingerprint else None
+    try:
+        silence_libraries()
+        tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code) if name else None
+    except UserError as error:
+        if options.tokenizer:
+            raise
+        lines.append(f"  note         the tokenizer cannot be loaded here: {error}")
+        tokenizer = None
+    if tokenizer is not None:
+        if corpus.card and tokenizer_fingerprint(tokenizer) != corpus.card.fingerprint:
+            lines.append(f"  warning      {name} is another tokenizer than the one that made the corpus")
+        shown = repr(tokenizer.decode(ids)) if max(ids) < len(tokenizer) else f"beyond {name}: {shown}"
+    return [*lines, f"  document {number}   {shown}{more}"]

@@ -1,160 +1,130 @@
-"""The worker processes of `zerofit prepare`: they get tasks, and their answers come in the order of the tasks.
+"""The worker processes of `zerofit prepare`: they get parts of the input, and their answers come in its order.
 
-concurrent.futures.ProcessPoolExecutor would not do (Python 3.11): its workers outlive a killed parent, its shutdown
-waits for the queued tasks, and it does not say how a worker died.
+A thread waits for each worker. concurrent.futures' process pool would not do: where a worker dies while it is sent a
+part, Python 3.11 waits forever.
 """
 
 import os
+import queue
 import signal
-import subprocess
-import sys
 import threading
+import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from unittest.mock import patch
 
-import zerofit
 from zerofit.recipe.errors import UserError
-from zerofit.tools.prepare.encode import Mismatch, Setup
+from zerofit.tools.prepare.cutting import Answer, work
+from zerofit.tools.prepare.encode import InputPart, Mismatch, Setup, encoder_of
 
-TASKS_OF_A_WORKER = 2  # one in work, and the next, so that no worker waits
-TASKS_AHEAD = 3  # for each worker, tasks sent and answers that wait for an earlier one: this bounds the memory
-START = "import sys; sys.path[:] = {path!r}; from zerofit.tools.prepare.worker import serve; serve({descriptor})"
+PARTS_AHEAD = 3  # for each worker, parts sent and answers that wait for an earlier one: this bounds the memory
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def serve(connection: Connection, setup: Setup) -> None:
+    """Answer parts of the input, in a worker process, until the other end is closed, also by a killed parent."""
+    encoder = encoder_of(setup)
+    connection.send(None)  # ready
+    try:
+        while True:
+            part = connection.recv()
+            try:
+                answer = work(encoder, setup, part)
+            except Mismatch as error:
+                answer = error
+            except Exception:
+                answer = RuntimeError(traceback.format_exc())
+            connection.send(answer)
+    except (EOFError, OSError):
+        return
 
 
 class Worker:
-    """A worker process at one end of a socket. It ends when the other end is closed, also by a killed parent."""
+    """A worker process, and the connection to it."""
 
     def __init__(self, setup: Setup):
-        self.tasks: deque[int] = deque()  # numbers of the tasks that it has, in the order in which they were sent
-        self.connection, end = Pipe()
-        code = START.format(path=[str(Path(zerofit.__file__).parents[1]), *sys.path], descriptor=end.fileno())
-        quiet = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[end.fileno()],
-            env={**os.environ, **quiet},
-            stdin=subprocess.DEVNULL,
-        )
+        context = get_context("spawn")
+        self.connection, end = context.Pipe()
+        self.process = context.Process(target=serve, args=(end, setup), daemon=True)
+        self.process.start()
         end.close()
-        self.setup = setup
 
-    def start(self) -> None:
-        self._send(self.setup)
-
-    def send_task(self, number: int, task: Any) -> None:
-        self.tasks.append(number)
-        self._send(task)
-
-    def receive_answer(self) -> tuple[int, Any]:
-        """(number, answer) of its oldest task."""
-        answer = self.receive()
-        return self.tasks.popleft(), answer
-
-    def receive(self) -> Any:
+    def receive(self) -> Answer | Exception | None:
         try:
             return self.connection.recv()
         except (EOFError, OSError):
-            raise self._death() from None
+            self.process.join(timeout=10)
+            raise UserError(
+                f"a worker ended with exit code {self.process.exitcode}, usually because memory ran out; no corpus "
+                "was written. Try fewer --workers"
+            ) from None
 
-    def _send(self, what: Any) -> None:
-        try:
-            self.connection.send(what)
-        except OSError:
-            raise self._death() from None
-
-    def _death(self) -> UserError:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=10)
-        code = self.process.returncode
-        how = "closed its connection" if code is None else f"ended with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        remedy = " The system does that when memory runs out: try fewer --workers" if code == -signal.SIGKILL else ""
-        return UserError(f"a worker (process {self.process.pid}) {how}, and no corpus was written.{remedy}")
+    def answer(self, part: InputPart) -> Answer | Exception | None:
+        with suppress(OSError):  # it has died: `receive` says so
+            self.connection.send(part)
+        return self.receive()
 
 
 class WorkerPool:
     """Workers, as a context; they are killed at its end."""
 
     def __init__(self, workers: int, setup: Setup):
-        before = signal.getsignal(signal.SIGINT)
-        in_main = _in_main_thread()
-        if in_main:
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # Ctrl-C reaches all processes, and only the parent handles it
-        try:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread:  # Ctrl-C reaches all processes, and only this one handles it
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with patch.dict(os.environ, ONE_THREAD):
             self.workers = [Worker(setup) for _ in range(workers)]
-        finally:
-            if in_main:
-                signal.signal(signal.SIGINT, before)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, before)
+        self.threads = ThreadPoolExecutor(workers)
+        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
     def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            worker.connection.close()
             worker.process.kill()
-        for worker in self.workers:
-            worker.process.wait()
+        self.threads.shutdown(cancel_futures=True)
 
     def start(self) -> None:
-        """Send the set-up to all workers, and wait until they are ready."""
+        """Wait until all workers are ready."""
         for worker in self.workers:
-            worker.start()
-        for worker in self.workers:
-            answer = worker.receive()
-            if isinstance(answer, Exception):
-                raise answer
+            worker.receive()
+            self.idle.put(worker)
 
-    def work(self, tasks: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any, Any]]:
-        """(task, its note, answer) in the order of the tasks.
-
-        Args:
-            tasks: (task, note) each; the note stays in this process.
+    def work(self, parts: Iterator[tuple[InputPart, int]]) -> Iterator[tuple[InputPart, int, Answer]]:
+        """(part, bytes read, answer) in the order of the parts, given (part, bytes read).
 
         Raises:
             UserError: a worker has died, or the word memo and the tokenizer disagree.
             RuntimeError: an error in a worker, with its traceback.
         """
-        source, out, back = enumerate(tasks), deque(), {}
-        more = True
-        while more or out:
-            while more and len(out) < TASKS_AHEAD * len(self.workers):
-                worker = min(self.workers, key=lambda one: len(one.tasks))
-                if len(worker.tasks) >= TASKS_OF_A_WORKER:
-                    break
-                number, (task, note) = next(source, (None, (None, None)))
-                more = number is not None
-                if more:
-                    worker.send_task(number, task)
-                    out.append((number, task, note))
-            while out and out[0][0] in back:
-                number, task, note = out.popleft()
-                yield task, note, _checked(back.pop(number), task)
-            if out and out[0][0] not in back:
-                busy = {worker.connection: worker for worker in self.workers if worker.tasks}
-                for connection in wait(list(busy)):
-                    number, answer = busy[connection].receive_answer()
-                    back[number] = answer
+        waiting: deque = deque()
+        while True:
+            for part, read in islice(parts, PARTS_AHEAD * len(self.workers) - len(waiting)):
+                waiting.append((part, read, self.threads.submit(self._answer, part)))
+            if not waiting:
+                return
+            part, read, future = waiting.popleft()
+            answer = future.result()
+            if isinstance(answer, Mismatch):
+                raise UserError(
+                    f"{part.file}: the word memo and the tokenizer have different ids for a document that begins "
+                    f"with {str(answer)[:60]!r}. Say --word_memo false, and please report the tokenizer"
+                )
+            if isinstance(answer, Exception):
+                raise answer
+            yield part, read, answer
 
-
-def _checked(answer: Any, task: Any) -> Any:
-    if isinstance(answer, Mismatch):
-        raise UserError(
-            f"{task.file}: the word memo and the tokenizer have different ids for a document that begins with "
-            f"{str(answer)[:60]!r}. Nothing was written. Say --word_memo false, and please report the tokenizer"
-        )
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    def _answer(self, part: InputPart) -> Answer | Exception | None:
+        worker = self.idle.get()
+        try:
+            return worker.answer(part)
+        finally:
+            self.idle.put(worker)
