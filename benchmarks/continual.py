@@ -51,8 +51,6 @@ def main() -> None:
             args.weights,
             "--output",
             folder / "hf",
-            "--check_text",
-            args.text,
         )
         run(
             BIN / "zerofit",

@@ -1,47 +1,20 @@
-"""A Llama as Meta's code computes it, layer by layer from the files: the reference for a converted model.
+"""A Llama as Meta's code computes it, from Meta's files: the reference for a converted model.
 
 Source: model.py of github.com/meta-llama/llama3 (attention, feed-forward, norms, RoPE as complex numbers) and of
 llama-models (RoPE stretched for Llama 3.1). Independent of transformers, so that errors show.
 """
 
 import math
-from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy, embedding, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
-from zerofit.recipe.errors import UserError, first_line
 from zerofit.tools.convert.meta.config import SCALED, theta_of
 from zerofit.tools.convert.meta.folder import MetaFolder
 
-ROWS, LENGTH = 4, 512  # at most this many pieces of a text, each of at most this many tokens
-
-
-def rows_of(file: str, tokenizer, positions: int):
-    """The beginning of a text as ids [rows, length].
-
-    Raises:
-        UserError: the file cannot be read, or has less than two tokens.
-    """
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"check_text = {file!r} cannot be read: {first_line(error)}") from None
-    length = min(LENGTH, positions)
-    ids = tokenizer(text[: 20 * ROWS * length], add_special_tokens=False)["input_ids"][: ROWS * length]
-    if len(ids) < 2:
-        raise UserError(f"check_text = {file!r} has {len(ids)} tokens, and at least 2 are needed. Name a longer text")
-    length = min(length, len(ids))
-    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-
-
-def mean_loss(logits, ids) -> float:
-    """Mean cross-entropy of the next token. logits [rows, length, vocabulary], ids [rows, length]."""
-    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()).item()
-
 
 def meta_logits(meta: MetaFolder, ids, factor: float | None = None):
-    """Logits [rows, length, vocabulary] in fp32; one layer's weights are in memory at a time.
+    """Logits [rows, length, vocabulary] in fp32.
 
     Args:
         factor: of the stretched RoPE; None: it is not.
@@ -56,7 +29,6 @@ def meta_logits(meta: MetaFolder, ids, factor: float | None = None):
         turns = _turns(meta, ids.shape[1], factor)
         for number in range(meta.sizes.layers):
             hidden = _layer(meta, hidden, turns, lambda name: read(f"layers.{number}.{name}.weight"))  # noqa: B023
-            meta.release()
         hidden = _norm(meta, hidden, read("norm.weight"))
         return linear(hidden, read("tok_embeddings.weight" if meta.tied else "output.weight"))
 

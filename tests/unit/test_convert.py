@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
+from meta_forward import meta_logits
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -19,7 +19,6 @@ from zerofit.tools.convert import convert as convert
 from zerofit.tools.convert.meta import conversion
 from zerofit.tools.convert.meta.config import ffn_params, ffn_size, version_of
 from zerofit.tools.convert.meta.folder import MetaFolder
-from zerofit.tools.convert.meta.forward import meta_logits
 from zerofit.tools.convert.meta.layout import (
     same_bits,
     to_meta,
@@ -94,18 +93,13 @@ def edit_weights(folder: Path, change, number: int = 0) -> None:
 
 
 def test_metas_weights_give_transformers_logits(data, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    known = "Once upon a time, there was a little girl named Lily. She liked to play outside. " * 9
-    text.write_text(known if data.real else data("text/valid.txt").read_text()[:3000])
-    more = ("--check_text", str(text), "--max_shard_size", "300kB")
-    run("meta-to-hf", data("models/llama/meta"), tmp_path / "hf", *more)
-    shown = capsys.readouterr().out
-    assert "47 weights there and back" in shown
-    mean_loss = float(shown.split("mean loss")[1].split()[0])
-    assert 0 < mean_loss < (2.5 if data.real else math.log(512) - 1.5), "it knows such texts"
+    run("meta-to-hf", data("models/llama/meta"), tmp_path / "hf", "--max_shard_size", "300kB")
+    assert "47 weights there and back" in capsys.readouterr().out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4
     assert max(file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")) < 310_000
     torch.testing.assert_close(logits(tmp_path / "hf"), logits(data("models/llama/hf")), rtol=0, atol=1e-5)
+    by_meta = meta_logits(MetaFolder(data("models/llama/meta")), IDS)
+    torch.testing.assert_close(logits(tmp_path / "hf"), by_meta, rtol=1e-4, atol=1e-3)
     ours, theirs = (
         json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", data("models/llama/hf"))
     )
@@ -244,7 +238,9 @@ def test_missing_files(tmp_path, capsys):
     run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", "4")
     for number in (2, 3):
         (tmp_path / "meta" / f"consolidated.0{number}.pth").unlink()
-    assert "lacks consolidated.02.pth, consolidated.03.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
+    assert "has 2 consolidated files, and their weights are cut for 4" in refused(
+        capsys, tmp_path / "meta", tmp_path / "hf"
+    )
     (tmp_path / "meta" / "consolidated.00.pth").unlink()
     assert "lacks consolidated.00.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
     (tmp_path / "meta" / "consolidated.01.pth").unlink()
@@ -294,9 +290,6 @@ def test_weights_that_are_not_a_llamas(tmp_path, meta, capsys):
     assert "is not a Llama (1, 2 or 3): it has layers.0.attention.wq.bias" in refused(capsys, meta, output)
     edit_weights(meta, lambda tensors: [tensors.pop(name) for name in list(tensors) if "bias" in name or "w2" in name])
     assert "it lacks layers.0.feed_forward.w2.weight" in refused(capsys, meta, output)
-    edit_weights(meta, lambda tensors: [tensors.pop(name) for name in ("tok_embeddings.weight", "output.weight")])
-    edit_params(meta, vocab_size=-1)
-    assert "the size of the vocabulary is unknown" in refused(capsys, meta, output)
     (meta / "params.json").unlink()
     assert "has no params.json" in refused(capsys, meta, output)
 
@@ -305,7 +298,6 @@ def test_folders_and_options_that_do_not_fit(tmp_path, meta, capsys):
     assert "no tokenizer.model. Name it with --tokenizer FILE" in refused(capsys, meta, tmp_path / "hf")
     none = ("--tokenizer", "none")
     assert "rope_scaling_factor = 8" in refused(capsys, meta, tmp_path / "hf", *none, "--rope_scaling_factor", "8")
-    assert "needs a tokenizer" in refused(capsys, meta, tmp_path / "hf", *none, "--check_text", "LICENSE")
     assert "is not empty" in refused(capsys, meta, tmp_path / "small", *none)
     assert "max_shard_size = 'big'" in refused(capsys, meta, tmp_path / "hf", "--max_shard_size", "big")
     (meta / "tokenizer.model").write_bytes(b"\x00nothing")

@@ -6,9 +6,7 @@
     zerofit convert hf-to-meta --input outputs/notes/model --output outputs/notes-meta --shards 2
 
 A conversion is checked before the folder gets its name: the shapes are those of transformers' model of the
-configuration, every weight converted back is the same bit for bit, and with --check_text Meta's computation and
-transformers' have the same loss. Memory: about one written file and the largest weight; --check_text needs memory for
-the full model.
+configuration, and every weight converted back is the same bit for bit. Memory: about one written file.
 """
 
 import sys

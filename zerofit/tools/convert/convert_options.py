@@ -13,9 +13,6 @@ class ConvertOptions(Recipe):
 
     input: str | None = option(None, "The folder of the checkpoint.")
     output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
-    check_text: str | None = option(
-        None, "A text file: Meta's computation and transformers' must have the same mean loss on it, in fp32."
-    )
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -41,7 +38,7 @@ class FromMetaOptions(ConvertOptions):
     rope_scaling_factor: float | None = option(
         None, "Of use_scaled_rope; by default 8 (Llama 3.1), and 32 with tied embeddings (3.2).", positive=True
     )
-    max_shard_size: str = option("4GiB", "Largest .safetensors file, and about the memory that is taken.")
+    max_shard_size: str = option("4GiB", "Largest .safetensors file; about as much memory is taken.")
 
     def problems(self) -> list[str]:
         problems = super().problems()

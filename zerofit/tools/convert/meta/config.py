@@ -152,13 +152,9 @@ def params_of(config) -> dict[str, Any]:
 
 def ffn_params(dim: int, ffn: int) -> dict[str, Any]:
     """multiple_of, and ffn_dim_multiplier where it takes one, from which Meta's code derives this size of the FFN."""
-    multiples = [2**power for power in range(12, -1, -1) if ffn % 2**power == 0]
-    tidy = [256, *multiples] if ffn % 256 == 0 else multiples
-    for multiple in tidy:
-        if ffn_size(dim, multiple) == ffn:
-            return {"multiple_of": multiple}
-    for multiple in multiples:
-        for tenths in range(1, 100):
-            if ffn_size(dim, multiple, tenths / 10) == ffn:
-                return {"multiple_of": multiple, "ffn_dim_multiplier": tenths / 10}
-    return {"multiple_of": multiples[0], "ffn_dim_multiplier": (ffn + 1 - multiples[0] / 2) / ffn_size(dim, 1)}
+    if ffn_size(dim) == ffn:
+        return {"multiple_of": 256}
+    multiple = ffn & -ffn  # the largest power of two that divides it
+    if ffn_size(dim, multiple) == ffn:
+        return {"multiple_of": multiple}
+    return {"multiple_of": multiple, "ffn_dim_multiplier": (ffn + 1 - multiple / 2) / ffn_size(dim, 1)}

@@ -14,7 +14,6 @@ import torch
 
 from zerofit.model.folders import read_json
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.tools.convert.hf_folder import RELEASE_BYTES
 from zerofit.tools.convert.meta.layout import MetaWeight, ShardCut, Sizes, find_cut, same_bits, weights
 
 IGNORED = re.compile(r"(.*\.)?rope\.freqs")  # Llama 1 and 2 store these, which follow from head_dim
@@ -40,8 +39,7 @@ class MetaFolder:
         self.path, self.says = path, f"{option} = {str(path)!r}"
         self.files = self._find_files()
         self.params = self._read_params()
-        self._read_bytes = 0
-        self._loaded: list[dict[str, Any]] | None = None
+        self.shards = [self._load(file) for file in self.files]  # mapped
         self.shapes = [{name: tuple(tensor.shape) for name, tensor in shard.items()} for shard in self.shards]
         self._check_names()
         self._check_number()
@@ -51,7 +49,6 @@ class MetaFolder:
         embeddings, head = listed[0], listed[-1]
         self.tied = head.meta not in self.shapes[0] or same_bits(self.read(embeddings), self.read(head))
         self.weights = listed[:-1] if self.tied else listed
-        self.release()
 
     # ------------------------------------------------------------------------------------------------------ the files
 
@@ -68,12 +65,9 @@ class MetaFolder:
             raise UserError(f"{self.says} has no consolidated.00.pth{other}. Name the folder of Meta's weights")
         missing = sorted(set(range(max(files) + 1)) - files.keys())
         if missing:
-            self._refuse_missing(missing)
+            names = ", ".join(f"consolidated.{number:02}.pth" for number in missing)
+            raise UserError(f"{self.says} lacks {names}. Copy all of the checkpoint's files into it")
         return [files[number] for number in sorted(files)]
-
-    def _refuse_missing(self, numbers: list[int]) -> None:
-        names = ", ".join(f"consolidated.{number:02}.pth" for number in numbers)
-        raise UserError(f"{self.says} lacks {names}. Copy all of the checkpoint's files into it")
 
     def _read_params(self) -> dict[str, Any]:
         file = self.path / "params.json"
@@ -85,11 +79,9 @@ class MetaFolder:
         params = params.get("model", params)
         problems = [
             f"{file}: {name} = {params.get(name)!r}, and a number above 0 was expected"
-            for name in ("dim", "n_layers", "n_heads")
-            if not _is_count(params.get(name))
+            for name in ("dim", "n_layers", "n_heads", "n_kv_heads")
+            if not _is_count(params.get(name)) and (name != "n_kv_heads" or params.get(name) is not None)
         ]
-        if params.get("n_kv_heads") is not None and not _is_count(params["n_kv_heads"]):
-            problems.append(f"{file}: n_kv_heads = {params['n_kv_heads']!r}, and a number above 0 was expected")
         foreign = [name for name in FOREIGN if params.get(name)]
         if foreign:
             problems.append(
@@ -99,41 +91,19 @@ class MetaFolder:
             raise UserError(problems)
         return params
 
-    @property
-    def shards(self) -> list[dict[str, Any]]:
-        """The mapped tensors of each file."""
-        if self._loaded is None:
-            self._loaded = [self._load(file) for file in self.files]
-        return self._loaded
-
-    def release(self) -> None:
-        """Unmap the files, which releases the memory of their pages. They are mapped again when needed."""
-        self._loaded, self._read_bytes = None, 0
-
     def _load(self, file: Path) -> dict[str, Any]:
         mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format, which cannot be mapped
         try:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
-            raise self._refusal(file, error) from None
+            found = re.search(r"(?:GLOBAL|[Uu]nsupported (?:class|global)) ([\w.]+)", str(error))
+            why = f"would execute {found[1]}" if found else "is not a file of torch.save"
+            raise UserError(f"{file} {why}. It was not read. Take the weights from their publisher") from None
         except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
             raise UserError(f"{file} is broken: {first_line(error)}. Copy it again") from None
         if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
             raise UserError(f"{file} is not a Llama: it has something else than named tensors")
         return {name: tensor for name, tensor in content.items() if not IGNORED.fullmatch(name)}
-
-    def _refusal(self, file: Path, error: Exception) -> UserError:
-        wants = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
-            r"[Uu]nsupported (?:class|global) ([\w.]+)", str(error)
-        )
-        if not wants:
-            return UserError(
-                f"{file} is broken, or not a file of torch.save. Nothing in it was executed. Copy it again"
-            )
-        return UserError(
-            f"{file} has more than tensors: reading it would execute {wants[1]}. It was not read. Take the weights "
-            "from their publisher"
-        )
 
     # ----------------------------------------------------------------------------------------------------- the shapes
 
@@ -145,17 +115,11 @@ class MetaFolder:
         if have and have != layers:
             raise UserError(f"{self.says}: params.json says n_layers = {layers}, and the weights have {have} layers")
         expected = {weight.meta for weight in weights(Sizes(1, layers, 1, 1, 1, 1, 1))}
-        given = self.params.get("vocab_size", -1)
-        if not {"tok_embeddings.weight", "output.weight"} & self.shapes[0].keys() and not _is_count(given):
-            raise UserError(
-                f"{self.says}: the size of the vocabulary is unknown: params.json says vocab_size = {given}, and "
-                "the weights have neither tok_embeddings nor output. Copy the checkpoint again, with all of its files"
-            )
         for file, shapes in zip(self.files, self.shapes):
             unknown, missing = sorted(shapes.keys() - expected), sorted(expected - shapes.keys() - {"output.weight"})
             if unknown or missing:
-                what = f"has {unknown[0]}" if unknown else f"lacks {missing[0]}"
-                raise UserError(f"{file} is not a Llama (1, 2 or 3): it {what}, and {_count(unknown, missing)}")
+                names = [*(f"has {name}" for name in unknown), *(f"lacks {name}" for name in missing)]
+                raise UserError(f"{file} is not a Llama (1, 2 or 3): it {names[0]} ({len(names)} such)")
             if shapes.keys() != self.shapes[0].keys():
                 raise UserError(f"{file} has other weights than {self.files[0].name}: they are of two checkpoints")
 
@@ -171,12 +135,10 @@ class MetaFolder:
                 f"{self.says}: params.json says dim = {self.params['dim']} and n_heads = {self.params['n_heads']}, "
                 f"which does not go with wq of {rows} x {columns} in {self.files[0].name}: they are of two checkpoints"
             )
-        if expected > len(self.files):
-            self._refuse_missing(list(range(len(self.files), expected)))
-        if expected < len(self.files):
+        if expected != len(self.files):
             raise UserError(
-                f"{self.says} has {len(self.files)} consolidated files, and the weights in {self.files[0].name} are "
-                f"cut for {expected}: they are of two checkpoints"
+                f"{self.says} has {len(self.files)} consolidated files, and their weights are cut for {expected}. "
+                "Copy all files of one checkpoint into it"
             )
 
     @cached_property
@@ -228,12 +190,13 @@ class MetaFolder:
 
     # ---------------------------------------------------------------------------------------------------- the weights
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0]["tok_embeddings.weight"].dtype
+
     def read(self, weight: MetaWeight):
         """The full weight, concatenated from its shards, in Meta's order."""
-        if self._read_bytes > RELEASE_BYTES:
-            self.release()
         cut, shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
-        self._read_bytes += sum(shard.nbytes for shard in shards)
         if cut.axis is None or len(shards) == 1:
             return shards[0]
         return torch.cat(shards[:: cut.copies], cut.axis)
@@ -250,7 +213,3 @@ class MetaFolder:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _count(unknown: list[str], missing: list[str]) -> str:
-    return f"{len(unknown)} names in it are unknown, {len(missing)} are missing"
