@@ -172,7 +172,7 @@ def test_the_commands_of(place, monkeypatch):
     "accelerate launch --config_file accelerate_configs/zero4.yaml train/clm.py --config RECIPE",
     "accelerate launch train/cls.py --config recipes/cls/none.yaml", "zerofit merge --adaptor x --output y",
     "torchrun --nproc_per_node 2 train/clm.py --strateg zero1", "zerofit launch --strategy zero9 train/clm.py",
-    "python benchmarks/kills.py --kill 3", "zerofit compare --config recipes/clm/compare-small.yaml --limit 1GiB",
+    "python benchmarks/padding.py --round 3", "zerofit compare --config recipes/clm/compare-small.yaml --limit 1GiB",
 ])  # fmt: skip
 def test_what_is_wrong_is_found(command, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -19,7 +19,7 @@ from zerofit.strategy.builds import announce_builds
 from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.launches import RunningLaunch, Trial, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.killing import Killed, alternating, spread_moments, within_the_rest
+from zerofit.tools.verify.killing import Killed, alternating, spread_moments
 from zerofit.tools.verify.proof import Outcome
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
 from zerofit.tools.verify.shorten import shorten
@@ -250,7 +250,7 @@ class FakeLaunch:
 
 
 def test_moments_are_spread_over_the_run():
-    moments = spread_moments(4, 13, 1.0, Random(1))
+    *moments, starting = spread_moments(4, 13, 1.0, 8.0, Random(1))
     launch, came = FakeLaunch(), []
     for moment in moments:
         launch.newest_update = 0
@@ -264,20 +264,9 @@ def test_moments_are_spread_over_the_run():
         launch.seconds = 0.0
     assert came == sorted(came)
     assert all(1 + 3 * index <= update <= 5 + 3 * index for index, update in enumerate(came))
-    again = spread_moments(4, 13, 1.0, Random(1))
-    assert len(again) == len(moments)
-
-
-def test_a_moment_in_the_rest_of_a_run():
-    moment, launch = within_the_rest(0.5, 10, 2.0), FakeLaunch()
-    launch.seconds = 100.0
-    assert not moment(launch)
-    launch.newest_update = 7  # of a resumed run: four updates, eight seconds
-    assert not moment(launch)
-    launch.seconds = 103.9
-    assert not moment(launch)
-    launch.seconds = 104.1
-    assert moment(launch)
+    assert not starting(launch)
+    launch.seconds = 8.0
+    assert starting(launch)
 
 
 def test_processes_alternate():
@@ -300,14 +289,13 @@ def test_nothing_of_a_launch_is_left(tmp_path):
     assert launch.process.returncode == -9
 
 
-def test_the_lock_of_a_build_that_is_cut_off_is_counted_and_left_to_the_next_run(tmp_path, monkeypatch):
+def test_the_lock_of_a_build_that_is_cut_off_is_left_to_the_next_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "op" / "lock"
     lock.parent.mkdir()
     code = f"import os, time; held = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
     with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
         assert launch.wait(60, lambda launch: lock.exists()) == "until"
-    assert launch.locks == [str(lock)]
     assert drop_abandoned_locks() == [str(lock)]
     assert not lock.exists()
 

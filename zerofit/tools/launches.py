@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 
 from zerofit.recipe.places import PACKAGE, script
-from zerofit.strategy.build_locks import abandoned_locks
 
 LAUNCHER = (sys.executable, "-P", str(PACKAGE / "tools" / "launch" / "agent.py"))  # `accelerate launch`
 MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
@@ -74,7 +73,6 @@ class RunningLaunch:
         self.mark, self.process, self.began = mark or uuid.uuid4().hex, None, time.monotonic()
         self.environment = environment or {}
         self.newest_update = 0  # the last that this launch has printed
-        self.began_at, self.locks = time.time(), []  # locks of builds that it left when it was killed
         self._read, self._before = 0, self._partials()
 
     def start(self) -> None:
@@ -148,7 +146,6 @@ class RunningLaunch:
                 if time.monotonic() > until:
                     raise RuntimeError(f"processes {dying} cannot be killed")
                 time.sleep(0.01)
-            self.locks += abandoned_locks(self.began_at)
 
     def members(self) -> Iterator[psutil.Process]:
         """The processes of the launch that are alive. (One that is ending has no mark any more.)"""

@@ -6,6 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from random import Random
 
+from zerofit.recipe.words import counted
 from zerofit.tools.launches import TRACEBACK, RunningLaunch, Trial, failure, launched
 
 Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
@@ -33,34 +34,24 @@ def after_seconds(seconds: float) -> Moment:
     return lambda launch: launch.seconds >= seconds
 
 
-def within_the_rest(part: float, num_updates: int, update_s: float) -> Moment:
-    """After this part of the time from a launch's first update to the run's last update."""
-    first = []
-
-    def come(launch: RunningLaunch) -> bool:
-        if not first and launch.newest_update:
-            first.append((launch.newest_update, launch.seconds))
-        if not first:
-            return False
-        update, seconds = first[0]
-        return launch.seconds - seconds >= part * (num_updates - update + 1) * update_s
-
-    return come
-
-
-def spread_moments(num_kills: int, num_updates: int, update_s: float, random: Random) -> list[Moment]:
-    """One moment in each of `num_kills` equal parts of a run; every second one is during a save.
+def spread_moments(num_kills: int, num_updates: int, update_s: float, start_s: float, random: Random) -> list[Moment]:
+    """One moment in each of `num_kills` equal parts of a run: after an update, during a save, after an update, while
+    a launch starts.
 
     Args:
         update_s: seconds that an update takes.
+        start_s: seconds from a launch to its first update.
     """
     moments = []
     for index in range(num_kills):
         low = 1 + (num_updates - 1) * index / num_kills
         place = random.uniform(low, low + (num_updates - 1) / num_kills)
         update = min(int(place), num_updates - 1)
-        saving = index % 2 == 1
-        moments.append(while_saving(update) if saving else after_update(update, (place % 1) * update_s))
+        if index % 4 == 3:
+            moments.append(after_seconds(random.uniform(0, start_s)))
+        else:
+            saving = index % 4 == 1
+            moments.append(while_saving(update) if saving else after_update(update, (place % 1) * update_s))
     return moments
 
 
@@ -72,7 +63,6 @@ class Killed:
     kills: int = 0
     kills_while_saving: int = 0
     kills_while_starting: int = 0  # before the launch's first update: while it loads, builds, resumes
-    locks: int = 0  # left by builds that were killed
     resumes: int = 0  # launches that resumed from a checkpoint; the others started from the beginning
     failure: str | None = None  # the failure of a launch that was not killed, or a traceback before a kill
 
@@ -106,15 +96,14 @@ def run_and_kill(
         killed.resumes += resumed is not None
         if how != "until":
             killed.failure = failure(launch, how)
-            say(f"{num_processes_text(num_processes)}{_from(resumed)}: {'failed' if killed.failure else 'ended'}")
+            say(f"{counted(num_processes, 'process')}{_from(resumed)}: {'failed' if killed.failure else 'ended'}")
             return killed
         killed.kills += 1
         killed.kills_while_saving += launch.is_saving
         killed.kills_while_starting += not launch.newest_update
-        killed.locks += len(launch.locks)
         saving = ", while saving" if launch.is_saving else ""
         where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
-        say(f"{num_processes_text(num_processes)}{_from(resumed)}: killed {where}{saving}, {launch.seconds:.1f} s")
+        say(f"{counted(num_processes, 'process')}{_from(resumed)}: killed {where}{saving}, {launch.seconds:.1f} s")
         if TRACEBACK.encode() in log.read_bytes()[:size]:
             killed.failure = f"printed a traceback before it was killed. Its output is {log}"
             return killed
@@ -124,10 +113,6 @@ def run_and_kill(
 def _from(resumed: str | None) -> str:
     """`resumed   CHECKPOINT, after update 4, written by 2 processes: ...` -> `, resumed after update 4`."""
     return f", resumed {resumed.split(', ')[1]}" if resumed and ", " in resumed else ""
-
-
-def num_processes_text(number: int) -> str:
-    return f"{number} process{'es' if number > 1 else ''}"
 
 
 def alternating(num_processes: int, other: int) -> Iterator[int]:

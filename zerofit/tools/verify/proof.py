@@ -12,9 +12,10 @@ from statistics import median
 from zerofit.recipe import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.jsonl import JsonlFile
+from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, say, table
 from zerofit.tools.launches import Trial, failure, launched, mistake
-from zerofit.tools.verify.killing import Killed, alternating, num_processes_text, run_and_kill, spread_moments
+from zerofit.tools.verify.killing import Killed, alternating, run_and_kill, spread_moments
 from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 
 REFERENCE = "reference"
@@ -107,7 +108,7 @@ class Proof:
         return trial
 
     def _undisturbed(self, folder: str, strategy: str, num_processes: int) -> Outcome:
-        trial, about = self._trial(folder, strategy), f"{strategy}, {num_processes_text(num_processes)}"
+        trial, about = self._trial(folder, strategy), f"{strategy}, {counted(num_processes, 'process')}"
         command = trial.command(num_processes)
         with launched(command, trial.output, self.logs / f"{folder}.log") as launch:
             how = launch.wait(60 * self.options.launch_minutes)
@@ -126,10 +127,11 @@ class Proof:
         trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
         random = Random(f"{options.kill_seed} {folder}")
         update_s = median(line["seconds"] for line in _metrics(self.output / folder))
+        start_s = sum(RunFolder(self.output / folder).environment()["seconds_to_first_update"].values())
         killed = run_and_kill(
             trial,
             self.logs,
-            spread_moments(options.kills, options.updates, update_s, random),
+            spread_moments(options.kills, options.updates, update_s, start_s, random),
             alternating(options.num_processes, options.resumed_processes),
             60 * options.launch_minutes,
             say=lambda text: say(f"{strategy}, {text}"),
@@ -198,6 +200,7 @@ HEAD_OF_RESUMES = (
     "processes",
     "kills",
     "while saving",
+    "while starting",
     "resumes",
     *FIGURES.values(),
     "repeated",
@@ -216,8 +219,8 @@ def _row_of_agreement(outcome: Outcome, tolerance: float) -> tuple[str, ...]:
 
 def _row_of_resumes(outcome: Outcome, tolerance: float) -> tuple[str, ...]:
     killed = outcome.killed
-    about = (outcome.strategy, _processes(outcome), str(killed.kills), str(killed.kills_while_saving))
-    about += (str(killed.resumes),)
+    kills = (killed.kills, killed.kills_while_saving, killed.kills_while_starting, killed.resumes)
+    about = (outcome.strategy, _processes(outcome), *map(str, kills))
     if outcome.failure:
         return (*about, *["-"] * (len(FIGURES) + 2), "FAILED")
     ledger = (f"{outcome.ledger.repeated}", f"{outcome.ledger.skipped}")
