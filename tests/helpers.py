@@ -142,6 +142,15 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
     return done
 
 
+def recipe_of(**options):
+    """A causal recipe that knows these options as flags."""
+    from zerofit.recipe import ClmRecipe
+
+    made = ClmRecipe(**{"config_name": "gpt2", **options})
+    made.remember_sources({name: f"--{name}" for name in options})
+    return made
+
+
 def main_of(task: str) -> Callable[[list[str]], int]:
     """What a script of train/ runs, in this process."""
     return runpy.run_path(str(ROOT / "train" / f"{task}.py"))["main"]

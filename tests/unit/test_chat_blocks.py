@@ -1,6 +1,7 @@
 """Conversations from file to blocks: packed whole, cut and counted, shown, cached; the loss of a block."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,24 +9,15 @@ import torch
 from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of
 from helpers import refusal, tiny_model, write_records
 
-from zerofit.data.causal import prepare_causal_data
 from zerofit.data.chat.prepare import show
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import best_fit
-from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, install_loss, model_loss
-from zerofit.recipe import ClmRecipe, parse_recipe
 
 
 @pytest.fixture
-def prepare(data, cache):
-    def run(path, *flags: str):
-        model = ["--model_name_or_path", str(data("models/llama/hf")), "--block_size", "256", "--cache_dir", cache]
-        more = ["--train_file", str(path), "--validation_split_percentage", "0", *map(str, flags)]
-        recipe = parse_recipe(ClmRecipe, [*model, *more])
-        return prepare_causal_data(recipe, load_configuration(recipe))
-
-    return run
+def prepare(data, prepare_causal):
+    return partial(prepare_causal, data("models/llama/hf"), validation_split_percentage=0)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import tools_in_this_process
 from meta_forward import meta_logits
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
@@ -25,15 +24,10 @@ from zerofit.tools.convert.meta.layout import (
 )
 from zerofit.tools.meta_tokenizer import special_tokens
 
+pytestmark = pytest.mark.usefixtures("tools")
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools():
-    with tools_in_this_process():
-        yield
 
 
 def run(direction: str, source: Path, output: Path, *more: str) -> None:

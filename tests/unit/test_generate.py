@@ -10,24 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import VOCABULARY, save_adapter, save_blenderbot, save_writer, small_tokenizer, tools_in_this_process
+from folders import VOCABULARY, save_adapter, save_blenderbot, save_writer, small_tokenizer
 from helpers import environment, tiny_deberta
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from zerofit.cli import main
 
+pytestmark = pytest.mark.usefixtures("tools")
 POSITIONS = 64  # of the tiny models
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools():
-    with tools_in_this_process():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,20 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer, tools_in_this_process
+from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer
 from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
 from zerofit.tools.generate.answer_journal import AnswerJournal
 
+pytestmark = pytest.mark.usefixtures("tools")
 PROMPTS = [f"{'word ' * (number * 5 % 13)}{number}" for number in range(11)]
 DRAWN = ("--temperature", 1.5, "--seed", 3)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools():
-    with tools_in_this_process():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import read_data, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, flaw, seal
+from zerofit.data.megatron.corpus import INDICES
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import read_config, read_model
 from zerofit.recipe import paths
+from zerofit.recipe.cache import cache_root
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.strategy.builds import check_compiled_code
@@ -41,46 +43,34 @@ class Harmful:
 
 
 @pytest.fixture
-def corpus(tmp_path) -> str:
-    pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
-    from zerofit.data.megatron.corpus import megatron
-
-    builder = megatron().indexed.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
-    rng = np.random.default_rng(0)
-    for length in rng.integers(5, 40, 60):
-        builder.add_document(rng.integers(1, 97, length), [length])
-    builder.finalize(str(tmp_path / "x.idx"))
-    return str(tmp_path / "x")
+def corpora():
+    """test_corpora.py, which makes corpora and their samples; without the extra [megatron] it is skipped."""
+    return pytest.importorskip("test_corpora")
 
 
-def build_index(prefix: str, *flags: str):
-    from zerofit.data.megatron.blend import Blend, build
-    from zerofit.data.megatron.corpus import INDICES, open_corpus
-    from zerofit.recipe.cache import cache_root
-
-    words = ["--config_name", "gpt2", "--tokenizer_name", "any", "--data_path", prefix, "--split", "1", *flags]
-    blend = Blend([open_corpus("data_path", prefix)], None, "1", 16, 0)
-    recipe = parse_recipe(ClmRecipe, words)
-    root = Path(recipe.data_cache_path) if recipe.data_cache_path else cache_root(recipe.cache_dir) / INDICES
-    return build(blend, 20, 0, 97, 0, (), root)[0]
+@pytest.fixture
+def corpus(tmp_path, corpora) -> str:
+    return corpora.write_corpus(tmp_path / "x", corpora.random_documents(0, 60))
 
 
-def test_an_index_lies_in_the_users_cache_and_nothing_beside_the_corpus_is_read(corpus, tmp_path, monkeypatch):
+def test_an_index_lies_in_the_users_cache_and_nothing_beside_the_corpus_is_read(
+    corpora, corpus, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache of the user"))
-    expected = build_index(corpus)[3]["input_ids"].tolist()
+    expected = corpora.samples_of(corpus, 20, cache_root(None) / INDICES)[3]["input_ids"].tolist()
     assert not Path(f"{corpus}/cache").exists()
     theirs = Path(f"{corpus}/cache/GPTDataset_indices")
     theirs.parent.mkdir(parents=True)
     (tmp_path / "cache of the user" / "zerofit" / "GPTDataset_indices").rename(theirs)  # one that fits, poisoned
     for file in theirs.rglob("*.npy"):
         file.write_bytes(pickle.dumps(Harmful(tmp_path / "executed")))
-    assert build_index(corpus)[3]["input_ids"].tolist() == expected
+    assert corpora.samples_of(corpus, 20, cache_root(None) / INDICES)[3]["input_ids"].tolist() == expected
     assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("kind", ["pickle", "objects", "zip"])
-def test_a_file_of_an_index_that_is_no_array_is_refused(corpus, tmp_path, kind):
-    build_index(corpus, "--data_cache_path", str(tmp_path / "cache"))
+def test_a_file_of_an_index_that_is_no_array_is_refused(corpora, corpus, tmp_path, kind):
+    corpora.samples_of(corpus, 20, tmp_path / "cache")
     (file,) = (tmp_path / "cache").rglob("*shuffle_index.npy")
     harmful = Harmful(tmp_path / "executed")
     with file.open("wb") as opened:
@@ -90,12 +80,12 @@ def test_a_file_of_an_index_that_is_no_array_is_refused(corpus, tmp_path, kind):
             np.save(opened, np.array([harmful], dtype=object), allow_pickle=True)
         else:
             np.savez(opened, np.arange(3))
-    assert str(file.parent) in refusal(build_index, corpus, "--data_cache_path", str(tmp_path / "cache"))
+    assert str(file.parent) in refusal(corpora.samples_of, corpus, 20, tmp_path / "cache")
     assert not (tmp_path / "executed").exists()
 
 
-def test_an_index_that_is_loaded_late_is_no_pickle_either(corpus, tmp_path):
-    samples = build_index(corpus, "--data_cache_path", str(tmp_path / "cache"))
+def test_an_index_that_is_loaded_late_is_no_pickle_either(corpora, corpus, tmp_path):
+    samples = corpora.samples_of(corpus, 20, tmp_path / "cache")
     dataset = samples.dataset
     (file,) = (tmp_path / "cache").rglob("*shuffle_index.npy")
     file.write_bytes(pickle.dumps(Harmful(tmp_path / "executed")))

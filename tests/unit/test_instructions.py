@@ -1,6 +1,7 @@
 """Instructions, prompts and chats: what a table holds, the messages of a record, and records that are of no use."""
 
 import json
+from functools import partial
 
 import pytest
 from datasets import Dataset
@@ -245,13 +246,8 @@ def test_preferences_are_refused(record):
 
 
 @pytest.fixture
-def prepare(llama, cache):
-    def run(path, *flags: str):
-        model = ["--model_name_or_path", str(llama), "--block_size", "256", "--cache_dir", cache]
-        recipe = parse_recipe(ClmRecipe, [*model, "--train_file", str(path), *map(str, flags)])
-        return prepare_causal_data(recipe, load_configuration(recipe))
-
-    return run
+def prepare(llama, prepare_causal):
+    return partial(prepare_causal, llama)
 
 
 def asked(number: int) -> dict:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from helpers import ROOT, refusal
-from unit.test_limits import ABOUT, MIB, machine, trial, worst
+from unit.test_limits import ABOUT, MIB, comparison_of, trial, worst
 
 from zerofit.cli import main
 from zerofit.data.collate import CausalCollator
@@ -20,7 +20,6 @@ from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.longest_rows import lengths_table, longest_rows
 from zerofit.tools.compare.results import StrategyRow, with_rates_of
 from zerofit.tools.compare.search_variable import LENGTHS
-from zerofit.tools.compare.trial_machine import Limits
 from zerofit.tools.lengths_option import parse_length, possible_lengths, read_lengths
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -171,10 +170,8 @@ def rows():
 
 
 def test_the_report_has_lengths_and_tokens(tmp_path):
-    comparison = SimpleNamespace(
-        variable=LENGTHS, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, []),
-        options=SimpleNamespace(source=lambda name: "", task="clm", num_processes=2, steps=5),
-    )  # fmt: skip
+    comparison = comparison_of(variable=LENGTHS, rows=rows)
+    comparison.options.source = lambda name: ""
     report = ComparisonReport(comparison, "zerofit compare --lengths 1k,2k,4k", [])
     report.write(tmp_path)
     assert report.main_table() == [

@@ -479,17 +479,15 @@ EVALUATED = {"evaluation_seconds": 0.5, "evaluation_samples_per_s": 32.0, "evalu
 
 def rows():
     sizes = list(range(1, 100))
-    ddp = StrategyRow(
-        "ddp", sizes, [trial(4, 500, 8.0), trial(8, 600, 10.0), trial(9), trial(8, 590, 11.0, False)], ABOUT
-    )
-    zero2 = StrategyRow(
-        "zero2",
-        sizes,
-        [trial(8, 400, 9.0) | EVALUATED, trial(40, 900, 9.5) | EVALUATED, trial(32, 800, 12.0, False), trial(41)],
-        ABOUT,
-    )
-    xl = StrategyRow("zero3|x", sizes, [trial(1)], ABOUT)
-    return [ddp, zero2, xl]
+    of_ddp = [trial(4, 500, 8.0), trial(8, 600, 10.0), trial(9), trial(8, 590, 11.0, False)]
+    of_zero2 = [
+        trial(8, 400, 9.0) | EVALUATED,
+        trial(40, 900, 9.5) | EVALUATED,
+        trial(32, 800, 12.0, False),
+        trial(41),
+    ]
+    of_each = {"ddp": of_ddp, "zero2": of_zero2, "zero3|x": [trial(1)]}
+    return [StrategyRow(name, sizes, trials, ABOUT) for name, trials in of_each.items()]
 
 
 def test_rows_say_what_the_trials_say():
@@ -524,11 +522,14 @@ def test_the_conclusion_follows_from_the_numbers():
     assert conclusion([ddp]).startswith("ddp holds 8 a process. The fastest is ddp at 8")
 
 
+def comparison_of(notes: tuple = (), **changes) -> SimpleNamespace:
+    options = SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", task="clm", num_processes=2, steps=5)
+    common = {"variable": BATCHES, "timer": None, "rows": rows, "machine": machine(), "options": options}
+    return SimpleNamespace(**{**common, "limits": Limits(1000 * MIB, None, [*notes]), **changes})
+
+
 def test_the_report_has_all_of_it(tmp_path):
-    comparison = SimpleNamespace(
-        variable=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(1000 * MIB, None, ["a note"]),
-        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
-    )  # fmt: skip
+    comparison = comparison_of(["a note"])
     report = ComparisonReport(comparison, "zerofit compare --config <x>", ["left out"])
     report.write(tmp_path)
     html_report = (tmp_path / "report.html").read_text()
@@ -565,11 +566,7 @@ def test_the_report_has_all_of_it(tmp_path):
 
 
 def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
-    comparison = SimpleNamespace(
-        variable=BATCHES, timer=None, rows=rows, machine=machine(), limits=Limits(None, None, []),
-        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
-    )  # fmt: skip
-    report = ComparisonReport(comparison, "zerofit compare --finish", [])
+    report = ComparisonReport(comparison_of(), "zerofit compare --finish", [])
     lines = [{"update": 0, "evaluation_seconds": 2.0, "evaluation_samples_per_s": 8.0},
              {"update": 1, "epoch": 0.5, "consumed_samples": 32, "seconds": 4.0, "loss": 2.0,
               "peak_memory_bytes": MIB}]  # fmt: skip

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_megatron import typed
 
 from zerofit.cli import main as zerofit
-from zerofit.recipe import ClmRecipe, UserError, parse_recipe
-from zerofit.tools.convert.megatron_args.calls import call_of
-from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
 from zerofit.tools.convert.megatron_args.searched import plan_lines
 from zerofit.tools.plan.plan_options import PlanOptions
@@ -21,10 +19,6 @@ FLAGS = (
     "--lr 1e-3 --data-path A --vocab-file v.json --merge-file m.txt --hidden-dropout 0 "
 )
 PORTED = "--layernorm-type rmsnorm --activation-func-type swiglu --no-bias --position-embedding-type rotary "
-
-
-def typed(words: str, **options):
-    return convert_pretraining(call_of(shlex.split(words)), Options(**options))
 
 
 @pytest.mark.parametrize(
@@ -167,10 +161,3 @@ def test_a_search_of_a_job_that_is_not_started():
     assert "only llmacc.megatron.GPT" in " ".join(
         typed(f"-m llmacc.pretrain {flags} --task-type llmacc.megatron.BERT").flags.problems
     )
-
-
-@pytest.mark.parametrize("flag", ["--world-size", "--local-world-size", "--max-global-batch-size"])
-def test_flags_of_the_search_name_plan(flag):
-    with pytest.raises(UserError, match=f"{flag[2:5]}.*zerofit plan --") as caught:
-        parse_recipe(ClmRecipe, [flag, "8", "--config_name", "gpt2", "--tokenizer_name", "gpt2", "--data_path", "A"])
-    assert "Did you mean" not in str(caught.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer, tools_in_this_process
+from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer
 from helpers import tiny_deberta, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -23,7 +23,7 @@ from zerofit.model.base_fingerprint import differs, sample_weights
 from zerofit.recipe import UserError
 from zerofit.tools import merge_adapter
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft on the odd adapters that are made here
+pytestmark = [pytest.mark.usefixtures("tools"), pytest.mark.filterwarnings("ignore::UserWarning")]  # of peft
 
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"], "gpt_neox": ["query_key_value"]}
 IDS = torch.arange(3, 40)[None]
@@ -49,12 +49,6 @@ class Case:
         tensors = load_adapter(self)
         change(tensors)
         save_file(tensors, self.adapter / "adapter_model.safetensors")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools():
-    with tools_in_this_process():
-        yield
 
 
 @pytest.fixture(scope="module")

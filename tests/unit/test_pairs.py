@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import ROOT, recipe_of
 
 from zerofit.recipe import ClmRecipe, UserError
 from zerofit.strategy import launch as launch_module
@@ -22,12 +22,6 @@ from zerofit.strategy.read import read_strategy
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 JSONS = sorted((ROOT / "ds_configs").glob("*.json"))
 PROOFS = {"zero3_hpz": "test_layouts.py", "ep": "test_experts.py", "zero3_offload_nvme": "test_disk.py"}  # of others
-
-
-def recipe(**options) -> ClmRecipe:
-    made = ClmRecipe(config_name="gpt2", **options)
-    made.remember_sources({name: f"--{name}" for name in options})
-    return made
 
 
 def launch(json_path=None, world_size=2, **changes) -> Launch:
@@ -91,7 +85,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config, source, _ = read_config(launch(path))
-    options = recipe(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
+    options = recipe_of(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
     layout = layout_of(config, 4)
     assert (layout.tensor > 1) == path.stem.startswith(("tp", "3d"))
     assert (layout.pipeline > 1) == (path.stem in ("pp", "3d"))
@@ -131,7 +125,7 @@ def synchronisations(timers, monkeypatch) -> int:
 def test_a_user_may_ask_deepspeed_for_its_throughput(tmp_path, monkeypatch):
     from deepspeed.utils.config import get_timers_config
 
-    resolved, _ = resolve(tmp_path, {"timers": {"throughput": {"enabled": True}}}, recipe())
+    resolved, _ = resolve(tmp_path, {"timers": {"throughput": {"enabled": True}}}, recipe_of())
     assert synchronisations(get_timers_config(resolved), monkeypatch) == 6
 
 
@@ -149,7 +143,7 @@ def resolve(tmp_path, content: dict, options: ClmRecipe) -> tuple[dict, ClmRecip
 def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
     adam = {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.99]}}
     content = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 2}
-    resolved, options = resolve(tmp_path, {**content, "optimizer": adam}, recipe())
+    resolved, options = resolve(tmp_path, {**content, "optimizer": adam}, recipe_of())
     assert resolved["train_batch_size"] == 16
     assert (options.max_grad_norm, options.learning_rate, options.adam_beta2) == (0.5, 3e-4, 0.99)
     assert options.source("learning_rate").endswith("mine.json")
@@ -166,7 +160,7 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
     ],
 )
 def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, content, options, accumulation):
-    resolved, _ = resolve(tmp_path, content, recipe(**options))
+    resolved, _ = resolve(tmp_path, content, recipe_of(**options))
     assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (32, accumulation)
 
 
@@ -190,7 +184,7 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
 )  # fmt: skip
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
     with pytest.raises(UserError) as caught:
-        resolve(tmp_path, content, recipe(**options))
+        resolve(tmp_path, content, recipe_of(**options))
     message = caught.value.report()
     assert "mine.json" in message
     for word in words:
@@ -262,7 +256,7 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
     with pytest.raises(UserError) as caught:
-        resolve(tmp_path, content, recipe())
+        resolve(tmp_path, content, recipe_of())
     for word in words:
         assert word in caught.value.report(), caught.value.report()
 
@@ -369,9 +363,9 @@ def test_a_setting_beside_the_json_is_refused(launched):
 def test_precision_in_two_places(launched):
     launched({"mixed_precision": "bf16"}, ACCELERATE_MIXED_PRECISION="bf16")
     with pytest.raises(UserError, match=r"bf16 \(.*mine.yaml\) and fp32 \(--precision\)"):
-        read_strategy(recipe(precision="fp32"))
-    assert read_strategy(recipe(precision="bf16")).precision == "bf16"
-    assert read_strategy(recipe()).precision == "bf16"
+        read_strategy(recipe_of(precision="fp32"))
+    assert read_strategy(recipe_of(precision="bf16")).precision == "bf16"
+    assert read_strategy(recipe_of()).precision == "bf16"
 
 
 def test_precision_of_a_json(launched, tmp_path):
@@ -379,21 +373,21 @@ def test_precision_of_a_json(launched, tmp_path):
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
     launched({}, **variables)
-    assert read_strategy(recipe()).deepspeed["bf16"]["enabled"] is True
+    assert read_strategy(recipe_of()).deepspeed["bf16"]["enabled"] is True
     with pytest.raises(UserError, match=r"bf16 \(.*mine.json\) and fp16 \(--precision\)"):
-        read_strategy(recipe(precision="fp16"))
+        read_strategy(recipe_of(precision="fp16"))
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}))
-    assert read_strategy(recipe()).precision == "bf16", "DeepSpeed's older name"
+    assert read_strategy(recipe_of()).precision == "bf16", "DeepSpeed's older name"
     launched({}, ACCELERATE_MIXED_PRECISION="fp8")
     with pytest.raises(UserError, match="fp8 is not supported"):
-        read_strategy(recipe())
+        read_strategy(recipe_of())
 
 
 def test_clipping_in_a_plain_yaml(launched):
     launched({}, ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_GRADIENT_CLIPPING="0.5")
-    assert read_strategy(recipe()).deepspeed["gradient_clipping"] == 0.5
+    assert read_strategy(recipe_of()).deepspeed["gradient_clipping"] == 0.5
     with pytest.raises(UserError, match=r"mine\.yaml says gradient_clipping = 0\.5, and max_grad_norm = 1\.0"):
-        read_strategy(recipe(max_grad_norm=1.0))
+        read_strategy(recipe_of(max_grad_norm=1.0))
 
 
 def read_split_rows(launched, tmp_path, options: ClmRecipe, degree: int = 2, world_size: int = 2, **zero):
@@ -405,7 +399,7 @@ def read_split_rows(launched, tmp_path, options: ClmRecipe, degree: int = 2, wor
 
 
 def test_ranks_that_split_rows_count_as_one(launched, tmp_path):
-    options = recipe(global_batch_size=24, per_device_train_batch_size=4)
+    options = recipe_of(global_batch_size=24, per_device_train_batch_size=4)
     strategy = read_split_rows(launched, tmp_path, options, world_size=4)
     assert (strategy.layout.data_size, strategy.batches.accumulation) == (2, 3)
     assert strategy.deepspeed["train_batch_size"] == 24
@@ -427,7 +421,7 @@ def test_ranks_that_split_rows_count_as_one(launched, tmp_path):
 )
 def test_what_does_not_go_with_split_rows(launched, tmp_path, zero, options, words):
     with pytest.raises(UserError) as caught:
-        read_split_rows(launched, tmp_path, recipe(**options), **zero)
+        read_split_rows(launched, tmp_path, recipe_of(**options), **zero)
     for word in ["mine.json: sequence_parallel_size = 2 does not go together with", *words]:
         assert word in caught.value.report(), caught.value.report()
 
@@ -445,26 +439,28 @@ def test_what_does_not_go_with_split_rows(launched, tmp_path, zero, options, wor
     ],
 )
 def test_batches(options, world_size, expected):
-    sizes = resolve_batches(recipe(**options), world_size)
+    sizes = resolve_batches(recipe_of(**options), world_size)
     assert (sizes.micro_batch, sizes.accumulation, sizes.global_batch) == expected
 
 
 def test_batches_that_do_not_fit_say_what_would():
     with pytest.raises(UserError, match="per_device_train_batch_size could be 1, 2, 3, 4, 6, 12"):
-        resolve_batches(recipe(per_device_train_batch_size=5, global_batch_size=24), 2)
+        resolve_batches(recipe_of(per_device_train_batch_size=5, global_batch_size=24), 2)
     with pytest.raises(UserError, match=r"= 10: the number of processes could be 1, 5$"):
-        resolve_batches(recipe(per_device_train_batch_size=5, global_batch_size=25), 2)
+        resolve_batches(recipe_of(per_device_train_batch_size=5, global_batch_size=25), 2)
     with pytest.raises(UserError, match="make it a multiple of 14"):
-        resolve_batches(recipe(per_device_train_batch_size=7, global_batch_size=25), 2)
+        resolve_batches(recipe_of(per_device_train_batch_size=7, global_batch_size=25), 2)
     with pytest.raises(UserError, match="the accumulation is 3"):
-        resolve_batches(recipe(per_device_train_batch_size=4, global_batch_size=24, gradient_accumulation_steps=2), 2)
+        resolve_batches(
+            recipe_of(per_device_train_batch_size=4, global_batch_size=24, gradient_accumulation_steps=2), 2
+        )
     for first, remedy in ((3, "Begin with 4, 8, 12"), (24, "Begin with 4, 8, 12"), (16, "Begin with 4, 8, 12")):
         with pytest.raises(UserError, match=rf"begin with {first} samples .* {remedy}$"):
             resolve_batches(
-                recipe(per_device_train_batch_size=2, global_batch_size=24, global_batch_warmup=f"{first}@9"), 2
+                recipe_of(per_device_train_batch_size=2, global_batch_size=24, global_batch_warmup=f"{first}@9"), 2
             )
     with pytest.raises(UserError, match="Leave it out"):
-        resolve_batches(recipe(per_device_train_batch_size=2, global_batch_warmup="2@9"), 2)
+        resolve_batches(recipe_of(per_device_train_batch_size=2, global_batch_warmup="2@9"), 2)
     for text in ("64", "64@", "@9", "0@9", "64@0", "64->1024@9"):
-        assert "say START@UPDATES" in "".join(recipe(global_batch_warmup=text).problems())
-    assert "warmup" not in "".join(recipe(global_batch_warmup="64@5000").problems())
+        assert "say START@UPDATES" in "".join(recipe_of(global_batch_warmup=text).problems())
+    assert "warmup" not in "".join(recipe_of(global_batch_warmup="64@5000").problems())

@@ -1,7 +1,6 @@
 """`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
 
 import copy
-import json
 import os
 import pickle
 import re
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_plan import MILLION, ON_GPUS, RECIPE, planned, zero
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -43,13 +43,10 @@ from zerofit.estimate.weights import Weight, Weights
 from zerofit.strategy.gpu_table import GPUS
 from zerofit.tools.plan import measure, parallel
 
-MILLION, GIGA = 10**6, 1e9
-RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
-          "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512"]  # fmt: skip
+GIGA = 1e9
 LARGER = ["--block_size", "512", "--config_overrides",
           "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192"]  # fmt: skip
 ON_CPU = ["--gpu", "cpu", "--gpu_memory", "400MiB", "--num_gpus", "2"]
-ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
 
 
 # ------------------------------------------------------------------------------------------------------ the operations
@@ -169,12 +166,6 @@ def sums(exchanges: list[Exchange]) -> dict[str, float]:
     return found
 
 
-def zero(stage: int, **settings):
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return DeepSpeedZeroConfig(stage=stage, **settings)
-
-
 def test_volumes_are_those_of_the_papers():
     """Rajbhandari et al. 2020, ZeRO, section 7: 2 P elements in DDP, ZeRO-1 and ZeRO-2, 3 P in ZeRO-3."""
     weights = Weights(tuple(Weight(name, 8 * MILLION, True, True) for name in "abcd"))
@@ -259,11 +250,6 @@ def calibrated(monkeypatch, tmp_path) -> Calibration:
     made = Calibration(calibration.VERSION, cpu_name(), 2, rates, links, 1e-6, 1e8, None, "a test")
     made.write()
     return made
-
-
-def planned(capsys, *flags: str) -> dict:
-    assert main(["plan", *RECIPE, *flags, "--json", "-"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_what_was_measured_is_used_on_this_machine(capsys, calibrated):

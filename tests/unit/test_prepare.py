@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from folders import small_tokenizer, tools_in_this_process
+from folders import small_tokenizer
 from helpers import ROOT
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
@@ -32,13 +32,8 @@ from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 
 pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.usefixtures("tools")
 FOLDERS = {"gpt2": "tokenizers/gpt2", "llama": "tokenizers/llama", "small": "models/llama/hf"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tools():
-    with tools_in_this_process():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, refusal
+from helpers import ROOT, recipe_of, refusal
 
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.schedule import make_schedule
@@ -67,12 +67,6 @@ def _environment(config: Path) -> dict[str, str]:
     return {**ours, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
-def recipe(**options) -> ClmRecipe:
-    made = ClmRecipe(config_name="gpt2", **options)
-    made.remember_sources({name: f"--{name}" for name in options})
-    return made
-
-
 def schedule(strategy: Strategy, options: ClmRecipe, updates: int = 40) -> tuple[Strategy, list[str]]:
     """What a run does with the block of the schedule as its length is known."""
     return with_schedule(strategy, options, make_schedule(options, updates)[0])
@@ -94,7 +88,7 @@ def test_there_are_three_yamls_and_three_jsons():
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_as_printed_a_gpu_is_needed_and_every_place_that_says_so_is_named(read, name, monkeypatch):
-    options = recipe(per_device_train_batch_size=16, learning_rate=5e-4)
+    options = recipe_of(per_device_train_batch_size=16, learning_rate=5e-4)
     strategy = read(name, options)
     assert (strategy.precision, strategy.launch.world_size) == ("fp16", 2)
     assert strategy.deepspeed["fp16"]["enabled"] is True
@@ -118,7 +112,7 @@ def test_as_printed_a_gpu_is_needed_and_every_place_that_says_so_is_named(read, 
 @pytest.mark.parametrize(("said", "precision"), [("no", "fp32"), ("bf16", "bf16")])
 @pytest.mark.parametrize("name", PAIRS)
 def test_with_another_precision_they_run_without_a_gpu(read, name, said, precision):
-    strategy = read(name, recipe(), said=said)
+    strategy = read(name, recipe_of(), said=said)
     assert strategy.precision == precision
     strategy.check_precision()
     assert parsed(strategy).bfloat16_config.enabled == (said == "bf16")
@@ -126,7 +120,7 @@ def test_with_another_precision_they_run_without_a_gpu(read, name, said, precisi
 
 def test_the_zero2_pair(read):
     """fp16.enabled is "true", a string; the schedule is all "auto" with the command's warm-up of 100, and without."""
-    options = recipe(learning_rate=1e-6, weight_decay=0.0, num_warmup_steps=100)
+    options = recipe_of(learning_rate=1e-6, weight_decay=0.0, num_warmup_steps=100)
     strategy = read("zero2.yaml", options)
     assert [note for note in strategy.notes if 'fp16.enabled = "true" is a string, which DeepSpeed reads' in note]
     zero = strategy.deepspeed["zero_optimization"]
@@ -143,7 +137,7 @@ def test_the_zero2_pair(read):
 @pytest.mark.parametrize("name", ["zero2.yaml", "zero3_offload.yaml"])
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_no_warmup_where_deepspeeds_schedule_needs_two(read, name, warmup):
-    options = recipe(num_warmup_steps=warmup) if warmup else recipe()
+    options = recipe_of(num_warmup_steps=warmup) if warmup else recipe_of()
     strategy = read(name, options)
     strategy, (note,) = schedule(strategy, options)
     assert (
@@ -154,14 +148,14 @@ def test_no_warmup_where_deepspeeds_schedule_needs_two(read, name, warmup):
 
 
 def test_the_zero3_offload_pair(read):
-    zero = parsed(read("zero3_offload.yaml", recipe())).zero_config
+    zero = parsed(read("zero3_offload.yaml", recipe_of())).zero_config
     assert (zero.offload_param.device, zero.offload_optimizer.pin_memory) == ("cpu", True)
     assert zero.max_live_parameters == 1_000_000_000
 
 
 def test_the_json_of_the_lora_article(read):
     """It leaves precision, batches and optimizer to the program, so the recipe has them."""
-    strategy = read("zero2.yaml", recipe(per_device_train_batch_size=1), of="lora.json", said="bf16")
+    strategy = read("zero2.yaml", recipe_of(per_device_train_batch_size=1), of="lora.json", said="bf16")
     zero = parsed(strategy).zero_config
     assert (zero.stage, zero.overlap_comm, zero.offload_optimizer.pin_memory) == (3, True, True)
     assert strategy.offloads_optimizer

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, recipe_of
 from transformers import get_scheduler
 
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
@@ -80,7 +80,7 @@ def test_the_published_345m_recipe_decays_until_320000_of_500000():
 
 def test_deepspeeds_schedule_ends_where_the_recipes_does():
     config = deepspeed("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto")
-    _, config = resolve(config, recipe(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
+    _, config = resolve(config, recipe_of(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
     assert config["scheduler"]["params"]["total_num_steps"] == 60
 
 
@@ -91,12 +91,6 @@ def test_a_warmup_longer_than_the_run_is_announced():
 
 def deepspeed(kind: str, **params) -> dict:
     return {"scheduler": {"type": kind, "params": params}}
-
-
-def recipe(**options) -> ClmRecipe:
-    made = ClmRecipe(**options)
-    made.remember_sources({name: f"--{name}" for name in options})
-    return made
 
 
 def resolve(config: dict, options: ClmRecipe, updates: int = 100) -> tuple[Schedule, dict]:
@@ -110,13 +104,13 @@ def resolve(config: dict, options: ClmRecipe, updates: int = 100) -> tuple[Sched
 def test_deepspeeds_linear_schedule_is_the_recipes():
     auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
     config = deepspeed("WarmupDecayLR", **auto)
-    _, config = resolve(config, recipe(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
+    _, config = resolve(config, recipe_of(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
     params = config["scheduler"]["params"]
     assert (params["total_num_steps"], params["warmup_num_steps"], params["warmup_max_lr"]) == (100, 10, 1e-3)
 
 
 def test_what_the_recipe_leaves_open_the_block_decides():
-    options = recipe()
+    options = recipe_of()
     adopt_scheduler(deepspeed("WarmupLR", warmup_num_steps=12), "ds.json", options)
     assert (options.lr_scheduler_type, options.num_warmup_steps) == ("constant_with_warmup", 12)
 
@@ -139,6 +133,6 @@ def test_what_the_recipe_leaves_open_the_block_decides():
 )
 def test_a_schedule_that_is_not_the_recipes_is_refused(config, options, words):
     with pytest.raises(UserError) as caught:
-        resolve(config, recipe(**options))
+        resolve(config, recipe_of(**options))
     for word in words:
         assert word in caught.value.report(), caught.value.report()

@@ -1,11 +1,10 @@
 """`zerofit compare --simulate` up to the launch: the devices, the recipe of the trials, refusals, the report."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, refusal
-from unit.test_limits import machine, rows
+from unit.test_limits import comparison_of, machine, rows
 
 from zerofit.recipe.parse import parse_recipe
 from zerofit.strategy.gpu_table import GPUS
@@ -14,9 +13,8 @@ from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare_options import CompareOptions
 from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.results import with_rates_of
-from zerofit.tools.compare.search_variable import BATCHES
 from zerofit.tools.compare.trial_journal import key_of
-from zerofit.tools.compare.trial_machine import Limits, launch_environment
+from zerofit.tools.compare.trial_machine import launch_environment
 from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -93,10 +91,7 @@ def test_the_report_says_that_it_is_simulated(tmp_path):
     untimed = [replace(row, trials=[with_rates_of(line, []) for line in row.trials]) for row in rows()]
     real = machine([Device("simulated device", GIB, GIB)])
     ours = replace(real, kind="npu", simulated=VARIABLES)
-    comparison = SimpleNamespace(
-        variable=BATCHES, timer=None, rows=lambda: untimed, machine=ours, limits=Limits(1000 * 2**20, None, []),
-        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=5),
-    )  # fmt: skip
+    comparison = comparison_of(rows=lambda: untimed, machine=ours)
     report = ComparisonReport(comparison, "zerofit compare --simulate 1GiB", [simulated.NOT_COUNTED])
     report.write(tmp_path)
     text = (tmp_path / "report.md").read_text()
@@ -121,10 +116,8 @@ def test_speeds_that_were_timed_stand_beside_simulated_sizes(tmp_path):
     assert simulated.Timer(machine()).precision("bf16") == ("bf16", "")
     assert "in fp32, for bf16 products take 12 times as long" in timer.note("bf16")
     ours = replace(machine([Device("simulated device", GIB, GIB)]), simulated=VARIABLES)
-    comparison = SimpleNamespace(
-        variable=BATCHES, timer=timer, rows=lambda: compared, machine=ours, limits=Limits(1000 * 2**20, None, []),
-        options=SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", num_processes=2, steps=2),
-    )  # fmt: skip
+    comparison = comparison_of(timer=timer, rows=lambda: compared, machine=ours)
+    comparison.options.steps = 2
     report = ComparisonReport(comparison, "zerofit compare --simulate 1GiB --steps 2", [simulated.NOT_COUNTED])
     speeds = {row[0]: row for row in report.speed_table()[1:]}
     assert [speeds[name][1:5] for name in ("ddp", "zero2")] == [("21", "8", "21", "2,100")] * 2
