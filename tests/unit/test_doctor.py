@@ -4,31 +4,30 @@ import dataclasses
 import json
 import os
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import BIN, ROOT, environment, tiny_model
+from helpers import ROOT, environment, tiny_model
 
 from zerofit.cli import main
 from zerofit.recipe.idle import IDLE, idle_options
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 from zerofit.tools.doctor.check import Needs, check_machine
+from zerofit.tools.doctor.doctor import make_report, read_options
 from zerofit.tools.doctor.doctor_report import DoctorReport, Finding
-from zerofit.tools.doctor.installation import Folder, Installation
-from zerofit.tools.doctor.values import OWNERS, flat
+from zerofit.tools.doctor.installation import Disk, Installation
 from zerofit.tools.machine import Device
 
 GIB = 2**30
 A100 = Device("A100", 40 * GIB, 39 * GIB, has_bf16=True)
 T4 = Device("T4", 16 * GIB, 15 * GIB, has_bf16=False)
-OUTPUT = Folder("output", "--output_dir", "outputs/x", free=100 * GIB, total=200 * GIB)
+OUTPUT = Disk("outputs/x", free=100 * GIB)
 HOST = {"cores": 8, "memory_free": 60 * GIB, "memory": 64 * GIB, "shm": 32 * GIB}
-HEALTHY = Installation(**HOST, kind="cuda", devices=(A100, A100), present={"NVIDIA": 2}, folders=(OUTPUT,))
+HEALTHY = Installation(**HOST, kind="cuda", devices=(A100, A100), present={"NVIDIA": 2}, output=OUTPUT)
 CPU = dataclasses.replace(HEALTHY, devices=(), kind="cpu", present={})
-NEEDS = Needs(processes=2, precision="bf16", deepspeed=True)
+NEEDS = Needs(processes=2, precision="bf16")
 RECIPE = """
 config_name: gpt2
 config_overrides: n_layer=2,n_head=2,n_embd=32,n_positions=64
@@ -59,7 +58,6 @@ def test_a_healthy_machine():
 
 
 BUSY, UNKNOWN = dataclasses.replace(A100, free=10 * GIB), dataclasses.replace(A100, name="NVIDIA A10G")
-DENIED = {"problem": "cannot be written: Permission denied", "what": "HF cache"}
 
 
 @pytest.mark.parametrize(
@@ -68,37 +66,30 @@ DENIED = {"problem": "cannot be written: Permission denied", "what": "HF cache"}
         ({"devices": (A100, UNKNOWN)}, {}, "note", ["no peak of NVIDIA A10G", "--peak_tflops"]),
         ({}, {"processes": 4}, "error", ["4 processes", "2 devices", "--num_processes 2"]),
         ({}, {"processes": 1}, "note", ["--num_processes 2"]),
-        ({"folders": ()}, {"visible": 1, "num_machines": 2}, "error", ["Use --num_processes 2"]),
+        ({"output": None}, {"visible": 1, "num_machines": 2}, "error", ["Use --num_processes 2"]),
         ({**vars(CPU), "bf16_slowdown": 12.4}, {}, "warning", ["12 times", "--precision fp32"]),
         ({**vars(CPU), "cores": 2}, {"processes": 4}, "warning", ["oversubscribe 2 cores"]),
         ({"devices": (T4, T4)}, {}, "warning", ["a T4", "--precision fp16"]),
         ({"devices": (A100, BUSY)}, {}, "warning", ["device 1 (A100): 30.00 GiB of 40.00 GiB"]),
         ({}, {"state_bytes": 100 * GIB}, "error", ["100.00 GiB of each device", "40.00 GiB"]),
-        ({"operations": {"cpu_adam": ["there is no ninja"]}}, {}, "error", ["cpu_adam", "no ninja", "torch_adam"]),
-        ({"operations": {"async_io": ["x"]}}, {"operations": ("async_io",)}, "error", ["--strategy zero3_offload"]),
-        ({"deepspeed_problem": "CUDAMismatchException: 11.8"}, {}, "error", ["CUDAMismatchException"]),
         ({}, {"host_bytes": 100 * GIB}, "error", ["100.00 GiB for the state", "64.00 GiB"]),
         ({}, {"host_bytes": 61 * GIB}, "warning", ["60.00 GiB are free"]),
         ({"shm": 64 * 2**20}, {}, "warning", ["/dev/shm has 64.0 MiB", "--shm-size"]),
-        ({"folders": (dataclasses.replace(OUTPUT, **DENIED),)}, {}, "error", ["Permission denied"]),
-        ({"folders": (dataclasses.replace(OUTPUT, free=2**20),)}, {}, "warning", ["only 1.0 MiB free"]),
+        ({"output": dataclasses.replace(OUTPUT, free=2**20)}, {}, "warning", ["only 1.0 MiB free"]),
         ({}, {"checkpoint_bytes": 101 * GIB}, "error", ["a checkpoint takes 101.00 GiB"]),
         ({}, {"checkpoint_bytes": 99 * GIB}, "warning", ["the second has no room"]),
         ({}, {"num_machines": 2}, "warning", ["file system", "--output_dir"]),
     ],
 )
 def test_what_is_wrong_with_a_machine(changes, needs, level, words):
-    needs = dataclasses.replace(NEEDS, **{"operations": ("cpu_adam",), **needs})
-    ((found, said),) = check(change(**changes), needs)
+    ((found, said),) = check(change(**changes), dataclasses.replace(NEEDS, **needs))
     assert found == level
     assert all(word in said for word in words), said
 
 
-def test_variables_of_the_shell():
+def test_devices_that_a_variable_hides():
     ((level, said),) = check(change(devices=()), CUDA_VISIBLE_DEVICES="")
     assert (level, "unset CUDA_VISIBLE_DEVICES" in said) == ("warning", True)
-    ((level, said),) = check(CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="OFF")
-    assert (level, "unset CUDA_LAUNCH_BLOCKING" in said) == ("warning", True)
 
 
 # ------------------------------------------------------------------------------------------------------- the command
@@ -119,20 +110,17 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def examined(capsys, *words: str) -> dict:
-    """The report, as JSON."""
-    code = main(["doctor", *words, "--json", "-"])
-    report = json.loads(capsys.readouterr().out)
-    assert report["exit_code"] == code
-    return report
+def examined(*words: str) -> DoctorReport:
+    return make_report(*read_options(list(words)), dict(os.environ))
 
 
-def texts(report: dict, *levels: str) -> list[str]:
-    return [f"{one['what']}. {one['remedy']}" for one in report["findings"] if one["level"] in (levels or ("error",))]
+def texts(report: DoctorReport, *levels: str) -> list[str]:
+    levels = levels or ("error",)
+    return [f"{found.what}. {found.remedy}" for found in report.sorted_findings if found.level in levels]
 
 
-def values(report: dict) -> dict[str, tuple]:
-    return {one["name"]: (one["value"], one["source"]) for one in report["values"]}
+def values(report: DoctorReport) -> dict[str, tuple]:
+    return {value.name: (value.value, value.source) for value in report.values}
 
 
 def edit(file: Path, **changes) -> Path:
@@ -149,20 +137,17 @@ ZERO2 = ("--strategy", "zero2")
 
 
 def test_a_sound_run(folder, capsys):
-    report = examined(capsys, *MINE, *ZERO2, "--global_batch_size", "32")
-    assert report["exit_code"] == 0, texts(report)
-    assert report["command"].startswith("accelerate launch --config_file accelerate_configs/zero2.yaml")
-    assert report["command"].endswith("train/clm.py --config clm/mine.yaml --global_batch_size 32")
+    report = examined(*MINE, *ZERO2, "--global_batch_size", "32")
+    assert report.exit_code == 0, texts(report)
+    assert report.command.startswith("accelerate launch --config_file accelerate_configs/zero2.yaml")
+    assert report.command.endswith("train/clm.py --config clm/mine.yaml --global_batch_size 32")
     found = values(report)
     assert found["global_batch_size"] == (32, "--global_batch_size")
     assert found["gradient_accumulation_steps"] == (4, "from global_batch_size")
     assert found["per_device_train_batch_size"] == (4, "clm/mine.yaml, line 7")
     assert found["precision"] == ("fp32", "default")
-    assert found["deepspeed: zero_optimization.stage"] == (2, "ds_configs/zero2.json")
-    assert found["deepspeed: gradient_clipping"] == (1.0, "max_grad_norm (default)")
-    assert found["deepspeed: train_batch_size"] == (32, "global_batch_size (--global_batch_size)")
     assert found["num_machines"] == (1, "accelerate_configs/zero2.yaml")
-    assert values(examined(capsys, *MINE, "--strategy", "tp_zero2"))["layout"] == (
+    assert values(examined(*MINE, "--strategy", "tp_zero2"))["layout"] == (
         "tensor 2",
         "ds_configs/tp_zero2.json",
     )
@@ -172,10 +157,8 @@ def test_contradictions_of_three_files_at_once(folder, capsys):
     edit(folder / "accelerate_configs/zero2.yaml", mixed_precision="bf16")
     contradictions = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
     edit(folder / "ds_configs/zero2.json", **contradictions, bf16={"enabled": False}, fp16={"enabled": False})
-    report = examined(
-        capsys, *MINE, *ZERO2, *"--max_grad_norm 1 --precision fp16 --gradient_accumulation_steps 4".split()
-    )
-    assert report["exit_code"] == 1
+    report = examined(*MINE, *ZERO2, *"--max_grad_norm 1 --precision fp16 --gradient_accumulation_steps 4".split())
+    assert report.exit_code == 1
     said = "\n".join(texts(report))
     for words in (
         "bf16 (accelerate_configs/zero2.yaml)",
@@ -191,8 +174,8 @@ def test_contradictions_of_three_files_at_once(folder, capsys):
 def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
     (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\nstrategy: zero1\n")
     edit(folder / "accelerate_configs/zero2.yaml", deepspeed_confg={})
-    report = examined(capsys, *MINE, *ZERO2)
-    assert report["exit_code"] == 2
+    report = examined(*MINE, *ZERO2)
+    assert report.exit_code == 2
     said = "\n".join(texts(report))
     for words in (
         "learning_rat is not an option. Did you mean learning_rate?",
@@ -215,7 +198,7 @@ def test_everything_that_a_json_has_wrong(folder, capsys):
         fp16={"enabled": True},
         bf16={"enabled": False},
     )
-    report = examined(capsys, *MINE, *ZERO2, *"--max_grad_norm 1 --precision bf16".split())
+    report = examined(*MINE, *ZERO2, *"--max_grad_norm 1 --precision bf16".split())
     said = "\n".join(texts(report))
     for words in (
         "DeepSpeed knows no overlap ",
@@ -233,16 +216,16 @@ def test_checks_of_a_run_before_its_data(folder, capsys):
     (folder / "model").mkdir()
     tiny_model("llama", vocab_size=300, max_position_embeddings=512).config.save_pretrained(folder / "model")
     command = ("--task", "clm", "--model_name_or_path", "model", "--train_file", "text.txt")
-    found = texts(examined(capsys, *command, "--block_size", "4096"), "error")
+    found = texts(examined(*command, "--block_size", "4096"), "error")
     assert any("block_size = 4096 (--block_size): the model has 512 positions" in text for text in found)
     assert any("'model'" in text and "tokenizer" in text.lower() for text in found), "it has none"
     wrong = "--block_size 4096 --chat_template no --lora_target_modules foo --optim adamw8 --global_batch_size 7 "
     wrong += "--validation_file none.txt"
-    report = examined(capsys, *command, "--train_tokenizer_vocab_size", "300", "--lora", *wrong.split())
+    report = examined(*command, "--train_tokenizer_vocab_size", "300", "--lora", *wrong.split())
     found = "\n".join(texts(report, "error"))
     for name in wrong.split()[::2]:
         assert f"{name[2:]} = " in found, found
-    assert report["exit_code"] == 2
+    assert report.exit_code == 2
 
 
 def test_what_has_no_effect(folder, capsys):
@@ -254,8 +237,8 @@ def test_what_has_no_effect(folder, capsys):
         activation_checkpointing={"cpu_checkpointing": True},
     )
     idle = "--report_name x --lr_scheduler_type constant --num_warmup_steps 5 --min_lr_ratio 0.1"
-    report = examined(capsys, *MINE, *ZERO2, *idle.split())
-    assert report["exit_code"] == 0, texts(report)
+    report = examined(*MINE, *ZERO2, *idle.split())
+    assert report.exit_code == 0, texts(report)
     said = "\n".join(texts(report, "warning", "note"))
     for words in (
         "report_name = x (--report_name) has no effect",
@@ -273,24 +256,20 @@ def test_what_has_no_effect(folder, capsys):
 
 def test_variables_that_an_earlier_launch_has_left(folder, capsys):
     os.environ["ACCELERATE_USE_FSDP"] = "true"
-    report = examined(capsys, "--strategy", "ddp", "--num_processes", "2")
+    report = examined("--strategy", "ddp", "--num_processes", "2")
     assert "unset ACCELERATE_USE_FSDP" in "\n".join(texts(report, "warning"))
     assert "fsdp_version = 1 is not supported" in "\n".join(texts(report))
     del os.environ["ACCELERATE_USE_FSDP"]
-    os.environ["ACCELERATE_GRADIENT_CLIPPING"] = "0.3"
-    report = examined(capsys, *MINE, "--strategy", "zero2_plain")
-    assert values(report)["max_grad_norm"] == (0.3, "ACCELERATE_GRADIENT_CLIPPING (this shell)")
-    del os.environ["ACCELERATE_GRADIENT_CLIPPING"]
     os.environ["WORLD_SIZE"] = "4"
-    assert "unset WORLD_SIZE" in "\n".join(texts(examined(capsys, "--strategy", "single", "--num_processes", "1")))
-    assert not texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2")), "the launcher sets it"
+    assert "unset WORLD_SIZE" in "\n".join(texts(examined("--strategy", "single", "--num_processes", "1")))
+    assert not texts(examined("--strategy", "ddp", "--num_processes", "2")), "the launcher sets it"
 
 
 def test_accelerates_own_refusals(folder, capsys):
-    said = texts(examined(capsys, "--strategy", "single", "--num_processes", "4"))[0]
+    said = texts(examined("--strategy", "single", "--num_processes", "4"))[0]
     assert "starts one process, and num_processes = 4" in said
     edit(folder / "accelerate_configs/ddp.yaml", mixed_precision="bf17")
-    (said,) = texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2"))
+    (said,) = texts(examined("--strategy", "ddp", "--num_processes", "2"))
     assert said.startswith("accelerate launch refuses accelerate_configs/ddp.yaml: Unknown mixed_precision mode: bf17")
 
 
@@ -300,32 +279,32 @@ def test_a_port_in_use(folder, capsys):
         taken.listen()
         port = taken.getsockname()[1]
         edit(folder / "accelerate_configs/ddp.yaml", main_process_port=port)
-        ((said),) = texts(examined(capsys, "--strategy", "ddp", "--num_processes", "2"), "note")
+        ((said),) = texts(examined("--strategy", "ddp", "--num_processes", "2"), "note")
         assert f"port {port} of this machine is in use" in said
         assert "--main_process_port 0" in said
-        report = examined(capsys, "--strategy", "ddp", "--num_processes", "4", "--num_machines", "2")
+        report = examined("--strategy", "ddp", "--num_processes", "4", "--num_machines", "2")
         assert "another process is utilizing it" in "\n".join(texts(report)), "other machines look for this one there"
 
 
 def test_weights_that_are_elsewhere(folder, capsys):
     words = ("--task", "clm", "--model_name_or_path", "someone/model", "--train_file", "text.txt", "--strategy", "ddp")
-    report = examined(capsys, *words)
-    assert report["exit_code"] == 1
+    report = examined(*words)
+    assert report.exit_code == 1
     assert "unset HF_HUB_OFFLINE" in "\n".join(texts(report))
     del os.environ["HF_HUB_OFFLINE"]
-    report = examined(capsys, *words)
-    assert report["exit_code"] == 0, texts(report)
+    report = examined(*words)
+    assert report.exit_code == 0, texts(report)
     said = "\n".join(texts(report, "note"))
     assert "hf download someone/model" in said
     assert "the model's size is not known here" in said
 
 
 def test_several_machines(folder, capsys):
-    report = examined(capsys, "--strategy", "zero2", "--num_processes", "3", "--num_machines", "2")
+    report = examined("--strategy", "zero2", "--num_processes", "3", "--num_machines", "2")
     assert "num_processes = 3 on 2 machines" in "\n".join(texts(report))
     section = {"deepspeed_config_file": "ds_configs/zero2.json"}
     edit(folder / "accelerate_configs/zero2.yaml", deepspeed_config=section)
-    report = examined(capsys, "--strategy", "zero2", "--num_processes", "4", "--num_machines", "2")
+    report = examined("--strategy", "zero2", "--num_processes", "4", "--num_machines", "2")
     assert "Write deepspeed_multinode_launcher: standard" in "\n".join(texts(report, "warning"))
 
 
@@ -334,8 +313,8 @@ def test_the_default_configuration(folder, capsys):
     path = folder / "hf/accelerate/default_config.yaml"
     path.parent.mkdir(parents=True)
     path.write_text((folder / "accelerate_configs/ddp.yaml").read_text())
-    report = examined(capsys, *MINE)
-    assert str(path) in report["command"]
+    report = examined(*MINE)
+    assert str(path) in report.command
     assert any("accelerate launch reads it" in text for text in texts(report, "note"))
 
 
@@ -344,26 +323,21 @@ def test_a_run_that_is_another(folder, capsys):
     out.mkdir()
     (out / "recipe.yaml").write_text("learning_rate: 1.0\n")
     (out / "metrics.jsonl").write_text('{"update": 1}\n')
-    assert "holds a different run" in "\n".join(texts(examined(capsys, *MINE, "--strategy", "ddp")))
+    assert "holds a different run" in "\n".join(texts(examined(*MINE, "--strategy", "ddp")))
 
 
 def test_a_json_alone(folder, capsys):
-    report = examined(capsys, "--deepspeed_config", "ds_configs/zero3_offload.json", "--num_processes", "2")
-    assert report["command"].startswith("torchrun --nproc_per_node 2 ")
-    assert values(report)["deepspeed: zero_optimization.offload_param.device"] == (
-        "cpu",
-        "ds_configs/zero3_offload.json",
-    )
+    report = examined("--deepspeed_config", "ds_configs/zero3_offload.json", "--num_processes", "2")
+    assert report.command.startswith("torchrun --nproc_per_node 2 ")
+    assert values(report)["strategy"][1] == "ds_configs/zero3_offload.json"
 
 
 def test_the_machine_alone(folder, capsys):
-    assert main(["doctor", "--json", "found.json"]) == 0
+    assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "machine\n  devices " in shown
+    assert "launch" not in shown
     assert "values" not in shown
-    found = json.loads((folder / "found.json").read_text())
-    assert found["command"] is None
-    assert found["machine"]["packages"]["torch"]
 
 
 def test_a_screen(folder, capsys, monkeypatch):
@@ -381,27 +355,17 @@ def test_bad_input(folder, capsys):
         (["--learning_rate", "1"], "add --config FILE, or --task"),
         (["--config", "none/clm/x.yaml"], "cannot be read"),
         (["--config", "ds_configs/zero2.json"], "the task is unknown"),
-        (["--json", "no/such/folder.json"], "cannot be written"),
     ):
         assert main(["doctor", *words]) == 2
         assert said in capsys.readouterr().err
-    report = examined(capsys, *MINE, "--strategy", "zero9")
-    assert report["exit_code"] == 2
+    report = examined(*MINE, "--strategy", "zero9")
+    assert report.exit_code == 2
     assert "there is no file accelerate_configs/zero9.yaml" in texts(report)[0]
-
-
-def test_from_a_shell(folder):
-    """Standard output is JSON and nothing else, whatever libraries print."""
-    command = [str(BIN / "zerofit"), "doctor", "--strategy", "zero3_offload", "--num_processes", "2", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert values(json.loads(done.stdout))["deepspeed: zero_optimization.stage"][0] == 3
-    assert not done.stderr
 
 
 def test_the_environment_is_left_as_it_was(folder, capsys):
     before = dict(os.environ)
-    examined(capsys, *MINE, *ZERO2)
+    assert main(["doctor", *MINE, *ZERO2]) == 0
     assert dict(os.environ) == before
 
 
@@ -417,25 +381,13 @@ def test_messages_are_cut_into_what_and_remedy():
 
 def test_the_worst_comes_first():
     report = DoctorReport(findings=[Finding("note", "a"), Finding("error", "b"), Finding("note", "a")])
-    assert [one.what for one in report.sorted_findings] == ["b", "a"]
+    assert [finding.what for finding in report.sorted_findings] == ["b", "a"]
     assert report.exit_code == 1
-
-
-def test_every_open_value_of_the_pairs_has_an_owner():
-    """What is "auto" in a JSON is the recipe's, or follows from the model's size or the machine's processes."""
-    names = "reduce_bucket_size stage3_prefetch_bucket_size stage3_param_persistence_threshold zero_hpz_partition_size"
-    sized = {f"zero_optimization.{name}" for name in names.split()}
-    files = sorted((ROOT / "ds_configs").glob("*.json"))
-    assert len(files) >= 6
-    for file in files:
-        open_keys = {key for key, value in flat(json.loads(file.read_text())) if value == "auto"}
-        assert open_keys <= OWNERS.keys() | sized
 
 
 def test_options_that_may_be_idle_exist():
     names = {field.name for recipe in (ClmRecipe, ClsRecipe, Seq2SeqRecipe) for field in dataclasses.fields(recipe)}
     assert {name for group in IDLE for name in group} <= names
-    assert {name for owner in OWNERS.values() for name in owner.split(", ")} <= names
 
 
 def test_a_run_tells_of_idle_options_too():

@@ -9,16 +9,11 @@ from zerofit.record.terminal import size
 from zerofit.strategy.gpu_table import NO_PEAK, gpu_of
 from zerofit.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE
 from zerofit.tools.doctor.doctor_report import Finding, error, note, warning
-from zerofit.tools.doctor.installation import Folder, Installation
+from zerofit.tools.doctor.installation import Disk, Installation
 
 SMALL_SHM = 512 * 2**20  # ds_report's limit
 FULL_DISK = 2**30
 NO_MEMORY_FREE = 0.9
-SLOW = {  # variables of debugging that somebody has forgotten
-    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
-    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked",
-    "NCCL_P2P_DISABLE": "GPUs exchange data through the host",
-}
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,6 @@ class Needs:
         processes: on this machine.
         precision: None: nothing says.
         visible: devices that the launcher leaves to the run; None: all.
-        operations: of DeepSpeed, that the strategy uses.
         state_bytes: weights, gradients and optimizer state of one process on its device.
         host_bytes: of all processes of this machine.
         checkpoint_bytes: of one checkpoint; None too where none is saved.
@@ -39,9 +33,7 @@ class Needs:
     processes: int = 1
     num_machines: int = 1
     precision: str | None = None
-    deepspeed: bool = False
     visible: int | None = None
-    operations: tuple[str, ...] = ()
     state_bytes: int | None = None
     host_bytes: int | None = None
     checkpoint_bytes: int | None = None
@@ -54,13 +46,8 @@ def check_machine(machine: Installation, needs: Needs, variables: Mapping[str, s
     Args:
         variables: the environment of a process.
     """
-    findings = [*_processes(machine, needs, variables), *_devices(machine, needs), *_deepspeed(machine, needs)]
-    findings += [*_memory(machine, needs), *_folders(machine, needs)]
-    set_here = {name: variables[name] for name in SLOW if variables.get(name, "") not in ("", "0", "OFF", "INFO")}
-    return findings + [
-        warning(f"{name} = {value}: {SLOW[name]}, which is slow. Type unset {name}")
-        for name, value in set_here.items()
-    ]
+    findings = [*_processes(machine, needs, variables), *_devices(machine, needs), *_memory(machine, needs)]
+    return findings + (list(_disk(machine.output, needs)) if machine.output else [])
 
 
 def _processes(machine: Installation, needs: Needs, variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -101,20 +88,6 @@ def _devices(machine: Installation, needs: Needs) -> Iterator[Finding]:
         yield error(f"{what} {size(largest)}. See zerofit plan --gpu_memory SIZE for strategies that fit")
 
 
-def _deepspeed(machine: Installation, needs: Needs) -> Iterator[Finding]:
-    """DeepSpeed itself, and what it compiles when it is needed first."""
-    level = error if needs.deepspeed else warning
-    if machine.deepspeed_problem:
-        yield level(f"DeepSpeed cannot be imported: {machine.deepspeed_problem}. Use --strategy ddp, or make setup")
-        return
-    for name in needs.operations:
-        remedy = "Use --strategy zero3_offload"
-        if name != "async_io":
-            remedy = 'Write "torch_adam": true in optimizer.params of the JSON'
-        if lacking := machine.operations.get(name):
-            yield error(f"DeepSpeed cannot compile {name} here: {', '.join(lacking)}. {remedy}, or install it")
-
-
 def _memory(machine: Installation, needs: Needs) -> Iterator[Finding]:
     if machine.shm is not None and machine.shm < SMALL_SHM and (machine.devices or needs.processes > 1):
         what = f"/dev/shm has {size(machine.shm)}: processes that exchange data through it may die with a bus error"
@@ -132,23 +105,16 @@ def _memory(machine: Installation, needs: Needs) -> Iterator[Finding]:
         yield warning(f"{parts}; {size(machine.memory_free)} are free now. End other programs")
 
 
-def _folders(machine: Installation, needs: Needs) -> Iterator[Finding]:
-    for folder in machine.folders:
-        is_output, remedy = folder.what == "output", f"Name another folder with {folder.option}"
-        if folder.problem and not is_output:  # the recipe's own check reports that one
-            level = error if needs.examined else warning
-            yield level(f"{folder.path} ({folder.what}) {folder.problem}. {remedy}")
-        elif folder.free < FULL_DISK:
-            yield warning(f"{folder.path} ({folder.what}): only {size(folder.free)} free. {remedy}")
-        elif is_output and needs.checkpoint_bytes and folder.free < 2 * needs.checkpoint_bytes:
-            fits = folder.free >= needs.checkpoint_bytes
-            what = f"{folder.path} has {size(folder.free)} free, and a checkpoint takes {size(needs.checkpoint_bytes)}"
-            level = warning if fits else error
-            yield level(f"{what}{': the second has no room' if fits else ''}. {remedy}")
-        if is_output and needs.num_machines > 1 and not folder.shared:
-            yield warning(_not_shared(folder, needs.num_machines))
-
-
-def _not_shared(folder: Folder, num_machines: int) -> str:
-    what = f"{folder.path} seems to be on a disk of this machine, one of {num_machines}"
-    return f"{what}. Name a folder on a file system that all machines share with {folder.option}"
+def _disk(disk: Disk, needs: Needs) -> Iterator[Finding]:
+    """The run's folder. Whether it can be written is told by the recipe's own check."""
+    remedy = "Name another folder with --output_dir"
+    if disk.free < FULL_DISK:
+        yield warning(f"{disk.path}: only {size(disk.free)} free. {remedy}")
+    elif needs.checkpoint_bytes and disk.free < 2 * needs.checkpoint_bytes:
+        fits = disk.free >= needs.checkpoint_bytes
+        what = f"{disk.path} has {size(disk.free)} free, and a checkpoint takes {size(needs.checkpoint_bytes)}"
+        level = warning if fits else error
+        yield level(f"{what}{': the second has no room' if fits else ''}. {remedy}")
+    if needs.num_machines > 1 and not disk.shared:
+        what = f"{disk.path} seems to be on a disk of this machine, one of {needs.num_machines}"
+        yield warning(f"{what}. Name a folder on a file system that all machines share with --output_dir")

@@ -11,17 +11,14 @@ point where it starts processes; then the recipe and the strategy pair are resol
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import sys
 from pathlib import Path
 
 import yaml
 
-from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.places import script
-from zerofit.record.environment import installed_packages
 from zerofit.record.terminal import say, screen_width
 from zerofit.tools.doctor.doctor_options import DoctorOptions
 from zerofit.tools.doctor.doctor_report import ERROR, DoctorReport, shown_value
@@ -32,18 +29,12 @@ PROG = "zerofit doctor"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report, or write it. Returns 0; 1: it cannot run here; 2: bad input."""
+    """Print the report. Returns 0; 1: it cannot run here; 2: bad input."""
     options, task, problems = read_options(list(argv or []))
     shell = dict(os.environ)
     offline = environment_replaced(shell | {"HF_HUB_OFFLINE": "1"})
     with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
         report = make_report(options, task, problems, shell)
-    content = json.dumps(report.to_json(), indent=2, default=str)
-    if options.json == "-":
-        print(content)
-        return report.exit_code
-    if options.json:
-        _write(Path(options.json), content)
     say(report.for_terminal(screen_width()))
     return report.exit_code
 
@@ -109,7 +100,6 @@ def make_report(options: DoctorOptions, task: str | None, problems: list[str], s
         report.examined = "this recipe" if task else "this strategy"
         examination.of_launch(_program(options, task))
     examination.of_machine()
-    report.machine["packages"] = installed_packages()
     return report
 
 
@@ -121,19 +111,12 @@ def _program(options: DoctorOptions, task: str | None) -> list[str]:
     words = [str(program.relative_to(folder) if program.is_relative_to(folder) else program)]
     config = options.source("config")
     words += ["--config", config] if config else []
-    own = {"task", "strategy", "num_processes", "num_machines", "json"}
+    own = {"task", "strategy", "num_processes", "num_machines"}
     for name, value in options.to_dict().items():
         if name not in own and (options.source(name) or "").startswith("--"):
             values = value if isinstance(value, list) else [value]
             words += [f"--{name}", *(() if value is True else map(shown_value, values))]
     return words
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"json = {str(path)!r} cannot be written: {error.strerror}. Name another file") from None
 
 
 if __name__ == "__main__":

@@ -30,4 +30,3 @@ class DoctorOptions(StrategyOptions):
         common=True,
     )
     num_machines: int | None = option(None, "Machines; by default those of the YAML, else 1.", positive=True)
-    json: str | None = option(None, "Write the findings to this file; - for standard output.", common=True)

@@ -1,9 +1,9 @@
-"""What the doctor has found: findings, effective values with their sources, the machine; on a screen and as JSON."""
+"""What the doctor has found: findings, effective values with their sources, the machine; on a screen."""
 
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.record.terminal import shortened
@@ -48,16 +48,11 @@ def note(message: str) -> Finding:
 
 @dataclass(frozen=True)
 class Value:
-    """An effective value, and who set it.
-
-    Attributes:
-        common: a screen shows it; the JSON has all.
-    """
+    """An effective value, and who set it."""
 
     name: str
     value: Any
     source: str
-    common: bool = False
 
 
 @dataclass
@@ -67,8 +62,7 @@ class DoctorReport:
     Attributes:
         examined: in words, what was looked at; None: only the machine.
         command: the launch line.
-        machine: {what: facts}, for the JSON.
-        lines: the same for a screen, (what, facts in words).
+        machine: (what, facts in words).
         bad_input: a file or an option cannot be read as it is.
     """
 
@@ -76,8 +70,7 @@ class DoctorReport:
     command: str | None = None
     findings: list[Finding] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
-    lines: list[tuple[str, str]] = field(default_factory=list)
+    machine: list[tuple[str, str]] = field(default_factory=list)
     bad_input: bool = False
 
     def add(self, level: str, messages: Iterable[str]) -> None:
@@ -109,16 +102,6 @@ class DoctorReport:
             return counted
         return f"{counted}: {self.examined} {'would not run' if self.exit_code else 'can run'} here"
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict,
-            "exit_code": self.exit_code,
-            "command": self.command,
-            "findings": [asdict(finding) for finding in self.sorted_findings],
-            "values": [{"name": value.name, "value": value.value, "source": value.source} for value in self.values],
-            "machine": self.machine,
-        }
-
     def for_terminal(self, width: int | None) -> str:
         """What is wrong first, then the values, then the machine.
 
@@ -129,12 +112,11 @@ class DoctorReport:
         parts += ["\n".join(_finding(finding, width) for finding in self.sorted_findings)] if self.findings else []
         if self.command:
             parts.append("launch\n" + _wrapped(self.command, width, "  ", "      "))
-        shown = [value for value in self.values if value.common]
-        if shown:
-            parts.append("\n".join(["values", *_table(shown, width)]))
-        if self.lines:
-            first = max(len(what) for what, _ in self.lines)
-            rows = (_wrapped(text, width, f"  {what:<{first}}  ", " " * (first + 4)) for what, text in self.lines)
+        if self.values:
+            parts.append("\n".join(["values", *_table(self.values, width)]))
+        if self.machine:
+            first = max(len(what) for what, _ in self.machine)
+            rows = (_wrapped(text, width, f"  {what:<{first}}  ", " " * (first + 4)) for what, text in self.machine)
             parts.append("\n".join(["machine", *rows]))
         return "\n\n".join(parts)
 
@@ -147,7 +129,7 @@ def _finding(finding: Finding, width: int | None) -> str:
 
 def _table(values: list[Value], width: int | None) -> list[str]:
     """Lines with the name, the value and its source; long values and sources without their middle."""
-    names = [value.name.rpartition(": ")[2].removeprefix("zero_optimization.") for value in values]
+    names = [value.name for value in values]
     texts = [shortened(shown_value(value.value), VALUE) for value in values]
     first, second = min(NAME, max(map(len, names))), max(map(len, texts))
     lines = []

@@ -8,7 +8,6 @@ from typing import Any
 
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.constants import HF_HOME
 from huggingface_hub.errors import HFValidationError
 
 from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
@@ -20,9 +19,7 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
-from zerofit.strategy.build_locks import extensions_folder
 from zerofit.strategy.builds import check_compiled_code
-from zerofit.strategy.disk import keeps_optimizer_on_disk
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
 from zerofit.strategy.pairs import find_strategies
@@ -31,15 +28,14 @@ from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Needs, check_machine
 from zerofit.tools.doctor.doctor_options import DoctorOptions
 from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, error, note
-from zerofit.tools.doctor.installation import BUILDERS, inspect_installation
+from zerofit.tools.doctor.installation import inspect_installation
 from zerofit.tools.doctor.launcher import ExaminedLaunch, look_at_launch, look_at_torchrun, shown_command
-from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values, told_by_shell
+from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values
 from zerofit.tools.doctor.without_effect import idle_keys, idle_settings, schedule_warnings
 from zerofit.tools.rank_environment import environment_of_a_rank
 from zerofit.tools.tool_recipe import TASKS
 from zerofit.training.configuration import check_model, resolve
 
-ADAMS = ("adam", "adamw")
 MODELS = ("model_name_or_path", "config_name", "model_type")
 TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads variables
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -80,13 +76,12 @@ class Examination:
         with environment_of_a_rank(launch.world_size, launch.local_world_size, launch.environment | offline):
             self._resolve(launch)
         if self.strategy is not None:
-            report.values += strategy_values(self.strategy, self.recipe)
+            report.values += strategy_values(self.strategy)
             report.findings += idle_settings(self.strategy, launch)
             report.add(NOTE, self.strategy.notes)
         if self.task:
             folder = output_folder(self.task, self.recipe)
             report.values += recipe_values(self.recipe, self.strategy, folder)
-        report.values = told_by_shell(report.values, launch)
         self.needs = self._needs(launch)
 
     def _read_launch(self) -> ExaminedLaunch:
@@ -169,17 +164,16 @@ class Examination:
 
     def _needs(self, launch: ExaminedLaunch) -> Needs:
         """What the launch asks of this machine."""
-        strategy, variables = self.strategy, launch.environment
+        strategy = self.strategy
         needs = Needs(
             processes=launch.local_world_size,
             num_machines=launch.num_machines,
             visible=launch.devices,
-            deepspeed=variables.get("ACCELERATE_USE_DEEPSPEED") == "true" or bool(self.options.deepspeed_config),
         )
         if strategy is None:
             return needs
         on_gpu = num_devices() > 0
-        needs = dataclasses.replace(needs, precision=strategy.precision, operations=operations_of(strategy.deepspeed))
+        needs = dataclasses.replace(needs, precision=strategy.precision)
         if not (self.task and self.is_sound and self.recipe.trains):
             return needs
         if self.looked_at_model and self.planned is None:
@@ -193,7 +187,7 @@ class Examination:
             return needs
         weights, host = planned.weights, states.offloaded + (0 if on_gpu else states.held)
         trained = f", {weights.trained / 1e6:,.1f} M of them are trained" if weights.frozen else ""
-        self.report.lines.append(("model", f"{(weights.trained + weights.frozen) / 1e6:,.1f} M parameters{trained}"))
+        self.report.machine.append(("model", f"{(weights.trained + weights.frozen) / 1e6:,.1f} M parameters{trained}"))
         saves = self.recipe.save_strategy != "no" or self.recipe.save_minutes
         return dataclasses.replace(
             needs,
@@ -208,22 +202,10 @@ class Examination:
         if self.launch is None:
             with self._collected():
                 check_devices()
-        operations = needs.operations if needs.examined else tuple(BUILDERS)
-        looks = needs.deepspeed or not needs.examined
-        machine = inspect_installation(self._folders(), operations if looks else None)
+        machine = inspect_installation(output_folder(self.task, self.recipe) if self.task else None)
         variables = self.launch.environment if self.launch else self.shell
         report.findings += check_machine(machine, needs, variables)
-        report.lines += machine.lines()
-        report.machine |= dataclasses.asdict(machine)
-
-    def _folders(self) -> dict[tuple[str, str], Path]:
-        """{(what it is for, what sets it): folder into which a run writes}."""
-        folders = {("HF cache", "HF_HOME"): Path(HF_HOME)}
-        if self.needs.operations or not self.needs.examined:
-            folders["extensions", "TORCH_EXTENSIONS_DIR"] = Path(extensions_folder())
-        if self.task:
-            folders = {("output", "--output_dir"): output_folder(self.task, self.recipe)} | folders
-        return folders
+        report.machine += machine.lines()
 
 
 def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
@@ -255,14 +237,3 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
         else:
             findings.append(note(f"{what}: the run downloads it. To have it before: hf download {name}"))
     return findings
-
-
-def operations_of(config: dict[str, Any] | None) -> tuple[str, ...]:
-    """The operations of DeepSpeed that a configuration compiles (runtime/engine.py, _configure_basic_optimizer)."""
-    optimizer, disk = (config or {}).get("optimizer") or {}, ()
-    if config and keeps_optimizer_on_disk(config["zero_optimization"]):
-        disk = ("async_io",)
-    if str(optimizer.get("type", "")).lower() not in ADAMS or optimizer.get("params", {}).get("torch_adam"):
-        return disk
-    offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
-    return ("cpu_adam" if offload != "none" else "fused_adam", *disk)

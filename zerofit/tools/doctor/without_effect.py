@@ -1,5 +1,7 @@
 """What is set and has no effect: in the accelerate YAML and in the DeepSpeed JSON; the run itself tells of options."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError
@@ -7,7 +9,6 @@ from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.doctor_report import Finding, error, note, warning
 from zerofit.tools.doctor.launcher import ExaminedLaunch
-from zerofit.tools.doctor.values import flat, stated_json
 
 # {section of the YAML: the distributed_type that reads it}
 SECTIONS = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
@@ -45,14 +46,14 @@ def idle_settings(strategy: Strategy, launch: ExaminedLaunch) -> list[Finding]:
     if strategy.deepspeed is None:
         return []
     source, stage = strategy.source, strategy.deepspeed["zero_optimization"].get("stage")
-    section, stated, idle = launch.content.get("deepspeed_config") or {}, stated_json(strategy), {}
+    section, stated, idle = launch.content.get("deepspeed_config") or {}, _stated_json(strategy), {}
     if stage != 3:
         names = [f"{source}: zero_optimization.{name}" for name in stated.get("zero_optimization") or {}]
         names = [name for name in names if ".stage3_" in name or name.endswith(ONLY_STAGE_3)]
         names += [f"{launch.config_file}: deepspeed_config.{name}" for name in OF_STAGE_3 if section.get(name)]
         idle |= dict.fromkeys(names, f"It belongs to stage 3, and this is stage {stage}")
     for half in ("fp16", "bf16"):
-        keys = [name for name, value in flat(stated.get(half) or {}) if name != "enabled" and value != "auto"]
+        keys = [name for name, value in (stated.get(half) or {}).items() if name != "enabled" and value != "auto"]
         if keys and strategy.precision != half:
             names = ", ".join(f"{half}.{name}" for name in keys)
             idle[f"{source}: {names}"] = f"The precision is {strategy.precision}"
@@ -61,3 +62,9 @@ def idle_settings(strategy: Strategy, launch: ExaminedLaunch) -> list[Finding]:
         what = f"{launch.config_file}: zero3_init_flag = false: each process loads the whole model before sharding"
         findings.append(warning(f"{what}. Write zero3_init_flag: true"))
     return findings
+
+
+def _stated_json(strategy: Strategy) -> dict[str, Any]:
+    """The DeepSpeed JSON as it was written; empty where there is none."""
+    path = Path(strategy.source)
+    return json.loads(path.read_text(encoding="utf-8")) if strategy.launch.json_path and path.is_file() else {}
