@@ -9,11 +9,13 @@ import pytest
 import yaml
 
 from zerofit.cli import main as zerofit
+from zerofit.tools.convert.convert_options import MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.calls import calls_in
 from zerofit.tools.convert.megatron_args.corpora import convert_preparation
 from zerofit.tools.convert.megatron_args.ledger import FlagRow
 from zerofit.tools.convert.megatron_args.pair import pair_of
-from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
+from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
 
 LLAMA_2 = """
 DS_CONFIG=./deepspeed.json
@@ -89,7 +91,7 @@ SCRIPTS = {  # name on the page: (text, what has to be said)
 def converted(name: str):
     text, given = SCRIPTS[name]
     (call,) = calls_in(text, given)
-    return convert_pretraining(call, Options())
+    return convert_pretraining(call, MegatronArgsOptions())
 
 
 def rows() -> dict[str, tuple[list[str], FlagRow]]:
@@ -118,7 +120,7 @@ def test_every_flag_of_the_articles_is_known():
 )  # fmt: skip
 def test_the_models_and_processes_of_the_articles(name, parameters, vocabulary, strategy, world):
     done = converted(name)
-    assert done.shape.parameters(vocabulary) == parameters
+    assert parameters_of(done.recipe, vocabulary) == parameters
     assert (done.layout.strategy, done.layout.world) == (strategy, world)
 
 
@@ -141,7 +143,7 @@ def test_a_job_of_two_machines_keeps_the_clouds_variables(tmp_path, capsys):
 
 def test_without_the_number_of_machines_the_number_of_processes_is_enough():
     (call,) = calls_in(GPT_22B, {})
-    done = convert_pretraining(call, Options(num_processes=4))
+    done = convert_pretraining(call, MegatronArgsOptions(num_processes=4))
     assert not done.flags.problems
     assert (done.layout.world, done.layout.machines, done.layout.launch_options) == (4, 1, [])
     settings = yaml.safe_load(pair_of(done.layout, Path("x"))["accelerate.yaml"])

@@ -8,8 +8,9 @@ import pytest
 
 from zerofit.cli import main as zerofit
 from zerofit.recipe import UserError
+from zerofit.tools.convert.convert_options import MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.calls import calls_in
-from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.sandbox import Sandbox, Unconfined
 from zerofit.tools.convert.megatron_args.shell import Shell
 from zerofit.tools.convert.megatron_args.unknown import shown
@@ -137,9 +138,9 @@ def test_the_line_to_mend(script, said):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ('"wandb": {"enabled": true,\n  "project": $PROJECT}\n', 'line 5 of the script ("project": arxiv}): a text'),
-        ('"bf16": {"enabled": true},\n', 'line 4 of the script ("bf16": {"enabled": true},): remove the comma'),
-        ('"steps_per_print": 1\n"bf16": {"enabled": true}\n', 'line 4 of the script ("steps_per_print": 1): a comma'),
+        ('"wandb": {"enabled": true,\n  "project": $PROJECT}\n', 'line 3 of ds.json ("project": arxiv}): a text'),
+        ('"bf16": {"enabled": true},\n', 'line 2 of ds.json ("bf16": {"enabled": true},): remove the comma'),
+        ('"steps_per_print": 1\n"bf16": {"enabled": true}\n', 'line 2 of ds.json ("steps_per_print": 1): a comma'),
     ],
 )
 def test_the_line_of_a_json_to_mend(body, said):
@@ -155,7 +156,7 @@ TRAINING = (
 
 def converted(script: str, given: dict | None = None):
     (call,) = calls_in(script, given or {})
-    return convert_pretraining(call, Options())
+    return convert_pretraining(call, MegatronArgsOptions())
 
 
 # ----------------------------------------------------------------------------------------------------------- corpora

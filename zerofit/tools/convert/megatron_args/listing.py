@@ -1,17 +1,13 @@
-"""What printing does to a script: lost backslashes, marks of a diff, JSON with a comma too many. Says what to mend."""
+"""What printing does to a script: lost backslashes, marks of a diff. Says what to mend."""
 
-import json
 import re
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import parse_json
-from zerofit.strategy.json_mistakes import what_to_mend
 from zerofit.tools.convert.megatron_args.shell import ShellCommand
 
 DIFF = re.compile(r'\s*[<>]\s+(--|\w+=|export |["}])')  # redirections do not begin like that
 TO_FILL_IN = re.compile(r"(--[\w-]+)[ =](<[A-Za-z][^<>\n]*>)")  # to bash, < and > are redirections
 LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate", "srun", "mpirun")
-HERE_DOCUMENT = re.compile(r"<<-?\s*['\"\\]?(\w+)['\"]?[^\n]*\n(.*?)\n\s*\1\s*$", re.DOTALL | re.MULTILINE)
 
 
 def check_text(lines: list[str]) -> None:
@@ -57,24 +53,3 @@ def _remedy(number: int, lines: list[str]) -> str:
     if before.endswith("\\"):
         return f"line {number} has blanks after its backslash"
     return f"end line {number} with a backslash"
-
-
-def read_json(text: str, name: str, lines: list[str]) -> dict:
-    """A JSON that a script writes, or that it names.
-
-    Raises:
-        ValueError: it is not valid; the message has the line to mend, of the script where it is there.
-    """
-    try:
-        return parse_json(text)
-    except json.JSONDecodeError as error:
-        line, wrong = what_to_mend(text, error)
-        raise ValueError(f"{_place(text, line, name, lines)} {wrong}") from None
-
-
-def _place(text: str, line: int, name: str, lines: list[str]) -> str:
-    script = "\n".join(lines)
-    for found in HERE_DOCUMENT.finditer(script):
-        if found[2].count("\n") == text.rstrip("\n").count("\n"):
-            return f"line {script.count(chr(10), 0, found.start(2)) + line} of the script"
-    return f"line {line} of {name}"

@@ -5,14 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
+from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.places import place
 from zerofit.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
 from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
+from zerofit.strategy.json_mistakes import what_to_mend
 from zerofit.strategy.monitors import HERE, PROJECTS, monitors_in_use
 from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call, missing
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
-from zerofit.tools.convert.megatron_args.listing import read_json
 from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
 
 DEGREES = tuple(
@@ -28,7 +31,13 @@ KEYS = {
     **dict.fromkeys(SEQUENCE_DEGREES, SEQUENCE),
 }
 FALLBACK = 8  # processes, where the script does not say
-OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+OWNED = {  # keys of the JSON that are filled in from the recipe: the flag that must agree
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": None,
+    "gradient_clipping": "clip_grad",
+}
+DEFAULTS = {"clip_grad": 1.0}  # Megatron's
 
 
 @dataclass
@@ -149,7 +158,7 @@ def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
     kinds = {TENSOR_DEGREE: "tensor", PIPELINE_DEGREE: "pipeline", **dict.fromkeys(SEQUENCE_DEGREES, "sequence")}
     if name not in kinds:
         return "not supported: "
-    if kinds[name] == "sequence" and any(other in SPLITTING for other in split if other != name):
+    if kinds[name] == "sequence" and any(degree in SPLITTING for degree in split if degree != name):
         return "rows are not split together with another kind of parallelism: "
     size = layout.replica_size * split[name]
     if layout.world % size:
@@ -174,8 +183,8 @@ def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
     if stage not in (0, 1, 2, 3):
         flags.wrong("zero_stage", "0, 1, 2 or 3 was expected")
         stage = 0
-    least = 3 if in_place_of_others else 1 if layout.replica_size > 1 else stage
-    layout.stage = max(least, stage) if layout.sequence == 1 else 2 if stage == 2 else 3
+    min_stage = 3 if in_place_of_others else 1 if layout.replica_size > 1 else stage
+    layout.stage = max(min_stage, stage) if layout.sequence == 1 else 2 if stage == 2 else 3
     if layout.pipeline > 1:
         layout.stage = 1
     instead = ", in place of other kinds of parallelism" if in_place_of_others else ""
@@ -218,14 +227,14 @@ def _read_block(flags: FlagLedger, call: Call, layout: Layout) -> None:
     if text is None:
         flags.none("deepspeed_config", "there is no such file here: nothing of it is carried over")
         return
-    unknown = [one for one in unknown_in(text) if one]
-    if unknown:
+    if unknown := [variable for variable in unknown_in(text) if variable]:
         flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
         return
     try:
-        config = read_json(text, name, call.shell.lines if call.shell else [])
-    except ValueError as error:
-        flags.wrong("deepspeed_config", str(error))
+        config = parse_json(text)
+    except json.JSONDecodeError as error:
+        line, wrong = what_to_mend(text, error)
+        flags.wrong("deepspeed_config", f"line {line} of {name} {wrong}")
         return
     flags.carried("deepspeed_config", "deepspeed.json, as follows")
     for key, value in config.items():
@@ -257,16 +266,11 @@ def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> None:
         layout.block[name] = {**value, "enabled": "auto"}
         row("carried over", '"enabled": "auto", filled in from the recipe' + "; the rest as it is" * (len(value) > 1))
     elif key in OWNED:
-        flag = {"train_batch_size": "global_batch_size", "train_micro_batch_size_per_gpu": "micro_batch_size"}.get(key)
-        in_flags = flags.number(flag) if flag and flags.has(flag) else None
-        if in_flags is not None and value != "auto" and value != in_flags:
+        flag = OWNED[key]
+        in_flags = flags.number(flag, float, DEFAULTS.get(flag, value)) if flag else value
+        if value not in ("auto", in_flags):
             flags.wrong(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
         row("carried over", '"auto", filled in from the recipe')
-    elif key == "gradient_clipping":
-        in_flags = flags.number("clip_grad", float, 1.0)
-        if value != "auto" and value != in_flags:
-            flags.wrong("clip_grad", f"the DeepSpeed JSON says gradient_clipping = {value}: make them agree")
-        row("carried over", '"auto", filled in from the recipe (max_grad_norm)')
     else:
         layout.block[key] = value
         row("carried over", "as it is")
@@ -274,28 +278,17 @@ def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> None:
 
 def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
-    config = None
+    files = {}
+    settings = yaml.safe_load(place(f"accelerate_configs/{layout.strategy}.yaml").read_text())
+    settings |= {"num_machines": layout.machines, "num_processes": layout.world}
+    if layout.machines > 1:
+        address, port = (None if "$" in value else value for value in (layout.address, layout.port))
+        settings |= {"main_process_ip": address or Layout.address, "main_process_port": int(port or Layout.port)}
     if layout.stage:
+        settings["deepspeed_config"]["deepspeed_config_file"] = str(folder / "deepspeed.json")
+        settings["deepspeed_config"]["zero3_init_flag"] &= layout.stage == 3
         config = json.loads(place(f"ds_configs/{layout.strategy}.json").read_text())
         config = with_degrees(config, layout.tensor, layout.pipeline, layout.sequence)
         zero = {**config["zero_optimization"], **layout.block.get("zero_optimization", {}), "stage": layout.stage}
-        config = {**config, **layout.block, "zero_optimization": zero}
-    quoted_no = "'NO'"  # else YAML's false
-    lines = ["compute_environment: LOCAL_MACHINE"]
-    if config:
-        shards_at_once = layout.stage == 3 and layout.tensor == 1  # else layers are cut first
-        lines += [
-            "distributed_type: DEEPSPEED",
-            "deepspeed_config:",
-            f"  deepspeed_config_file: {folder / 'deepspeed.json'}",
-            f"  zero3_init_flag: {str(shards_at_once).lower()}",
-            "  deepspeed_multinode_launcher: standard",
-        ]
-    else:
-        lines.append(f"distributed_type: {'MULTI_GPU' if layout.world > 1 else quoted_no}")
-    lines += [f"num_machines: {layout.machines}", f"num_processes: {layout.world}", "machine_rank: 0"]
-    if layout.machines > 1:
-        fixed = [None if "$" in value else value for value in (layout.address, layout.port)]
-        lines += [f"main_process_ip: {fixed[0] or Layout.address}", f"main_process_port: {fixed[1] or Layout.port}"]
-    files = {"accelerate.yaml": "\n".join([*lines, "main_training_function: main", ""])}
-    return {**files, "deepspeed.json": json.dumps(config, indent=2) + "\n"} if config else files
+        files["deepspeed.json"] = json.dumps({**config, **layout.block, "zero_optimization": zero}, indent=2) + "\n"
+    return {"accelerate.yaml": yaml.safe_dump(settings, sort_keys=False), **files}

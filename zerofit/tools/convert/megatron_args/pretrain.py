@@ -4,10 +4,11 @@ Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megat
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.recipe.megatron_flags import FULL, SELECTIVE, TYPED, shapes_the_model
+from zerofit.recipe.megatron_flags import SELECTIVE, TYPED, shapes_the_model
+from zerofit.recipe.words import counted
+from zerofit.tools.convert.convert_options import MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.calls import SEARCH, Call
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger
 from zerofit.tools.convert.megatron_args.pair import read_layout
@@ -33,16 +34,7 @@ ELSEWHERE = tuple(
 )
 
 
-@dataclass
-class Options:
-    """Options of the converter itself."""
-
-    tokenizer_name: str | None = None
-    model_name_or_path: str | None = None
-    num_processes: int | None = None
-
-
-def convert_pretraining(call: Call, options: Options) -> ConvertedScript:
+def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedScript:
     """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger has the result for each flag."""
     flags = FlagLedger.of(call)
     searched = call.program == SEARCH
@@ -65,8 +57,6 @@ def convert_pretraining(call: Call, options: Options) -> ConvertedScript:
     read_optimizer(done)
     read_precision(done)
     _memory(done)
-    if done.flags.has("checkpoint_in_cpu"):
-        _inputs_on_the_host(done)
     _checkpoints(done, options)
     _trackers(done)
     for name in flags.flags:
@@ -78,7 +68,7 @@ def convert_pretraining(call: Call, options: Options) -> ConvertedScript:
 # ------------------------------------------------------------------------------------------------------ model and data
 
 
-def _model(done: ConvertedScript, options: Options) -> None:
+def _model(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     flags, shape = done.flags, done.shape
     if options.model_name_or_path:
         done.recipe["model_name_or_path"] = options.model_name_or_path
@@ -89,13 +79,11 @@ def _model(done: ConvertedScript, options: Options) -> None:
         multiple = flags.number("make_vocab_size_divisible_by", default=128)
         tensor = flags.number("tensor_model_parallel_size", default=1)
         padded = multiple * tensor
-        why = f" ({multiple} times the {tensor} tensor-parallel processes, as there)" if tensor > 1 else ""
-        carry(done, "make_vocab_size_divisible_by", "make_vocab_size_divisible_by", padded, why)
-        if not flags.has("make_vocab_size_divisible_by"):
-            flags.default("--make-vocab-size-divisible-by 128", f"make_vocab_size_divisible_by: {padded}{why}")
+        why = f" ({multiple} times the {tensor} tensor-parallel processes, as in Megatron)" if tensor > 1 else ""
+        carry(done, "make_vocab_size_divisible_by", "make_vocab_size_divisible_by", padded, why, default=128)
 
 
-def _tokenizer(done: ConvertedScript, options: Options) -> None:
+def _tokenizer(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     flags = done.flags
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
     given = [name for name in names if flags.has(name)]
@@ -169,19 +157,12 @@ def _data(done: ConvertedScript, program: str) -> None:
         flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
     if flags.has("num_workers"):
         carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
-    _seed(done)
+    note = "" if flags.has("seed") else ", which the order of the samples follows from"
+    carry(done, "seed", "seed", flags.number("seed", default=1234), note, default=1234)
 
 
 def _shares(split: str) -> list[float]:
     return [*map(float, split.replace("/", ",").split(",")), 0.0, 0.0][:3]
-
-
-def _seed(done: ConvertedScript) -> None:
-    done.recipe["seed"] = done.flags.number("seed", default=1234)
-    if done.flags.has("seed"):
-        done.flags.carried("seed", f"seed: {done.recipe['seed']}")
-    else:
-        done.flags.default("--seed 1234", "seed: 1234, which the order of the samples follows from")
 
 
 # ------------------------------------------------------------------------------------------------- batches and length
@@ -211,7 +192,7 @@ def _batches(done: ConvertedScript) -> None:
     if total % (replicas * micro):
         done.notes.append(f"Megatron refuses this global batch: {total} is not a multiple of {micro} * {replicas}")
     elif layout.split != layout.replica_size:
-        note += f" (there {total // replicas // micro}, on {replicas} data-parallel process{'es' * (replicas > 1)})"
+        note += f" ({total // replicas // micro} in Megatron, on {counted(replicas, 'data-parallel process')})"
     carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
     carry(done, "global_batch_size", "global_batch_size", total)
     done.batch = total
@@ -241,70 +222,36 @@ def _evaluation(done: ConvertedScript) -> None:
         if flags.has("eval_interval"):
             flags.none("eval_interval", "see --eval-iters")
         return
-    carry(done, "eval_interval", "eval_steps", every)
-    note = f", {batches} global batches of {batch}; the same samples at each evaluation (there other ones)"
-    carry(done, "eval_iters", "max_eval_samples", batches * batch, note)
-    if not flags.has("eval_interval"):
-        flags.default("--eval-interval 1000", "eval_steps: 1000")
-    if not flags.has("eval_iters"):
-        flags.default("--eval-iters 100", f"max_eval_samples: {batches * batch}{note}")
+    carry(done, "eval_interval", "eval_steps", every, default=1000)
+    note = f", {batches} global batches of {batch}; the same samples at each evaluation, Megatron uses different ones"
+    carry(done, "eval_iters", "max_eval_samples", batches * batch, note, default=100)
 
 
 def _memory(done: ConvertedScript) -> None:
+    """Recomputation. Megatron's --recompute-activations sets the granularity; its older flags mean full layers."""
     flags = done.flags
-    granularity = flags.text("recompute_granularity")
-    if flags.has("recompute_activations"):  # Megatron lets it set the granularity
-        granularity = "selective"
-    selective = [name for name in ("recompute_activations", "recompute_granularity") if granularity == "selective"]
-    for name in selective:
-        carry(done, name, "gradient_checkpointing", "selective", f" ({SELECTIVE})")
-    full = ["recompute_granularity"] if granularity == "full" else []
-    full += [name for name in ("checkpoint_activations", "deepspeed_activation_checkpointing") if flags.has(name)]
-    method = flags.first("recompute_method", "activations_checkpoint_method")
-    number = flags.first("recompute_num_layers", "activations_checkpoint_num_layers", "checkpoint_num_layers")
-    if method == "activations_checkpoint_method":
-        full.append(method)
-    count = flags.number(number, default=1) if number else 1
-    if not full or selective:
-        return
-    value, note, where = True, "", [name for name in (method, number) if name and name not in full]
-    if method and flags.text(method) == "block":
-        value, note = _of_block(done, count)
-        full += where
-    else:
-        for name in where if count != 1 else ():
-            flags.none(name, f"{FULL}, and not {count} together")
-    for name in full:
-        if value:
-            carry(done, name, "gradient_checkpointing", value, note if name == full[-1] else "")
+    granularity = "selective" if flags.has("recompute_activations") else flags.text("recompute_granularity")
+    older = ("checkpoint_activations", "deepspeed_activation_checkpointing", "activations_checkpoint_method")
+    for name in ("recompute_activations", "recompute_granularity"):
+        if granularity == "selective" and flags.has(name):
+            carry(done, name, "gradient_checkpointing", "selective", f" ({SELECTIVE})")
+    if granularity != "selective":
+        for name in ("recompute_granularity" if granularity == "full" else "", *older):
+            if flags.has(name):
+                carry(done, name, "gradient_checkpointing", True)
+    if flags.text("recompute_method") == "block":
+        flags.none("recompute_method", "all layers are recomputed; --gradient_checkpointing K takes every K-th")
+    if flags.has("checkpoint_in_cpu"):
+        if "gradient_checkpointing" in done.recipe:
+            carry(done, "checkpoint_in_cpu", "activation_offload", True)
         else:
-            flags.satisfied(name, "no layer is recomputed")
-
-
-def _inputs_on_the_host(done: ConvertedScript) -> None:
-    if "gradient_checkpointing" in done.recipe:
-        carry(done, "checkpoint_in_cpu", "activation_offload", True)
-    else:
-        done.flags.satisfied("checkpoint_in_cpu", "no layer is recomputed")
-
-
-def _of_block(done: ConvertedScript, count: int) -> tuple[bool | int, str]:
-    """(gradient_checkpointing, remark) where the first layers of each stage are recomputed: as many or more, spread
-    evenly (megatron/core/transformer/transformer_block.py, _checkpointed_forward)."""
-    stages = done.flags.words("pipeline_model_parallel_size")
-    layers = done.shape.layers // (int(stages[0]) if stages and stages[0].isdigit() else 1)
-    if not 0 < count < layers:
-        return count > 0, ""
-    every = next(each for each in range(layers, 0, -1) if -(-layers // each) >= count)
-    again = -(-layers // every)
-    value = every if every > 1 else True
-    return value, f" ({again} of {layers} layers are recomputed, evenly spread; there the first {count})"
+            flags.satisfied("checkpoint_in_cpu", "no layer is recomputed")
 
 
 # --------------------------------------------------------------------------------------------------- the run's record
 
 
-def _checkpoints(done: ConvertedScript, options: Options) -> None:
+def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     flags = done.flags
     save, load = flags.text("save"), flags.text("load")
     if save:

@@ -34,10 +34,17 @@ class ConvertedScript:
     notes: list[str] = field(default_factory=list)
 
 
-def carry(done: ConvertedScript, flag: str, option: str, value: Any, note: str = "") -> None:
-    done.recipe[option] = value
+def carry(done: ConvertedScript, flag: str, option: str, value: Any, note: str = "", default: Any = None) -> None:
+    """Set an option of the recipe.
+
+    Args:
+        default: Megatron's of the flag, where ours is another: a row says so if the flag is not given.
+    """
+    done.recipe[option], words = value, f"{option}: {value}{note}"
     if done.flags.has(flag):
-        done.flags.carried(flag, f"{option}: {value}{note}")
+        done.flags.carried(flag, words)
+    elif default is not None:
+        done.flags.default(f"--{flag.replace('_', '-')} {default}", words)
 
 
 def in_updates(done: ConvertedScript, what: str, option: str) -> int | None:
@@ -51,7 +58,7 @@ def in_updates(done: ConvertedScript, what: str, option: str) -> int | None:
             number = flags.number(name, default=0)
             round_down = name == "train_samples"  # Megatron drops an incomplete global batch
             lengths[name] = number // size if round_down else -(-number // size)
-            exact = "" if number % size == 0 else f" ({number / size:.2f} there)"
+            exact = "" if number % size == 0 else f" ({number / size:.2f} in Megatron)"
             flags.carried(name, f"{option}: {lengths[name]}{exact}")
     if len(lengths) > 1:
         smallest = min(lengths.values())
@@ -69,20 +76,18 @@ def read_optimizer(done: ConvertedScript) -> None:
         flags.wrong("lr" if flags.has("lr") else "", "there is no --lr")
         return
     carry(done, "lr", "learning_rate", peak)
-    least = flags.number("min_lr", float, 0.0)
+    min_lr = flags.number("min_lr", float, 0.0)
     if flags.has("min_lr"):
-        carry(done, "min_lr", "min_lr_ratio", least / peak, f", of {peak:g}")
+        carry(done, "min_lr", "min_lr_ratio", min_lr / peak, f", of {peak:g}")
     _schedule(done)
+    carry(done, "weight_decay", "weight_decay", flags.number("weight_decay", float, 0.01), default=0.01)
     for name, option, default in (
-        ("weight_decay", "weight_decay", 0.01),
         ("adam_beta1", "adam_beta1", 0.9),
         ("adam_beta2", "adam_beta2", 0.999),
         ("adam_eps", "adam_epsilon", 1e-8),
         ("clip_grad", "max_grad_norm", 1.0),
     ):
         carry(done, name, option, flags.number(name, float, default))
-    if not flags.has("weight_decay"):
-        flags.default("--weight-decay 0.01", "weight_decay: 0.01")
     if flags.has("optimizer") and flags.text("optimizer") != "adam":
         flags.wrong("optimizer", "AdamW is the only optimizer here")
     if flags.text("weight_decay_incr_style", "constant") != "constant":
@@ -100,15 +105,13 @@ def _schedule(done: ConvertedScript) -> None:
     length = decay or done.recipe.get("max_train_steps", 1)
     shape = style.lower()
     if flags.has("lr_warmup_fraction"):
-        shard = flags.number("lr_warmup_fraction", float, 0.0)
-        warmup = math.ceil(round(shard * length, 6))
-        exact = "" if math.isclose(shard * length, warmup) else f" ({shard * length:.2f} there)"
+        fraction = flags.number("lr_warmup_fraction", float, 0.0)
+        warmup = math.ceil(round(fraction * length, 6))
+        exact = "" if math.isclose(fraction * length, warmup) else f" ({fraction * length:.2f} in Megatron)"
         flags.carried("lr_warmup_fraction", f"num_warmup_steps: {warmup}{exact}")
     if shape == "constant" and warmup:
         shape = "constant_with_warmup"
-    carry(done, "lr_decay_style", "lr_scheduler_type", shape)
-    if not flags.has("lr_decay_style"):
-        flags.default("--lr-decay-style linear", f"lr_scheduler_type: {shape}")
+    carry(done, "lr_decay_style", "lr_scheduler_type", shape, default="linear")
     if warmup:
         done.recipe["num_warmup_steps"] = warmup
     if decay and not shape.startswith("constant"):

@@ -27,7 +27,7 @@ from zerofit.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call,
 from zerofit.tools.convert.megatron_args.corpora import convert_preparation
 from zerofit.tools.convert.megatron_args.ledger import summary, table
 from zerofit.tools.convert.megatron_args.pair import pair_of
-from zerofit.tools.convert.megatron_args.pretrain import Options, convert_pretraining
+from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.script_schedule import ConvertedScript
 from zerofit.tools.convert.megatron_args.searched import plan_lines
 from zerofit.tools.rank_environment import strategy_of_a_launch
@@ -94,8 +94,7 @@ def _show(call: Call, flags) -> None:
 
 
 def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions, given: dict[str, str]) -> None:
-    chosen = Options(options.tokenizer_name, options.model_name_or_path, options.num_processes)
-    done = convert_pretraining(call, chosen)
+    done = convert_pretraining(call, options)
     done.recipe.setdefault("output_dir", f"outputs/{name}")
     _show(call, done.flags)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
@@ -182,8 +181,7 @@ def closing(done: ConvertedScript, recipe: Path, searched: bool) -> list[str]:
         multiple = values["make_vocab_size_divisible_by"]
         vocabulary = -(-done.vocabulary // multiple) * multiple
         lines.append(
-            f"model        {parameters_of(values, vocabulary):,} parameters in transformers, "
-            f"{done.shape.parameters(vocabulary):,} in Megatron, with {done.vocabulary:,} tokens in "
+            f"model        {parameters_of(values, vocabulary):,} parameters, with {done.vocabulary:,} tokens in "
             f"{vocabulary:,} rows"
         )
     strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy

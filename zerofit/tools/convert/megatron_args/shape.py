@@ -1,140 +1,93 @@
-"""The model of Megatron's flags: one of transformers' families with its sizes, and its number of parameters."""
+"""The model of Megatron's flags: one of transformers' families with its sizes."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from zerofit.recipe.parsing import parse_json
+from zerofit.model.configuration import load_configuration
+from zerofit.model.pretrained_io import read_config
+from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
 
-LLAMA, GPT2, NEOX = "llama-2-7b", "gpt2", "open-calm-1b"  # configurations whose sizes are all overridden
+FAMILIES = {
+    "llama-2-7b": "a Llama",
+    "gpt2": "a GPT-2",
+    "open-calm-1b": "a GPT-NeoX",
+}  # by a configuration to begin with
+LLAMA, GPT2, NEOX = FAMILIES
 OF_EXPERTS = "a mixture of experts of Megatron's is not converted; transformers' own train (docs/experts.md)"
 FIXED = {  # flags of models that do not belong to any of the families
     "num_experts": OF_EXPERTS,
-    "apply_residual_connection_post_layernorm": "no family has that order",
-    "embed_layernorm": "no family normalises its embeddings",
-    "qk_layernorm": "neither family normalises queries and keys",
-    "add_qkv_bias": "a Llama has biases in all of its projections or in none",
-    "multi_latent_attention": "neither family has it",
     "num_experts_switch": OF_EXPERTS,
-    "quick_geglu": "neither family has that activation",
     "glu_activation": "a Llama's is swiglu: say --swiglu",
-    "window_size": "neither family attends within a window",
     "use_rope_scaling": "scaled rotary positions are a matter of the weights: begin with some that have them",
-    "kd": "nothing is distilled from a teacher here",
     "mock_data": "there is no made-up data; name a corpus with --data-path",
-    "spec": "the model is built of layers that only Megatron has",
-    "hybrid_override_pattern": "neither family is a hybrid",
+    "kd": "nothing is distilled from a teacher here",
+    **dict.fromkeys(
+        "apply_residual_connection_post_layernorm embed_layernorm qk_layernorm add_qkv_bias multi_latent_attention "
+        "quick_geglu window_size spec hybrid_override_pattern".split(),
+        "no family has it (GPT-2, GPT-NeoX, Llama)",
+    ),
 }
+OPTIONS = {  # {Megatron's flag: options of transformers' configuration in a Llama, a GPT-2, a GPT-NeoX}
+    "hidden_size": ("hidden_size", "hidden_size", "hidden_size"),
+    "ffn_hidden_size": ("intermediate_size", "n_inner", "intermediate_size"),
+    "num_layers": ("num_hidden_layers", "num_hidden_layers", "num_hidden_layers"),
+    "num_attention_heads": ("num_attention_heads", "num_attention_heads", "num_attention_heads"),
+    "num_query_groups": ("num_key_value_heads", "", ""),
+    "kv_channels": ("head_dim", "", ""),
+    "max_position_embeddings": ("max_position_embeddings", "max_position_embeddings", "max_position_embeddings"),
+    "openai_gelu": ("", "activation_function", "hidden_act"),
+    "untie_embeddings_and_output_weights": ("tie_word_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
+    "disable_bias_linear": ("attention_bias mlp_bias", "", ""),
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "rotary_base": ("rope_theta", "", "rope_theta"),
+    "rotary_percent": ("", "", "partial_rotary_factor"),
+    "attention_dropout": ("attention_dropout", "attn_pdrop", "attention_dropout"),
+    "hidden_dropout": ("", "resid_pdrop embd_pdrop", "hidden_dropout"),
+    "init_method_std": ("initializer_range", "initializer_range", "initializer_range"),
+}
+SAME = {  # other flags that decide the same
+    "ffn_hidden_coeff": "ffn_hidden_size",
+    "num_key_value_heads": "num_query_groups",
+    "no_bias_gelu_fusion": "openai_gelu",
+    "squared_relu": "openai_gelu",
+    "no_bias": "disable_bias_linear",
+    "layernorm_epsilon": "norm_epsilon",
+    "rotary_position_embeddings_theta": "rotary_base",
+}
+OF_FAMILY = (  # flags that say which family it is
+    "swiglu activation_func_type normalization layernorm_type group_query_attention use_rotary_position_embeddings "
+    "position_embedding_type no_position_embedding"
+).split()
+COMPARED = (*list(OPTIONS)[:5], "untie_embeddings_and_output_weights")  # with those of weights to begin with
 
 
 @dataclass
 class Shape:
-    """Sizes with Megatron's names. `learned`: learned positions, else rotary ones."""
+    """The model: its family, and {flag of OPTIONS: the value of its options}."""
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    channels: int
-    ffn: int
-    positions: int
-    gated: bool
-    rms: bool
-    learned: bool
-    tied: bool
-    bias: bool
-    activation: str
-    epsilon: float
-    attention_dropout: float
-    hidden_dropout: float
-    init_std: float
-    rope_theta: float
-    rotary_percent: float
+    family: str
+    values: dict[str, Any]
 
-    @property
-    def family(self) -> str | None:
-        """The configuration to start from; None where no family has this shape."""
-        if self.gated and self.rms and not self.learned:
-            return LLAMA
-        if self.gated or self.rms or not self.bias or self.kv_heads != self.heads:
-            return None
-        return GPT2 if self.learned else NEOX
-
-    def parameters(self, vocabulary: int) -> int:
-        """Megatron's weights: (embeddings + positions) + layers + last norm (+ head)."""
-        inner, around = self.heads * self.channels, self.kv_heads * self.channels
-        norm = self.hidden if self.rms else 2 * self.hidden
-        wide = 2 * self.ffn if self.gated else self.ffn
-        weights = (
-            self.hidden * (inner + 2 * around) + inner * self.hidden + self.hidden * wide + self.ffn * self.hidden
-        )
-        biases = inner + 2 * around + self.hidden + wide + self.hidden if self.bias else 0
-        tables = vocabulary * self.hidden * (1 if self.tied else 2) + self.learned * self.positions * self.hidden
-        return tables + self.layers * (weights + biases + 2 * norm) + norm
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """{flag: {option: value}} of all sizes, and of what the family's configuration has otherwise."""
+        config, column, changed = load_configuration(ClmRecipe(config_name=self.family)), list(FAMILIES), {}
+        usual = {**config.to_dict(), **(getattr(config, "rope_parameters", None) or {})}
+        for flag, names in OPTIONS.items():
+            value, options = self.values[flag], names[column.index(self.family)].split()
+            if type(value) is int or any(usual.get(option) != value for option in options):
+                changed[flag] = dict.fromkeys(options, value)
+        return {flag: options for flag, options in changed.items() if options}
 
     def overrides(self) -> str:
         """config_overrides of the family."""
-        values = {LLAMA: self._llama, GPT2: self._gpt2, NEOX: self._neox}[self.family]()
-        return ",".join(f"{name}={_written(value)}" for name, value in values.items() if value is not None)
-
-    def _llama(self) -> dict:
-        return {
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.channels,
-            "max_position_embeddings": self.positions,
-            "tie_word_embeddings": True if self.tied else None,
-            "attention_bias": True if self.bias else None,
-            "mlp_bias": True if self.bias else None,
-            "rms_norm_eps": _unless(self.epsilon, 1e-5),
-            "rope_theta": _unless(self.rope_theta, 10000.0),
-            "attention_dropout": _unless(self.attention_dropout, 0.0),
-            "initializer_range": _unless(self.init_std, 0.02),
-        }
-
-    def _gpt2(self) -> dict:
-        return {
-            "n_embd": self.hidden,
-            "n_layer": self.layers,
-            "n_head": self.heads,
-            "n_positions": self.positions,
-            "n_inner": _unless(self.ffn, 4 * self.hidden),
-            "tie_word_embeddings": None if self.tied else False,
-            "activation_function": _unless(self.activation, "gelu_new"),
-            "attn_pdrop": _unless(self.attention_dropout, 0.1),
-            "resid_pdrop": _unless(self.hidden_dropout, 0.1),
-            "embd_pdrop": _unless(self.hidden_dropout, 0.1),
-            "layer_norm_epsilon": _unless(self.epsilon, 1e-5),
-            "initializer_range": _unless(self.init_std, 0.02),
-        }
-
-    def _neox(self) -> dict:
-        return {
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "max_position_embeddings": self.positions,
-            "hidden_act": self.activation,
-            "tie_word_embeddings": True if self.tied else None,
-            "attention_dropout": _unless(self.attention_dropout, 0.0),
-            "hidden_dropout": _unless(self.hidden_dropout, 0.0),
-            "layer_norm_eps": _unless(self.epsilon, 1e-5),
-            "rope_theta": _unless(self.rope_theta, 10000.0),
-            "partial_rotary_factor": _unless(self.rotary_percent, 1.0),
-            "initializer_range": _unless(self.init_std, 0.02),
-        }
+        return ",".join(map(_written, self.changed().values()))
 
 
-def _unless(value, usual):
-    return None if value == usual else value
-
-
-def _written(value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _written(options: dict[str, Any]) -> str:
+    values = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    return ",".join(f"{name}={value}" for name, value in values.items())
 
 
 def read_shape(flags: FlagLedger, program: str) -> Shape | None:
@@ -164,40 +117,55 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
     norm = flags.text("normalization") or flags.text("layernorm_type") or ("rmsnorm" if llama else "layernorm")
     if norm.lower() not in ("rmsnorm", "layernorm"):
         flags.wrong(flags.first("normalization", "layernorm_type"), "neither family has it: RMSNorm or LayerNorm")
-    epsilon = flags.first("norm_epsilon", "layernorm_epsilon") or "norm_epsilon"
-    theta = flags.first("rotary_base", "rotary_position_embeddings_theta") or "rotary_base"
-    shape = Shape(
-        layers=flags.number("num_layers", default=1),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_kv_heads(flags, heads),
-        channels=flags.number("kv_channels", default=hidden // heads),
-        ffn=flags.number("ffn_hidden_size", default=of_ffn),
-        positions=flags.number("max_position_embeddings", default=flags.number("seq_length", default=1024)),
-        gated=gated,
-        rms=norm.lower() == "rmsnorm",
-        learned=not rotary,
-        tied=not (llama or flags.has("untie_embeddings_and_output_weights")),
-        bias=not (llama or flags.first("disable_bias_linear", "no_bias")),
-        activation=_activation(flags),
-        epsilon=flags.number(epsilon, float, 1e-5),
-        attention_dropout=flags.number("attention_dropout", float, 0.1),
-        hidden_dropout=flags.number("hidden_dropout", float, 0.1),
-        init_std=flags.number("init_method_std", float, 0.02),
-        rope_theta=flags.number(theta, float, 10000.0),
-        rotary_percent=flags.number("rotary_percent", float, 1.0),
-    )
-    if flags.problems:
-        return None
+    rms, bias = norm.lower() == "rmsnorm", not (llama or flags.first("disable_bias_linear", "no_bias"))
+    values = {
+        "hidden_size": hidden,
+        "ffn_hidden_size": flags.number("ffn_hidden_size", default=of_ffn),
+        "num_layers": flags.number("num_layers", default=1),
+        "num_attention_heads": heads,
+        "num_query_groups": _kv_heads(flags, heads),
+        "kv_channels": flags.number("kv_channels", default=hidden // heads),
+        "max_position_embeddings": flags.number(
+            "max_position_embeddings", default=flags.number("seq_length", default=1024)
+        ),
+        "openai_gelu": _activation(flags, bias),
+        "untie_embeddings_and_output_weights": not (llama or flags.has("untie_embeddings_and_output_weights")),
+        "disable_bias_linear": bias,
+        "norm_epsilon": flags.number(flags.first("layernorm_epsilon") or "norm_epsilon", float, 1e-5),
+        "rotary_base": flags.number(flags.first("rotary_position_embeddings_theta") or "rotary_base", float, 10000.0),
+        "rotary_percent": flags.number("rotary_percent", float, 1.0),
+        "attention_dropout": flags.number("attention_dropout", float, 0.1),
+        "hidden_dropout": flags.number("hidden_dropout", float, 0.1),
+        "init_method_std": flags.number("init_method_std", float, 0.02),
+    }
     if position == "none":
         flags.wrong("no_position_embedding", "no family is without positions: add --use-rotary-position-embeddings")
-    elif not shape.family:
-        flags.problems.append(_no_family(shape))
+    if flags.problems:
+        return None
+    grouped = values["num_query_groups"] != heads
+    if gated and rms and rotary:
+        family = LLAMA
+    elif gated or rms or not bias or grouped:
+        words = [
+            "swiglu" if gated else "gelu",
+            "rmsnorm" if rms else "layernorm",
+            "rotary positions" if rotary else "learned positions",
+            "biases" if bias else "no biases",
+            *(["grouped queries"] if grouped else []),
+        ]
+        flags.wrong(
+            "",
+            f"there is no family with {', '.join(words)}. There are GPT-2 (gelu, layernorm, learned positions, "
+            "biases), GPT-NeoX (the same with rotary positions) and Llama (swiglu, rmsnorm, rotary positions)",
+        )
+        return None
     else:
-        _add_rows(flags, shape, epsilon, theta)
-        if llama:
-            words = "its own defaults: rmsnorm, swiglu, rotary positions, no biases, an untied head"
-            flags.rows["=program"] = FlagRow("(pretrain_llama.py)", "carried over", words)
+        family = NEOX if rotary else GPT2
+    shape = Shape(family, values)
+    _add_rows(flags, shape)
+    if llama:
+        words = "its own defaults: rmsnorm, swiglu, rotary positions, no biases, an untied head"
+        flags.rows["=program"] = FlagRow("(pretrain_llama.py)", "carried over", words)
     return None if flags.problems else shape
 
 
@@ -216,91 +184,46 @@ def _kv_heads(flags: FlagLedger, heads: int) -> int:
     return flags.number("num_query_groups", default=1) if flags.has("group_query_attention") else heads
 
 
-def _activation(flags: FlagLedger) -> str:
+def _activation(flags: FlagLedger, bias: bool) -> str:
     """Megatron's fused kernel and OpenAI's gelu compute the tanh approximation."""
     if flags.has("squared_relu"):
         return "relu2"
     unfused = flags.has("no_bias_gelu_fusion") and not flags.has("openai_gelu")
-    return "gelu" if unfused and not flags.first("disable_bias_linear", "no_bias") else "gelu_new"
+    return "gelu" if unfused and bias else "gelu_new"
 
 
-def _no_family(shape: Shape) -> str:
-    words = [
-        "swiglu" if shape.gated else "gelu",
-        "rmsnorm" if shape.rms else "layernorm",
-        "learned positions" if shape.learned else "rotary positions",
-        "biases" if shape.bias else "no biases",
-        *(["grouped queries"] if shape.kv_heads != shape.heads else []),
-    ]
-    return (
-        f"there is no family with {', '.join(words)}. There are GPT-2 (gelu, layernorm, learned positions, biases), "
-        "GPT-NeoX (the same with rotary positions) and Llama (swiglu, rmsnorm, rotary positions)"
-    )
-
-
-def _add_rows(flags: FlagLedger, shape: Shape, epsilon: str, theta: str) -> None:
-    """Add the rows of the flags that determine the shape."""
-    llama, family = shape.family == LLAMA, {LLAMA: "a Llama", GPT2: "a GPT-2", NEOX: "a GPT-NeoX"}[shape.family]
-    written = dict(part.split("=") for part in shape.overrides().split(","))
-    places = {
-        "num_layers": ("num_hidden_layers", "n_layer"),
-        "hidden_size": ("hidden_size", "n_embd"),
-        "num_attention_heads": ("num_attention_heads", "n_head"),
-        "ffn_hidden_size": ("intermediate_size", "n_inner"),
-        "ffn_hidden_coeff": ("intermediate_size", "n_inner"),
-        "num_key_value_heads": ("num_key_value_heads",),
-        "num_query_groups": ("num_key_value_heads",),
-        "kv_channels": ("head_dim",),
-        "max_position_embeddings": ("max_position_embeddings", "n_positions"),
-        epsilon: ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
-        theta: ("rope_theta",),
-        "rotary_percent": ("partial_rotary_factor",),
-        "init_method_std": ("initializer_range",),
-        "attention_dropout": ("attention_dropout", "attn_pdrop"),
-        "hidden_dropout": ("resid_pdrop", "hidden_dropout"),
-        "no_bias_gelu_fusion": ("activation_function", "hidden_act"),
-        "openai_gelu": ("activation_function", "hidden_act"),
-        "squared_relu": ("activation_function", "hidden_act"),
-        "untie_embeddings_and_output_weights": ("tie_word_embeddings",),
-    }
-    for name, targets in places.items():
-        target = next((one for one in targets if one in written), None)
-        if flags.has(name) and target:
-            flags.carried(name, f"config_overrides {target}={written[target]}")
-        elif flags.has(name):
+def _add_rows(flags: FlagLedger, shape: Shape) -> None:
+    """Add the rows of the flags that determine the shape, and of Megatron's defaults that are not the family's."""
+    family, changed = FAMILIES[shape.family], shape.changed()
+    for name in flags.flags:
+        flag = SAME.get(name, name)
+        if flag in changed:
+            flags.carried(name, f"config_overrides {_written(changed[flag])}")
+        elif flag in OPTIONS or name in OF_FAMILY:
             flags.satisfied(name, f"{family} is like that")
-    for name in (
-        "swiglu",
-        "activation_func_type",
-        "normalization",
-        "layernorm_type",
-        "group_query_attention",
-        "use_rotary_position_embeddings",
-        "position_embedding_type",
-        "no_position_embedding",
-        "disable_bias_linear",
-        "no_bias",
-    ):
-        if flags.has(name):
-            flags.satisfied(name, f"{family} is like that")
-    if llama and flags.has("hidden_dropout") and shape.hidden_dropout:
-        flags.wrong("hidden_dropout", "a Llama of transformers has no such dropout. Say --hidden-dropout 0")
-    elif llama and shape.hidden_dropout:
-        words = "Megatron's default; a Llama of transformers has no such dropout"
-        flags.rows["=hidden"] = FlagRow("(--hidden-dropout 0.1)", "no counterpart", words)
-    if llama and shape.bias:
-        flags.default("no --disable-bias-linear", "config_overrides attention_bias=true, mlp_bias=true")
-    if not llama and shape.channels != shape.hidden // shape.heads:
-        flags.wrong("kv_channels", f"in {family} it is hidden size / heads, {shape.hidden // shape.heads}")
-    if llama and shape.rotary_percent != 1:
-        flags.wrong("rotary_percent", "a Llama turns all of each head")
-    if shape.heads % shape.kv_heads:
+    given = {SAME.get(name, name) for name in flags.flags}
+    for flag, options in changed.items():
+        value, words = shape.values[flag], f"config_overrides {_written(options)}"
+        if flag not in given and isinstance(value, (bool, float)):
+            spelled = f"--{flag.replace('_', '-')}"
+            flags.default(f"no {spelled}" if isinstance(value, bool) else f"{spelled} {value}", words)
+    hidden, heads = shape.values["hidden_size"], shape.values["num_attention_heads"]
+    always = {"kv_channels": hidden // heads, "rotary_percent": 1.0, "hidden_dropout": 0.0}  # in a family without it
+    for flag, value in always.items():
+        if shape.values[flag] == value or OPTIONS[flag][list(FAMILIES).index(shape.family)]:
+            continue
+        if flag in given:
+            flags.wrong(flag, f"{family} of transformers always has {value:g}")
+        else:
+            words = f"Megatron's default; {family} of transformers always has {value:g}"
+            flags.rows[f"={flag}"] = FlagRow(
+                f"(--{flag.replace('_', '-')} {shape.values[flag]})", "no counterpart", words
+            )
+    if heads % shape.values["num_query_groups"]:
         flags.wrong(
             flags.first("num_key_value_heads", "num_query_groups") or "num_query_groups",
-            f"it must divide the {shape.heads} heads",
+            f"it must divide the {heads} heads",
         )
-    if not flags.has("attention_dropout") and llama:
-        flags.default("--attention-dropout 0.1", "config_overrides attention_dropout=0.1")
 
 
 def of_weights(flags: FlagLedger, shape: Shape | None, folder: str) -> None:
@@ -308,29 +231,14 @@ def of_weights(flags: FlagLedger, shape: Shape | None, folder: str) -> None:
     for row in flags.rows.values():
         if row.words.startswith("config_overrides"):
             row.fate, row.words = "satisfied", f"the weights of {folder} have it"
-    flags.rows.pop("=hidden", None)
-    file = Path(folder) / "config.json"
-    if not (shape and file.is_file()):
+    flags.rows.pop("=hidden_dropout", None)
+    if not (shape and (Path(folder) / "config.json").is_file()):
         return
-    stored = parse_json(file.read_text(encoding="utf-8"))
-    sizes = {
-        "num_layers": (shape.layers, "num_hidden_layers", "n_layer"),
-        "hidden_size": (shape.hidden, "hidden_size", "n_embd"),
-        "num_attention_heads": (shape.heads, "num_attention_heads", "n_head"),
-        "ffn_hidden_size": (shape.ffn, "intermediate_size"),
-        flags.first("num_key_value_heads", "num_query_groups") or "num_key_value_heads": (
-            shape.kv_heads,
-            "num_key_value_heads",
-            "num_attention_heads",
-            "n_head",
-        ),
-    }
-    tied = stored.get("tie_word_embeddings", "n_embd" in stored)  # transformers' default: a GPT-2's are tied
-    if tied != shape.tied:
-        there = "there is no --untie-embeddings-and-output-weights, and " if not tied else ""
-        words = f"{there}{file} says tie_word_embeddings: {str(tied).lower()}: make them agree"
-        flags.wrong("" if there else "untie_embeddings_and_output_weights", words)
-    for name, (size, *keys) in sizes.items():
-        in_weights = next((stored[key] for key in keys if stored.get(key) is not None), size)
-        if in_weights != size:
-            flags.wrong(name, f"{file} says {in_weights}: make them agree")
+    config = read_config("model_name_or_path", folder)
+    for flag in COMPARED:
+        option, value = OPTIONS[flag][0], shape.values[flag]
+        stored = getattr(config, option, None)
+        if stored is not None and stored != value:
+            name = next((name for name in flags.flags if SAME.get(name, name) == flag), "")
+            there = "" if name else f"there is no --{flag.replace('_', '-')}, and "
+            flags.wrong(name, f"{there}{folder} has {option}: {str(stored).lower()}: make them agree")
