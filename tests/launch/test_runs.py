@@ -64,14 +64,7 @@ def test_the_run_folder(scratch):
     assert environment["seconds_to_first_update"]["first update"] > 0
     assert any("accelerate" in word for word in environment["command"])
     assert (output / "model" / "README.md").read_text().startswith("---\nlibrary_name: transformers")
-    for word in (
-        "documents",
-        "tokens trained on",
-        "tokens truncated",
-        "padding",
-        "loss      ",
-        "a sample of what it writes",
-    ):
+    for word in ("documents", "tokens trained on", "tokens truncated", "padding", "loss      ", "a sample of what it"):
         assert word in shown
 
 
@@ -101,16 +94,9 @@ def test_trackers_were_fed(scratch):
     assert list(output.rglob("*.wandb")), "wandb, offline"
 
 
-OTHERWISE = [
-    "--loss",
-    "full",
-    "--gradient_checkpointing",
-    "selective",
-    "--attn_implementation",
-    "eager",
-    "--dataloader_num_workers",
-    "1",
-]
+OTHERWISE = (
+    "--loss full --gradient_checkpointing selective --attn_implementation eager --dataloader_num_workers 1".split()
+)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +131,7 @@ def test_every_launcher_makes_the_same_run(text, cache, tmp_path):
     program = [str(ROOT / "train/clm.py"), *options]
     for name, command in {
         "torchrun": ["torchrun", "--nproc_per_node", "2", "--standalone", *program, "--strategy", "zero1"],
-        "zerofit": [
-            "zerofit",
-            "launch",
-            "--strategy",
-            "zero1",
-            "--num_processes",
-            "2",
-            "--main_process_port",
-            "0",
-            *program,
-        ],
+        "zerofit": [*"zerofit launch --strategy zero1 --num_processes 2 --main_process_port 0".split(), *program],
     }.items():
         output = tmp_path / name
         command = [str(BIN / command[0]), *command[1:], "--output_dir", str(output)]

@@ -174,19 +174,6 @@ def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights
     assert len(set(rows)) == most > 0
 
 
-def test_each_epoch_holds_every_token_once(prefixes, tmp_path):
-    """Of one pass: the pieces of block_size + 1 tokens overlap by one, so all but the tail is read once."""
-    recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path))
-    corpus = open_corpus("data_path", prefixes[0])
-    blend = Blend([corpus], None, "1", 16, seed=3)
-    train, _ = build(blend, blend.samples_per_epoch(0), 0, VOCABULARY, EOD, *indices(recipe))
-    read = np.concatenate([train[index]["input_ids"] for index in range(len(train))])
-    counts, all_of_them = (np.bincount(ids, minlength=VOCABULARY) for ids in (read, corpus.ids()))
-    assert len(read) > 0.99 * corpus.tokens
-    assert (counts <= all_of_them).all()
-    assert (all_of_them - counts).sum() <= 16
-
-
 # ------------------------------------------------------------------------------------------------------------ resets
 
 
@@ -591,21 +578,6 @@ def test_a_prefix_that_is_meant_is_named(tokenised, tmp_path):
 
 def test_the_recipe_keeps_names_without_an_ending():
     assert recipe_of("--data_path", "0.3", "A.bin", "0.7", "b/B.idx").data_path == ["0.3", "A", "0.7", "b/B"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--trian_iters", "5"], "Did you mean train_iters?"),
-        (["--num_layers", "24"], "--config_overrides"),
-        (["--tensor_model_parallel_size", "2"], "tp.yaml"),
-        (["--min_lr", "1e-5"], "--min_lr_ratio"),
-    ],
-)
-def test_command_lines_of_megatron(flags, said):
-    with pytest.raises(UserError) as caught:
-        recipe_of(*flags)
-    assert said in str(caught.value)
 
 
 def test_megatrons_names_are_known():

@@ -31,14 +31,9 @@ def test_a_cpu_pins_nothing_has_no_name_and_a_fused_optimizer():
 
 def test_variables_of_network_memory_and_threads_are_recorded(monkeypatch):
     """And no others: the environment holds secrets."""
-    given = {
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "OMP_NUM_THREADS": "4",
-    }
+    names = "NCCL_SOCKET_IFNAME TORCH_NCCL_ASYNC_ERROR_HANDLING CUDA_DEVICE_MAX_CONNECTIONS GLOO_SOCKET_IFNAME "
+    names += "PYTORCH_ALLOC_CONF OMP_NUM_THREADS"
+    given = dict.fromkeys(names.split(), "4")
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_TOKEN", "secret")

@@ -187,30 +187,6 @@ def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
         assert words in said
 
 
-def test_everything_that_a_json_has_wrong(folder, capsys):
-    edit(
-        folder / "ds_configs/zero2.json",
-        overlap=True,
-        gradient_clipping=0.5,
-        optimizer={"type": "Lamb"},
-        scheduler={"type": "WarmupLRr"},
-        zero_optimization={"stage": 2, "overlap_com": True},
-        fp16={"enabled": True},
-        bf16={"enabled": False},
-    )
-    report = examined(*MINE, *ZERO2, *"--max_grad_norm 1 --precision bf16".split())
-    said = "\n".join(texts(report))
-    for words in (
-        "DeepSpeed knows no overlap ",
-        "Did you mean overlap_comm?",
-        "gradient_clipping = 0.5, and max_grad_norm = 1.0",
-        "'Lamb'",
-        "did you mean WarmupLR?",
-        "fp16 (ds_configs/zero2.json) and bf16 (--precision)",
-    ):
-        assert words in said
-
-
 def test_checks_of_a_run_before_its_data(folder, capsys):
     """The model's positions, its layout, its template and its adapter, all in one go; nothing is read or loaded."""
     (folder / "model").mkdir()

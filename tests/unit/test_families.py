@@ -43,25 +43,6 @@ def test_an_unknown_family_has_the_defaults():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "sizes", "overrides", "derived"),
-    [
-        ("t5", {}, {"num_layers": 3}, {"num_decoder_layers": 3}),
-        ("t5", {}, {"num_layers": 3, "num_decoder_layers": 2}, {"num_decoder_layers": 2}),
-        ("deberta-v2", {"attention_head_size": 64}, {"hidden_size": 96, "num_attention_heads": 3},
-         {"pooler_hidden_size": 96, "attention_head_size": 32}),
-    ],
-)  # fmt: skip
-def test_sizes_follow_the_overrides(model_type, sizes, overrides, derived):
-    config = AutoConfig.for_model(model_type, **sizes)
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    for name in derived.keys() & overrides.keys():
-        setattr(config, name, overrides[name])
-    family_of(config).derive_sizes(config, overrides)
-    assert {name: getattr(config, name) for name in derived} == derived
-
-
-@pytest.mark.parametrize(
     ("model_type", "sizes", "positions"),
     [
         ("gpt2", {"n_positions": 32}, 32),

@@ -144,14 +144,10 @@ def test_tied_weights_stay_tied():
     ("kind", "auto_class", "sizes", "count"),
     [
         ("gpt2", AutoModelForCausalLM, {"n_layer": 3, "n_embd": 8, "n_head": 2}, 3),
-        ("llama", AutoModelForCausalLM, {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, 3),
-        ("gpt_neox", AutoModelForCausalLM, {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, 3),
         (
             "deberta-v2", AutoModelForSequenceClassification,
             {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, 3,
         ),
-        ("bert", AutoModelForSequenceClassification, {"num_hidden_layers": 3, "hidden_size": 8,
-                                                      "num_attention_heads": 2}, 3),
         ("t5", AutoModelForSeq2SeqLM, {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_kv": 4}, 4),
         ("blenderbot", AutoModelForSeq2SeqLM, {"encoder_layers": 1, "decoder_layers": 2, "d_model": 8,
                                                "encoder_attention_heads": 2, "decoder_attention_heads": 2}, 3),

@@ -283,22 +283,6 @@ def test_prompts_need_no_template(tmp_path, prepare):
     assert "has no chat template" in refusal(prepare, write_records(tmp_path / "b.jsonl", lists))
 
 
-def test_bad_records_are_named_or_left_out(tmp_path, prepare):
-    bad = {"instruction": "?", "output": " "}, {"instruction": "", "output": "x"}
-    path = write_records(tmp_path / "a.jsonl", [*map(asked, range(20)), bad[0], asked(20), bad[1]])
-    message = refusal(prepare, path, "--chat_template", "instruction")
-    assert f"{path}, record 21: the output is empty (1 more that cannot be used: the instruction is empty)" in message
-    assert "--skip_bad_records" in message
-    flags = ("--chat_template", "instruction", "--validation_split_percentage", "0")
-    data = prepare(path, *flags, "--skip_bad_records")
-    assert data.train.stats.documents == 21
-    assert any("2 of 23 records" in note and "record 21: the output is empty" in note for note in data.notes)
-    only_bad = write_records(tmp_path / "bad.jsonl", [{"instruction": "?", "output": ""}])
-    said = refusal(prepare, only_bad, *flags, "--skip_bad_records")
-    assert "has no record that can be used" in said
-    assert "name the right column with --messages_column or --text_column" in said
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -429,20 +429,6 @@ def test_what_does_not_go_with_split_rows(launched, tmp_path, zero, options, wor
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize(
-    ("options", "world_size", "expected"),
-    [
-        ({"per_device_train_batch_size": 4}, 2, (4, 1, 8)),
-        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, 2, (4, 3, 24)),
-        ({"per_device_train_batch_size": 4, "global_batch_size": 64}, 2, (4, 8, 64)),
-        ({"per_device_train_batch_size": 4, "global_batch_size": 64, "gradient_accumulation_steps": 8}, 2, (4, 8, 64)),
-    ],
-)
-def test_batches(options, world_size, expected):
-    sizes = resolve_batches(recipe_of(**options), world_size)
-    assert (sizes.micro_batch, sizes.accumulation, sizes.global_batch) == expected
-
-
 def test_batches_that_do_not_fit_say_what_would():
     with pytest.raises(UserError, match="per_device_train_batch_size could be 1, 2, 3, 4, 6, 12"):
         resolve_batches(recipe_of(per_device_train_batch_size=5, global_batch_size=24), 2)

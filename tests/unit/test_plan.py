@@ -278,21 +278,6 @@ def test_every_gradient_is_counted_once():
     assert abs(steps[-1].end) < 0.01 * max(one.start + one.rise for one in steps)  # all is released
 
 
-def test_recomputation_keeps_less_and_a_larger_batch_more():
-    config = LlamaConfig(num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4,
-                         num_key_value_heads=2, vocab_size=256, use_cache=False)  # fmt: skip
-    rows = Rows("clm", 32, masked=True)
-    kept, again = (tracer(config, rows, dtype=torch.bfloat16, recomputed=value) for value in (False, True))
-
-    def peak(tracer, batch_size):
-        return max(step.start + step.rise for step in tracer.steps(batch_size))
-
-    peaks = [peak(kept, size) for size in (1, 2, 3, 8)]
-    assert peaks == sorted(peaks)
-    assert peaks[0] < peaks[-1]
-    assert peak(again, 64) < peak(kept, 64)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_offloaded_inputs_cost_the_host_and_not_the_device(tied):
     """With each layer beyond the first two, an input waits on the host; what is on the device stays the same."""

@@ -1,14 +1,13 @@
 """The data sets made from Python's own library: what a record is, and that nothing is told twice."""
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import read_data
 from zerofit.data.pairs.prepare import prepare_pairs
-from zerofit.data.stdlib import EMBEDDED, MIN_WORDS, NUM_PACKAGES, definitions, in_words
+from zerofit.data.stdlib import MIN_WORDS, NUM_PACKAGES, definitions, in_words
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
 from zerofit.training.generation import trivial_answers
@@ -67,27 +66,23 @@ def test_every_process_has_the_same_records(cache, functions):
     assert again == functions
 
 
+THINGS = '''"""Things."""
+class Box:
+    """A box."""
+    def open(self):  # a comment
+        """Open it. Then look."""
+        return other.open(1)
+    def shut(self):
+        def lid(): pass
+        return 2
+if Box:
+    def empty(): "Say nothing."
+'''
+
+
 def test_what_is_found_in_a_file(tmp_path):
     file = tmp_path / "things.py"
-    file.write_text(
-        textwrap.dedent('''\
-        """Things."""
-
-        class Box:
-            """A box."""
-
-            def open(self):  # a comment
-                """Open it. Then look."""
-                return other.open(1)
-
-            def shut(self):
-                def lid(): pass
-                return 2
-
-        if Box:
-            def empty(): "Say nothing."
-    ''')
-    )
+    file.write_text(THINGS)
     found = list(definitions(file, Path("pack/things.py")))
     assert [(entry["package"], entry["top"], entry["name"]) for entry in found] == [
         ("pack", "pack/things.py:", ""), ("pack", "pack/things.py:Box", "Box"), ("pack", "pack/things.py:Box", "open"),
@@ -129,11 +124,3 @@ def test_the_trivial_answers_are_scored_as_the_models_are(cache):
     assert re.fullmatch(r"baseline    always 'init': bleu [\d.]+, rouge1 [\d.]+, .*", line)
     data.validation.targets = ["init"] * 40
     assert "rouge1 100.0000" in trivial_answers(data.validation)[0]
-
-
-def test_the_help_names_them():
-    from zerofit.recipe.data_options import SourceOptions
-
-    shown = SourceOptions.__dataclass_fields__["dataset_name"].metadata["help"]
-    assert len(EMBEDDED) == 2
-    assert all(name in shown for name in EMBEDDED)
