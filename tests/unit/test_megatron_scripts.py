@@ -5,6 +5,7 @@ import re
 import socket
 
 import pytest
+from helpers import refusal
 
 from zerofit.cli import main as zerofit
 from zerofit.recipe import UserError
@@ -130,9 +131,8 @@ def test_a_script_that_starts_nothing_asks_for_what_it_misses():
     ],
 )  # fmt: skip
 def test_the_line_to_mend(script, said):
-    with pytest.raises(UserError) as caught:
-        calls_in(script, {})
-    assert said in str(caught.value)
+    message = refusal(calls_in, script, {})
+    assert said in message
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,7 @@ def test_a_script_that_does_not_end(script):
 
 
 def test_a_script_that_forges_its_record():
-    with pytest.raises(UserError, match="writes into the record"):
-        calls_in("echo /here/x >> /.calls/order\npython pretrain_gpt.py", {})
+    assert "writes into the record" in refusal(calls_in, "echo /here/x >> /.calls/order\npython pretrain_gpt.py", {})
 
 
 def test_control_characters_of_a_script_do_not_reach_the_terminal(tmp_path, capsys):

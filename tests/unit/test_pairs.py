@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT, recipe_of
+from helpers import ROOT, recipe_of, refusal
 
 from zerofit.recipe import ClmRecipe, UserError
 from zerofit.strategy import launch as launch_module
@@ -183,9 +183,7 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
     ],
 )  # fmt: skip
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
-    with pytest.raises(UserError) as caught:
-        resolve(tmp_path, content, recipe_of(**options))
-    message = caught.value.report()
+    message = refusal(resolve, tmp_path, content, recipe_of(**options))
     assert "mine.json" in message
     for word in words:
         assert word in message, message
@@ -255,10 +253,9 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
     ],
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
-    with pytest.raises(UserError) as caught:
-        resolve(tmp_path, content, recipe_of())
+    message = refusal(resolve, tmp_path, content, recipe_of())
     for word in words:
-        assert word in caught.value.report(), caught.value.report()
+        assert word in message, message
 
 
 def test_what_has_no_effect_is_said_and_what_is_off_is_no_matter(tmp_path):
@@ -302,13 +299,10 @@ def test_a_json_as_pages_print_it_names_the_line_to_mend(tmp_path, text, said):
 
 def test_a_broken_json(tmp_path):
     (tmp_path / "broken.json").write_text("{,}")
-    with pytest.raises(UserError, match="not valid JSON"):
-        read_config(launch(tmp_path / "broken.json"))
-    with pytest.raises(UserError, match="no such file"):
-        read_config(launch(tmp_path / "absent.json"))
+    assert "not valid JSON" in refusal(read_config, launch(tmp_path / "broken.json"))
+    assert "no such file" in refusal(read_config, launch(tmp_path / "absent.json"))
     (tmp_path / "empty.json").write_text("{}")
-    with pytest.raises(UserError, match="zero_optimization"):
-        read_config(launch(tmp_path / "empty.json"))
+    assert "zero_optimization" in refusal(read_config, launch(tmp_path / "empty.json"))
 
 
 # ------------------------------------------------------------------------------------------------ what accelerate says
@@ -350,14 +344,12 @@ def test_the_launcher_is_known_under_each_of_its_names(words, is_one):
 
 def test_unknown_nested_keys_are_found(launched):
     launched({"deepspeed_config": {"zero_stage": 2, "offload_optimiser_device": "cpu"}})
-    with pytest.raises(UserError, match=r"offload_optimiser_device\. Did you mean offload_optimizer_device\?"):
-        check_launch(find_launch())
+    assert "offload_optimiser_device. Did you mean offload_optimizer_device?" in refusal(check_launch, find_launch())
 
 
 def test_a_setting_beside_the_json_is_refused(launched):
     launched({"deepspeed_config": {"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}})
-    with pytest.raises(UserError, match=r"gradient_clipping = 1\.0 stands beside deepspeed_config_file"):
-        check_launch(find_launch())
+    assert "gradient_clipping = 1.0 stands beside deepspeed_config_file" in refusal(check_launch, find_launch())
 
 
 def test_precision_in_two_places(launched):
@@ -379,8 +371,7 @@ def test_precision_of_a_json(launched, tmp_path):
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}))
     assert read_strategy(recipe_of()).precision == "bf16", "DeepSpeed's older name"
     launched({}, ACCELERATE_MIXED_PRECISION="fp8")
-    with pytest.raises(UserError, match="fp8 is not supported"):
-        read_strategy(recipe_of())
+    assert "fp8 is not supported" in refusal(read_strategy, recipe_of())
 
 
 def test_clipping_in_a_plain_yaml(launched):
@@ -420,10 +411,9 @@ def test_ranks_that_split_rows_count_as_one(launched, tmp_path):
     ],
 )
 def test_what_does_not_go_with_split_rows(launched, tmp_path, zero, options, words):
-    with pytest.raises(UserError) as caught:
-        read_split_rows(launched, tmp_path, recipe_of(**options), **zero)
+    message = refusal(read_split_rows, launched, tmp_path, recipe_of(**options), **zero)
     for word in ["mine.json: sequence_parallel_size = 2 does not go together with", *words]:
-        assert word in caught.value.report(), caught.value.report()
+        assert word in message, message
 
 
 # ------------------------------------------------------------------------------------------------------------- batches

@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from helpers import refusal
 
 from zerofit.recipe.errors import UserError
 from zerofit.tools.plan import parallel
@@ -67,8 +68,7 @@ def test_an_error_is_raised_here():
             raise UserError("no such layout")
         return item
 
-    with pytest.raises(UserError, match="no such layout"):
-        in_processes(refuses, list(range(5)), 2)
+    assert "no such layout" in refusal(in_processes, refuses, list(range(5)), 2)
 
 
 def test_a_process_with_other_threads_is_not_copied(monkeypatch):

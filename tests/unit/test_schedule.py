@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from helpers import ROOT, recipe_of
+from helpers import ROOT, recipe_of, refusal
 from transformers import get_scheduler
 
-from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.schedule import Schedule, make_schedule
 from zerofit.strategy.deepspeed_schedule import adopt_scheduler, check_deepspeed_schedule, resolve_scheduler
 
@@ -64,9 +64,8 @@ def test_the_decay_may_end_before_the_run(shape):
 
 
 def test_a_decay_that_ends_in_the_warmup_is_refused_and_one_of_a_constant_announced():
-    with pytest.raises(UserError) as caught:
-        make_schedule(ClmRecipe(num_warmup_steps=20, lr_decay_steps=20), 50)
-    assert "lr_decay_steps = 20 and a warm-up of 20 updates" in caught.value.report()
+    message = refusal(make_schedule, ClmRecipe(num_warmup_steps=20, lr_decay_steps=20), 50)
+    assert "lr_decay_steps = 20 and a warm-up of 20 updates" in message
     _, warnings = make_schedule(ClmRecipe(lr_scheduler_type="constant", lr_decay_steps=20), 50)
     assert "lr_decay_steps = 20 has no effect" in warnings[0]
 
@@ -132,7 +131,6 @@ def test_what_the_recipe_leaves_open_the_block_decides():
     ],
 )
 def test_a_schedule_that_is_not_the_recipes_is_refused(config, options, words):
-    with pytest.raises(UserError) as caught:
-        resolve(config, recipe_of(**options))
+    message = refusal(resolve, config, recipe_of(**options))
     for word in words:
-        assert word in caught.value.report(), caught.value.report()
+        assert word in message, message
