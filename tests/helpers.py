@@ -169,8 +169,9 @@ def _rank_server() -> RankServer:
     return RankServer(environment())
 
 
-def launch_command(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
-                   task: str = "clm") -> list[str]:  # fmt: skip
+def launch_command(
+    output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None, task: str = "clm"
+) -> list[str]:
     """What is typed to run a task."""
     command = [str(BIN / "accelerate-launch"), "--main_process_port", "0"]  # the same, which imports less
     if strategy:

@@ -49,8 +49,9 @@ class Runs:
 def on_device(device, *arguments: str) -> subprocess.CompletedProcess:
     """pytest in a Python that has a simulated device; this one must not have it, other tests run here."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000,
-                          env={**os.environ, **device(16 * GIB)})  # fmt: skip
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=3000, env={**os.environ, **device(16 * GIB)}
+    )
 
 
 def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:

@@ -62,8 +62,9 @@ def test_out_of_memory_on_one_rank(runs, tmp_path):
     assert re.search(r"out of memory: rank 1 of 2, \w+ of update 2, the device's memory \(ddp, fp32\)", said), said
     assert "rank 0 leaves in phase" in said
     assert "[rank1]: Traceback" not in said
-    asked, free, total = (bytes_of(amount) for amount in re.search(
-        r"asked for (.*?); (.*?) of (.*?) free", said).groups())  # fmt: skip
+    asked, free, total = (
+        bytes_of(amount) for amount in re.search(r"asked for (.*?); (.*?) of (.*?) free", said).groups()
+    )
     assert total == pytest.approx(room, rel=0.02)
     assert free < asked < room
     table = re.search(r"held by this rank.*?:\n(.*?)\n +what would help", said, re.DOTALL)[1]

@@ -97,8 +97,9 @@ def test_the_mask_of_packed_documents_is_held_once(runs):
         model = f"n_layer={layers},n_head=2,n_embd=64,n_positions=256,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
         options = ("--config_overrides", model, "--block_size", "256", "--document_separator", "paragraph",
                    "--precision", "bf16", "--packing")  # fmt: skip
-        with_mask, without = (peak(runs("device", "single", *options, packing)[0]) for packing in
-                              ("documents", "concatenate"))  # fmt: skip
+        with_mask, without = (
+            peak(runs("device", "single", *options, packing)[0]) for packing in ("documents", "concatenate")
+        )
         more[layers] = with_mask - without
     mask = 2 * 2 * 256 * 256  # two rows in bf16
     assert more[6] - more[2] < mask, more

@@ -33,8 +33,7 @@ def test_runs_agree_and_resume(cache, tmp_path):
         shutil.rmtree(tmp_path / name / "model")
     again = launch(tmp_path / "whole", *run, strategy="single", processes=1)
     assert figures(again) == figures(whole)
-    other = launched(tmp_path / "ddp", *smooth, "--optim", "adamw", strategy="single",
-                     processes=1)  # fmt: skip
+    other = launched(tmp_path / "ddp", *smooth, "--optim", "adamw", strategy="single", processes=1)
     assert other.returncode == 2
     assert "optim was 'adafactor', now 'adamw'" in other.stderr
     moved = launch(tmp_path / "ddp", *smooth, strategy="single", processes=1)

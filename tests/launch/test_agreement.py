@@ -362,8 +362,9 @@ def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
     shown = capfd.readouterr()
     assert shown.out.strip()
     assert "template" in shown.err, "it asks in the form that was trained"
-    base, merged = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
-                    for each in (llama, tmp_path / "merged"))  # fmt: skip
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (llama, tmp_path / "merged")
+    )
     ids = torch.arange(3, 67).reshape(2, 32)
     with torch.no_grad():
         before = base(ids).logits

@@ -36,8 +36,9 @@ def start(recipe: Path | None, output: Path, *flags: str) -> subprocess.Popen:
     config = ["--config", str(recipe)] if recipe else []
     command = [sys.executable, "-m", "zerofit.cli", "compare", *config, "--output", str(output)]
     command += ["--steps", "2", *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env=environment())  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )
 
 
 def run(recipe: Path | None, output: Path, *flags: str) -> tuple[int, str]:
@@ -189,8 +190,9 @@ def test_a_limit_below_what_a_process_needs_is_told_after_one_launch(recipe, tmp
 
 def test_mistakes_cost_no_launch(recipe, tmp_path):
     """Neither one of the recipe, as far as it shows on the disk, nor one of the comparison."""
-    code, said = run(recipe, tmp_path / "no-data", "--strategies", "ddp", "--memory_limit", "1GiB",
-                     "--train_file", "nowhere.txt")  # fmt: skip
+    code, said = run(
+        recipe, tmp_path / "no-data", "--strategies", "ddp", "--memory_limit", "1GiB", "--train_file", "nowhere.txt"
+    )
     assert code == 2
     assert said == "error: train_file = 'nowhere.txt': there is no such file\n"
     assert not (tmp_path / "no-data").exists()

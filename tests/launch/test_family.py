@@ -63,8 +63,9 @@ def run(model_flags, cache, tmp_path_factory):
     def once(layout: str):
         if layout not in done:
             processes = LAYOUTS.get(layout, 1)
-            lines = launch(folder / layout, *model_flags, *RUN, "--cache_dir", cache, strategy=layout,
-                           processes=processes)  # fmt: skip
+            lines = launch(
+                folder / layout, *model_flags, *RUN, "--cache_dir", cache, strategy=layout, processes=processes
+            )
             done[layout] = lines, folder / layout
         return done[layout]
 

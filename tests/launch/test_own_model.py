@@ -27,8 +27,9 @@ def trained(tokenizer, tmp_path_factory):
     """(run folder, metrics) under ZeRO-3, with recomputed activations and packed documents."""
     output = tmp_path_factory.mktemp("own") / "run"
     model = ["--config_name", FOLDER, "--tokenizer_name", tokenizer, "--config_overrides", "vocab_size=300"]
-    lines = launch(output, *model, *DATA, "--max_train_steps", "12", "--gradient_checkpointing", strategy="zero3",
-                   processes=2)  # fmt: skip
+    lines = launch(
+        output, *model, *DATA, "--max_train_steps", "12", "--gradient_checkpointing", strategy="zero3", processes=2
+    )
     return output, lines
 
 

@@ -23,8 +23,9 @@ def test_a_recipe_is_verified(tmp_path, cache, kills):
     output = tmp_path / "proof"
     command = [sys.executable, "-m", "zerofit.cli", "verify", "--config", recipe, "--strategies", "ddp", "--updates",
                "6", "--kills", kills, "--output", output]  # fmt: skip
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=400,
-                          env=environment())  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment()
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     shown = done.stdout
     assert "num_warmup_steps 2 in place of 100" in shown

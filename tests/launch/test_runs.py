@@ -142,8 +142,9 @@ def test_every_launcher_makes_the_same_run(text, cache, tmp_path):
             assert {key: mine.get(key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")} == {
                 key: theirs.get(key) for key in ("loss", "grad_norm", "learning_rate", "eval_loss")
             }
-        laid_out, theirs = (yaml.safe_load((folder / "strategy.yaml").read_text())
-                            for folder in (output, tmp_path / "accelerate"))  # fmt: skip
+        laid_out, theirs = (
+            yaml.safe_load((folder / "strategy.yaml").read_text()) for folder in (output, tmp_path / "accelerate")
+        )
         assert laid_out == theirs
         assert json.loads((output / "environment.json").read_text())["variables"]["OMP_NUM_THREADS"] == "1"
 

@@ -141,8 +141,9 @@ def test_predictions_without_labels_are_those_of_the_run(trained, cache, tmp_pat
     assert alike(found, [{name: row[name] for name in row if name != "label"} for row in expected])
     submitted = [line.split("\t") for line in (tmp_path / "answers" / "SST-2.tsv").read_text().splitlines()]
     assert submitted[0] == ["index", "prediction"]
-    assert submitted[1:] == [[str(number), str(int(row["prediction"] == "positive"))]
-                             for number, row in enumerate(expected, 100)]  # fmt: skip
+    assert submitted[1:] == [
+        [str(number), str(int(row["prediction"] == "positive"))] for number, row in enumerate(expected, 100)
+    ]
     assert not list((tmp_path / "answers").glob("metrics*"))
 
 
@@ -154,8 +155,9 @@ def alike(ours: list[dict], theirs: list[dict]) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [["--length_grouping", "none"],
-                                   ["--length_grouping", "update", "--pad_to_max_length"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags", [["--length_grouping", "none"], ["--length_grouping", "update", "--pad_to_max_length"]]
+)
 def test_how_rows_are_padded_changes_no_loss(sst2, trained, flags):
     """`update` only deals an update's own samples to its micro-batches: the curve is that of no grouping at all."""
     reference = updates(trained[0])[:12]

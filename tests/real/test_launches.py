@@ -125,8 +125,9 @@ def test_an_adapter_learns_japanese_and_is_merged(stories, real, cache, tmp_path
     assert held[-1] < held[0] - 5
     with tools_in_this_process():
         assert zerofit(["merge", "--adapter", str(output / "model"), "--output", str(tmp_path / "merged")]) == 0
-    base, merged = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
-                    for each in (stories, tmp_path / "merged"))  # fmt: skip
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (stories, tmp_path / "merged")
+    )
     ids = torch.arange(3, 67).reshape(2, 32)
     with torch.no_grad():
         adapted = PeftModel.from_pretrained(base, output / "model").eval()(ids).logits

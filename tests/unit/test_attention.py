@@ -340,8 +340,9 @@ def kept(model, converted: bool, monkeypatch) -> tuple[int, torch.Tensor]:
 @pytest.mark.parametrize("family", TINY)
 def test_a_mask_is_converted_once_and_not_in_each_layer(family, dtype, monkeypatch):
     changes = {"gpt2": {"n_layer": 5}, "llama": {"hidden_size": 64}}.get(family, {}) | {"num_hidden_layers": 5}
-    found = [kept(tiny_model(family, "sdpa", **changes).to(dtype), converted, monkeypatch)
-             for converted in (False, True)]  # fmt: skip
+    found = [
+        kept(tiny_model(family, "sdpa", **changes).to(dtype), converted, monkeypatch) for converted in (False, True)
+    ]
     assert [number for number, _ in found] == [5, 1]
     assert torch.equal(found[0][1], found[1][1])  # bit for bit
 

@@ -335,8 +335,9 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them(tokenizer_of):
     text, spans = render(tokenizer, messages)
     end = tokenizer.eos_token
     assert [text[a:b] for a, b in spans] == [
-        '<call>{"name": "weather", "arguments": {"city": "Bern"}}</call>' + end, "It is dry." + end
-    ]  # fmt: skip
+        '<call>{"name": "weather", "arguments": {"city": "Bern"}}</call>' + end,
+        "It is dry." + end,
+    ]
     tokenizer.chat_template = named_template("none")
     with pytest.raises(BadTemplate, match="does not write the tool_calls of turn 2"):
         render(tokenizer, messages)

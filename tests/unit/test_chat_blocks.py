@@ -65,8 +65,7 @@ def test_blocks_hold_whole_samples(short, prepare):
     assert max(len(segments(block)) for block in all_of(blocks.train)) > 2
     stats, alone = blocks.train.stats, single.train.stats
     tokens, positions = sum(len(ids) for ids, _ in rows), 400 * len(blocks.train)
-    assert (stats.documents, stats.samples, stats.tokens, stats.truncated) == (
-        len(rows), len(blocks.train), tokens, 0)  # fmt: skip
+    assert (stats.documents, stats.samples, stats.tokens, stats.truncated) == (len(rows), len(blocks.train), tokens, 0)
     assert stats.padding == pytest.approx(filler / positions)
     assert positions == tokens + filler
     assert stats.trained == alone.trained == sum(label != IGNORE for _, labels in rows for label in labels)

@@ -51,8 +51,9 @@ def texts() -> dict[str, str]:
         for file in sorted((ROOT / folder).rglob("*.py")):
             docstring = re.match(r'r?"""(.*?)"""', file.read_text(), re.DOTALL)
             found[file.relative_to(ROOT)] = docstring[1].replace("\\\\\n", "\\\n") if docstring else ""
-    found[Path("benchmarks/on_gpu.sh")] = re.sub(r"^(compare )(\S+)", r"zerofit \1", (
-        ROOT / "benchmarks/on_gpu.sh").read_text(), flags=re.MULTILINE)  # fmt: skip
+    found[Path("benchmarks/on_gpu.sh")] = re.sub(
+        r"^(compare )(\S+)", r"zerofit \1", (ROOT / "benchmarks/on_gpu.sh").read_text(), flags=re.MULTILINE
+    )
     return found
 
 
@@ -86,8 +87,7 @@ def check_program(words: list[str]) -> None:
     task = Path(script).stem
     assert (ROOT / "train" / f"{task}.py").is_file(), script
     recipe = next(iter(sorted((ROOT / "recipes" / task).glob("*.yaml"))))
-    arguments = [str(recipe) if re.fullmatch("RECIPE|outputs/.*/recipe.yaml", word) else word
-                 for word in options]  # fmt: skip
+    arguments = [str(recipe) if re.fullmatch("RECIPE|outputs/.*/recipe.yaml", word) else word for word in options]
     parse_recipe(TASKS[task], arguments)
 
 

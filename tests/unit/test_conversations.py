@@ -295,8 +295,9 @@ def sources(data, samples) -> list[str]:
 def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_path, prepare):
     path = write_records(tmp_path / "a.jsonl", [talk(n, turns=2 + n % 4) for n in range(40)])
     data = prepare(path, "--validation_split_percentage", "25")
-    train, held_out = ({source.split()[1] for source in sources(data, samples)}
-                       for samples in (data.train, data.validation.samples))  # fmt: skip
+    train, held_out = (
+        {source.split()[1] for source in sources(data, samples)} for samples in (data.train, data.validation.samples)
+    )
     assert len(held_out) == 10
     assert train | held_out == {str(n) for n in range(40)}
     assert not train & held_out
@@ -436,8 +437,9 @@ def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache
     back = find_columns(PairColumns(source_column="de", target_column="en"), table)
     assert back.pairs(table[1]) == [Pair(["ein 1"], "a 1")]
     assert split_translation_columns(table) is table
-    data = prepare(tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en",
-                   "--validation_split_percentage", 0)  # fmt: skip
+    data = prepare(
+        tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en", "--validation_split_percentage", 0
+    )
     assert sources(data, data.train) == [f"ein {n}" for n in range(4)]
     hub = Dataset.from_list(rows, Features({"translation": Translation(["en", "de"])}))
     assert {"en", "de"} == set(split_translation_columns(hub).column_names)

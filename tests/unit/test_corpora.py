@@ -476,8 +476,9 @@ def test_a_recorded_recipe_is_a_recipe(tmp_path, data):
 
 def test_padding_goes_with_models_from_scratch():
     with pytest.raises(UserError, match="make_vocab_size_divisible_by = 128 has no effect"):
-        parse_recipe(ClmRecipe, ["--model_name_or_path", "x", "--train_file", "y", "--make_vocab_size_divisible_by",
-                                 "128"])  # fmt: skip
+        parse_recipe(
+            ClmRecipe, ["--model_name_or_path", "x", "--train_file", "y", "--make_vocab_size_divisible_by", "128"]
+        )
 
 
 def test_ids_beyond_the_vocabulary(tokenised, tmp_path):

@@ -105,8 +105,9 @@ def test_a_score_goes_with_its_record(prepare, kind):
     records = [{**RECORDS[kind](f"number {score}", n), "hardness": score} for n, score in enumerate(SCORES)]
     records[5] = {**records[5], **RECORDS[kind]("", 5)}
     more = ("--packing", "none", "--chat_template", "instruction") if kind is ClmRecipe else ()
-    recipe, data = prepare(kind, records, "--difficulty_warmup", "hardness@2", "--skip_bad_records",
-                           "--max_train_samples", "30", *more)  # fmt: skip
+    recipe, data = prepare(
+        kind, records, "--difficulty_warmup", "hardness@2", "--skip_bad_records", "--max_train_samples", "30", *more
+    )
     samples, count = data.train, 29 if kind is ClmRecipe else 30  # a chat's limit counts the skipped record
     assert len(samples) == len(samples.scores) == count
     for index in range(count):

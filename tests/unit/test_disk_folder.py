@@ -30,8 +30,9 @@ def test_without_a_cuda_toolkit_a_run_with_gpus_ends_with_the_remedy(monkeypatch
     check_async_io()
 
 
-@pytest.mark.parametrize(("device", "shared", "noted"), [("nvme", True, True), ("nvme", False, False),
-                                                         ("cpu", True, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "shared", "noted"), [("nvme", True, True), ("nvme", False, False), ("cpu", True, False)]
+)
 def test_a_disk_of_other_machines_is_noted(monkeypatch, device, shared, noted):
     monkeypatch.setattr("zerofit.strategy.disk.is_shared", lambda folder: shared)
     note = shared_disk_note({"offload_optimizer": {"device": device, "nvme_path": "outputs/nvme"}})

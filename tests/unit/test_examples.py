@@ -251,8 +251,9 @@ def test_of_a_pair_one_text_may_be_empty(tmp_path, prepare):
 def test_no_record_that_can_be_used(tmp_path, prepare):
     train = write(tmp_path / "train.csv", {"text": TEXTS, "label": LABELS})
     empty = write(tmp_path / "dev.csv", {"text": [" ", " "], "label": ["yes", "no"]})
-    assert f"{empty} has no record that can be used" in refusal(prepare, train, "--validation_file", empty,
-                                                              "--skip_bad_records")  # fmt: skip
+    assert f"{empty} has no record that can be used" in refusal(
+        prepare, train, "--validation_file", empty, "--skip_bad_records"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- splits and rows

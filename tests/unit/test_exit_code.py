@@ -147,11 +147,12 @@ IN_NATIVE_CODE = "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hma
 @pytest.mark.parametrize(
     ("body", "number", "code"),
     [
-        (IN_NATIVE_CODE, signal.SIGTERM, 85), (IN_NATIVE_CODE, signal.SIGINT, 130),
+        (IN_NATIVE_CODE, signal.SIGTERM, 85),
+        (IN_NATIVE_CODE, signal.SIGINT, 130),
         ("import os; os.fork() and time.sleep(20); " + SLEEP, signal.SIGUSR1, 85),
         ("print('ready', flush=True); raise ValueError('no')", None, 1),
     ],
-)  # fmt: skip
+)
 def test_the_end_of_a_run_that_starts_is_on_record(tmp_path, body, number, code):
     folder = stale(tmp_path / "run", 86)
     (tmp_path / "run.py").write_text(RANK.format(body=body))

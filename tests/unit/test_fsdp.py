@@ -123,8 +123,9 @@ def small_llama(tied: bool = True):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_rank_keeps_its_rows_of_the_weights_of_one_process(tied):
     expected = dict(small_llama(tied).named_parameters())
-    shares = [draw_share(lambda: small_llama(tied), lambda model, rank=rank: keep_rows(model, rank, 3))
-              for rank in range(3)]  # fmt: skip
+    shares = [
+        draw_share(lambda: small_llama(tied), lambda model, rank=rank: keep_rows(model, rank, 3)) for rank in range(3)
+    ]
     for name, weight in expected.items():
         parts = [dict(share.named_parameters())[name] for share in shares]
         torch.testing.assert_close(torch.cat([part.detach() for part in parts]), weight.detach(), rtol=0, atol=0)

@@ -176,8 +176,9 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
     generate("--model", model, "--prompt_file", records, "--max_new_tokens", 2, "--chat_template", template,
              "--output", output, "--batch_size", 1)  # fmt: skip
     assert [tokenizer.decode(ids) for ids in given.ids[3:]] == [
-        "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>", "<user>one<assistant>"
-    ], "the longest first"  # fmt: skip
+        "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>",
+        "<user>one<assistant>",
+    ], "the longest first"
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [sorted(line) for line in written] == [["generated", "prompt"], ["generated", "messages"]]
     assert written[1]["messages"] == turns[:3]
@@ -295,8 +296,9 @@ def test_the_beams_and_the_drawing_of_the_models_own_settings_are_left_aside(tmp
 
 
 def test_a_conversation_has_its_history_in_the_prompt(model, talk, given, template, tokenizer):
-    done = talk(["hi", "ho", "/reset", "he", "", "never"], "--model", model, "--chat_template", template,
-                "--max_new_tokens", 4)  # fmt: skip
+    done = talk(
+        ["hi", "ho", "/reset", "he", "", "never"], "--model", model, "--chat_template", template, "--max_new_tokens", 4
+    )
     prompts = [tokenizer.decode(ids) for ids in given.ids]
     assert len(prompts) == 3
     assert prompts[0] == "<user>hi<assistant>"
@@ -345,8 +347,7 @@ def test_a_conversation_without_a_template(model, talk, template):
 def test_through_a_real_pipe(model, template):
     command = [sys.executable, "-m", "zerofit.cli", "generate", "--chat", "--model", model, "--chat_template",
                template, "--max_new_tokens", "3"]  # fmt: skip
-    done = subprocess.run(command, input="hi\nho\n", capture_output=True, text=True, timeout=100,
-                          env=environment())  # fmt: skip
+    done = subprocess.run(command, input="hi\nho\n", capture_output=True, text=True, timeout=100, env=environment())
     assert done.returncode == 0, done.stderr
     assert done.stderr == f"model {model} in float32 on cpu\n", "nothing of transformers' own"
     assert len(done.stdout.splitlines()) >= 2
@@ -496,7 +497,7 @@ def test_models_that_do_not_write(tmp_path, generate, model):
         (["--model", "MODEL", "--prompt", "a", "--output", "b.txt"], ["b.txt", ".jsonl"]),
         (["--model", "MODEL", "--prompt", "a", "--output", "/dev/null/b.jsonl"], ["/dev/null/b.jsonl", "cannot be"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(generate, model, flags, words):
     done = generate(*[model if flag == "MODEL" else flag for flag in flags], expect=2)
     assert done.err.startswith("error: ")

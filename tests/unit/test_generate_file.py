@@ -116,7 +116,7 @@ def test_the_seed_of_the_first_run_holds(answer, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "word"),
     [(["--max_new_tokens", 13], "max_new_tokens"), (["--num_beams", 2], "num_beams"), (DRAWN, "temperature")],
-)  # fmt: skip
+)
 def test_answers_to_something_else_are_not_mixed(answer, monkeypatch, flags, word):
     stopped(monkeypatch, answer, 1)
     message = answer(*flags, expect=2)[1]

@@ -60,8 +60,9 @@ def test_yaml(tmp_path, bomb):
 
 
 def test_yaml_that_repeats_a_value(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("seed: &n 7\nmax_train_steps: *n\nconfig_name: gpt2\ntokenizer_name: a\n"
-                                          "train_file: [a, b]\n")  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(
+        "seed: &n 7\nmax_train_steps: *n\nconfig_name: gpt2\ntokenizer_name: a\ntrain_file: [a, b]\n"
+    )
     assert parse_recipe(ClmRecipe, ["--config", str(tmp_path / "recipe.yaml")]).max_train_steps == 7
 
 

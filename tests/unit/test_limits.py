@@ -537,7 +537,8 @@ def test_the_report_has_all_of_it(tmp_path):
     assert (tmp_path / "memory.svg").read_text().count("<!-- 0 -->") == 2, "both axes begin at 0"
     assert '<td class="words">none (out of memory in backward)</td>' in html_report, "what is long may wrap"
     assert "http" not in html_report.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
-        "http://creativecommons.org", "").replace("https://matplotlib.org", "")  # fmt: skip
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", "")
     assert "&lt;x&gt;" in html_report
     assert "none (out of memory in backward)" in html_report
     text = (tmp_path / "report.md").read_text()
@@ -567,9 +568,10 @@ def test_the_report_has_all_of_it(tmp_path):
 
 def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
     report = ComparisonReport(comparison_of(), "zerofit compare --finish", [])
-    lines = [{"update": 0, "evaluation_seconds": 2.0, "evaluation_samples_per_s": 8.0},
-             {"update": 1, "epoch": 0.5, "consumed_samples": 32, "seconds": 4.0, "loss": 2.0,
-              "peak_memory_bytes": MIB}]  # fmt: skip
+    lines = [
+        {"update": 0, "evaluation_seconds": 2.0, "evaluation_samples_per_s": 8.0},
+        {"update": 1, "epoch": 0.5, "consumed_samples": 32, "seconds": 4.0, "loss": 2.0, "peak_memory_bytes": MIB},
+    ]
     found = {"held_out": {"update": 1, "eval_f1": 0.625}}
     report.finished = [Finished("ddp", 8, tmp_path, lines, found, {"global_batch_size": 32}),
                        Finished("zero2", 40, tmp_path, problem="left with exit code 1")]  # fmt: skip

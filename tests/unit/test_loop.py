@@ -192,10 +192,11 @@ def test_a_save_that_failed_stops_where_it_was_asked_for():
 
     def reason(action: str, failed: bool, is_last: bool = False) -> StopReason:
         run = SimpleNamespace(
-            checkpoints=SimpleNamespace(last_failed=failed), best=SimpleNamespace(is_exhausted=False),
+            checkpoints=SimpleNamespace(last_failed=failed),
+            best=SimpleNamespace(is_exhausted=False),
             length=SimpleNamespace(is_last=lambda update: is_last),
             task=SimpleNamespace(recipe=SimpleNamespace(on_save_failure=action)),
-        )  # fmt: skip
+        )
         return reason_to_stop(run, SimpleNamespace(signals=quiet, update=3))
 
     assert reason("stop", failed=True) is StopReason.CHECKPOINT_FAILED

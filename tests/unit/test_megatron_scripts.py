@@ -47,8 +47,8 @@ CASES = [  # (lines of a script, what `run` gets)
     ("C='run a \"b c\" > log'; echo $C; eval $C", ["a", "b c"]),
     ("set -eo pipefail; false; run on", ["on"]),
     ("run x$(nproc)", ["x$"]),
-    ("[ -z \"$P\" ] && P=4; run $P", ["4"]),
-]  # fmt: skip
+    ('[ -z "$P" ] && P=4; run $P', ["4"]),
+]
 
 
 def test_what_bash_makes_of_it():
@@ -60,8 +60,9 @@ def test_what_bash_makes_of_it():
 def test_what_nothing_says_is_marked():
     shell = Shell(
         'A=$(nproc)\nB=$A/x\nif [ "$1" = x ]; then C=1; fi\nrun $A $B $C $D\nE=<Specify path>/v.json\nrun $E\r\n'
-        "F=$(( $(lspci | wc -l) - 2 ))\nrun $F --g ${G:?the number}", {},
-    ).read()  # fmt: skip
+        "F=$(( $(lspci | wc -l) - 2 ))\nrun $F --g ${G:?the number}",
+        {},
+    ).read()
     found = [[shown(word) for word in command.words[1:]] for command in shell.commands if command.words[0] == "run"]
     assert found == [["$A", "$A/x", "$C", "$D"], ["$E"], ["$F", "--g", "$G"]]
     assert shell.reasons["A"] == "line 1: A=$(nproc)"
@@ -81,8 +82,9 @@ def test_values_from_the_command_line_win():
 def test_files_are_written_as_bash_writes_them():
     shell = Shell(
         'A=1\nmkdir -p a/b\ncat <<EOT > ./a/b/out.json\n{"a": $A, "b": [1,\n2]}\nEOT\ncat > raw <<\'E\'\n$A\nE\n'
-        "cat raw | tee /mnt/copy\nsed s/1/2/ template > made", {},
-    ).read()  # fmt: skip
+        "cat raw | tee /mnt/copy\nsed s/1/2/ template > made",
+        {},
+    ).read()
     assert json.loads(shell.file("a/b/out.json")) == {"a": 1, "b": [1, 2]}
     assert shell.file("./raw") == shell.file("/mnt/copy") == "$A\n"
     assert shell.file("made") is None, "only a running sed knows it"

@@ -251,8 +251,9 @@ def test_offload_is_proposed_where_the_host_has_room():
 
 def test_host_memory_has_remedies_of_its_own():
     recipe = ClmRecipe(dataloader_num_workers=4)
-    offloading = shortage(strategy_of(3, ranks=4, offload=("optimizer",)), recipe, on_host=True, copied=GIB,
-                          activations=0)  # fmt: skip
+    offloading = shortage(
+        strategy_of(3, ranks=4, offload=("optimizer",)), recipe, on_host=True, copied=GIB, activations=0
+    )
     assert list(options(offloading)) == [
         "--num_processes 2 --gradient_accumulation_steps 4", pair("zero3"), "--save_async false",
         "--dataloader_num_workers 0",

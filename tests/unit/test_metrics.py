@@ -101,8 +101,9 @@ def test_the_names_that_are_promised_are_those_that_come():
 
     for labels in (Labels(None), Labels(("a", "b")), Labels(("a", "b", "c"))):
         promised = figures_of(labels, [Part], None)
-        name, options = ("regression", {}) if labels.names is None else (
-            "classification", {"num_labels": len(labels.names)})  # fmt: skip
+        name, options = (
+            ("regression", {}) if labels.names is None else ("classification", {"num_labels": len(labels.names)})
+        )
         found = compute(name, [0, 1, 1], [0, 1, 0], **options)
         assert set(promised) == {f"{figure}_mismatched" for figure in (*found, "loss")}
     assert figures_of(Labels(("a", "b")), [], None) == ("loss",)

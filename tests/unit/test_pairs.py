@@ -181,7 +181,7 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
         ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, {}, ["= 3 does not divide 2 processes"]),
     ],
-)  # fmt: skip
+)
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
     message = refusal(resolve, tmp_path, content, recipe_of(**options))
     assert "mine.json" in message

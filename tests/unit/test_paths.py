@@ -37,8 +37,9 @@ def text(tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_missing_is_told_all_at_once(text, tmp_path, options, words):
-    options = {name: value.replace("{text}", text) if isinstance(value, str) else value
-               for name, value in options.items()}  # fmt: skip
+    options = {
+        name: value.replace("{text}", text) if isinstance(value, str) else value for name, value in options.items()
+    }
     said = refusal(check_paths, ClmRecipe(**options), tmp_path / "run")
     for word in words:
         assert word in said

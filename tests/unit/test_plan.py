@@ -108,8 +108,9 @@ def test_zero_1_leaves_a_large_gradient_of_another_rank_where_backward_made_it()
 
 
 def test_zero_3_shards_all_but_small_parameters():
-    settings = zero(3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION,
-                    stage3_prefetch_bucket_size=MILLION)  # fmt: skip
+    settings = zero(
+        3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION, stage3_prefetch_bucket_size=MILLION
+    )
     states = deepspeed_states(weights(8 * MILLION, 1000), settings, 4, torch.bfloat16, False, on_gpu=True)
     assert states.weights == 2 * 1000 + 2 * (2 * MILLION + 250)
     assert states.optimizer == 12 * (2 * MILLION + 250)
@@ -179,8 +180,9 @@ def tracer(config, rows: Rows, **settings) -> Tracer:
 
 
 def gpt2(layers: int = 4) -> GPT2Config:
-    return GPT2Config(n_layer=layers, n_head=4, n_embd=64, n_positions=48, vocab_size=256, use_cache=False,
-                      **NO_DROPOUT)  # fmt: skip
+    return GPT2Config(
+        n_layer=layers, n_head=4, n_embd=64, n_positions=48, vocab_size=256, use_cache=False, **NO_DROPOUT
+    )
 
 
 def saved_by_a_real_layer(config: GPT2Config, batch_size: int, dtype: torch.dtype) -> int:
@@ -392,8 +394,9 @@ def test_what_does_not_fit_names_what_would_help(capsys):
     assert main(["plan", *SMALL, *flags[:-1], "--gradient_checkpointing"]) == 0
     said = capsys.readouterr().out
     assert "does not fit" not in said
-    assert any(line.split()[:3] == ["single", str(remedy["per_device_train_batch_size"]), "x"]
-               for line in said.splitlines())  # fmt: skip
+    assert any(
+        line.split()[:3] == ["single", str(remedy["per_device_train_batch_size"]), "x"] for line in said.splitlines()
+    )
 
 
 def test_one_process_has_single_first_and_nothing_that_is_shared(capsys):

@@ -74,8 +74,9 @@ def test_half_precision_keeps_a_cast_of_the_experts_from_forward_to_backward():
 
 def test_the_names_of_experts():
     model = tiny_model("mixtral", num_hidden_layers=2, num_experts=4, hidden_size=32, intermediate_size=48)
-    assert expert_names(model) == {f"model.layers.{number}.mlp.experts.{name}" for number in range(2)
-                                   for name in ("gate_up_proj", "down_proj")}  # fmt: skip
+    assert expert_names(model) == {
+        f"model.layers.{number}.mlp.experts.{name}" for number in range(2) for name in ("gate_up_proj", "down_proj")
+    }
 
 
 def weights() -> Weights:

@@ -92,9 +92,10 @@ def test_ends_that_are_not_tied_are_there_while_they_are_needed():
     assert engine.by_kind == (0, (ENDS + last) // 2 + LAYER, 0)
     made = fully_sharded_exchanges(untied, 2, 4, reshards=True)
     assert [(one.kind, one.bytes, one.count) for one in (*made.forward, *made.backward)] == [
-        ("all_gather", ENDS + last + 2 * LAYER, 4), ("all_gather", 2 * LAYER, 2),
+        ("all_gather", ENDS + last + 2 * LAYER, 4),
+        ("all_gather", 2 * LAYER, 2),
         ("reduce_scatter", ENDS + last + 2 * LAYER, 4),
-    ]  # fmt: skip
+    ]
 
 
 def test_blocks_that_are_not_forgotten_stay():

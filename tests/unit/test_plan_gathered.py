@@ -117,7 +117,7 @@ def deepspeed_passes(
     modules = {name: Met(at, [weights[one] for one in own]) for at, (name, own) in enumerate(names.items())}
     coordinator = deepspeed_coordinator.PartitionedParameterCoordinator(
         rules.ahead, rules.reuse, rules.live, None, deepspeed_coordinator.InflightParamRegistry()
-    )  # fmt: skip
+    )
     forward = [*itertools.takewhile(lambda visit: visit.forward, visits)]
     for samples_per_micro_step in [*([forward] * 3 if checked else []), *[visits] * 5]:
         coordinator.reset_step()

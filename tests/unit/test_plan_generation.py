@@ -15,9 +15,10 @@ SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 3, "encoder_atten
 MODELS = {
     "blenderbot": transformers.BlenderbotConfig(**SMALL),
     "bart": transformers.BartConfig(**SMALL),
-    "t5": transformers.T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=4,
-                                vocab_size=90, decoder_start_token_id=0),
-}  # fmt: skip
+    "t5": transformers.T5Config(
+        d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=4, vocab_size=90, decoder_start_token_id=0
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MODELS)

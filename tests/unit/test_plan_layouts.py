@@ -133,8 +133,9 @@ def test_rows_that_are_split_exchange_heads_and_keep_half():
 
 def test_packed_documents_keep_a_mask_of_rows_in_full():
     subject = subject_of(*LLAMA, "--packing", "documents")
-    masked, free = (max(step.start for step in steps_of(one, SPLIT))
-                    for one in (subject, subject_of(*LLAMA, "--packing", "none")))  # fmt: skip
+    masked, free = (
+        max(step.start for step in steps_of(one, SPLIT)) for one in (subject, subject_of(*LLAMA, "--packing", "none"))
+    )
     assert masked - free >= 2 * 64 * 64 * 4
 
 
@@ -244,8 +245,9 @@ def test_written_pairs_have_the_degree_that_was_found(capsys, tmp_path, monkeypa
         "tp_x2": ({"autotp_size": 2}, None), "tp_x4": ({"autotp_size": 4}, None), "sp_x2": (None, 2),
         "sp_x4": (None, 4),
     }  # fmt: skip
-    again = planned(capsys, *LLAMA, "--num_gpus", "4", "--strategies", str(tmp_path / "tp_x4.yaml"), "--batch_sizes",
-                    "1")["predictions"]  # fmt: skip
+    again = planned(
+        capsys, *LLAMA, "--num_gpus", "4", "--strategies", str(tmp_path / "tp_x4.yaml"), "--batch_sizes", "1"
+    )["predictions"]
     assert [one["layout"]["tensor"] for one in again] == [4]
     assert Path(tmp_path / "tp_x4.sh").read_text().count("train/clm.py") == 1
 

@@ -209,8 +209,9 @@ def test_an_update_hides_what_runs_beside_it_and_no_more():
 
     def seconds(bytes, contention=0.0, hidden=True, accumulation=1, **settings) -> float:
         exchanges = Exchanges(last_backward=[Exchange(ALL_REDUCE, bytes)], hidden=hidden)
-        return update_time(passes, exchanges, flat(contention=contention), links, accumulation, 2, 8, False,
-                           **settings).seconds  # fmt: skip
+        return update_time(
+            passes, exchanges, flat(contention=contention), links, accumulation, 2, 8, False, **settings
+        ).seconds
 
     assert seconds(1e9) == pytest.approx(3.0)
     assert seconds(5e9) == pytest.approx(6.0)  # 2 of the 5 seconds are hidden

@@ -16,8 +16,9 @@ def drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(Figure, "savefig", lambda figure, file: (save(figure, file), figures.append(figure)))
 
     def draw(updates: int, loss=lambda update: 3.0, norm=lambda update: 1.0) -> list:
-        lines = [{"update": n, "loss": loss(n), "learning_rate": 2e-5, "grad_norm": norm(n)}
-                 for n in range(1, updates + 1)]  # fmt: skip
+        lines = [
+            {"update": n, "loss": loss(n), "learning_rate": 2e-5, "grad_norm": norm(n)} for n in range(1, updates + 1)
+        ]
         plot_run(lines, tmp_path / "loss.png", "a run", "token", "loss")
         assert (tmp_path / "loss.png").stat().st_size > 10000
         return figures[-1].axes

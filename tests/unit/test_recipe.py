@@ -95,7 +95,7 @@ def test_forms_of_flags():
         (["--profile", "12:9"], ["profile = '12:9': expected N:M"]),
         (["--profile", "0:3"], ["profile = '0:3': expected N:M"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(flags, words):
     message = refusal(parse, *flags)
     for word in words:

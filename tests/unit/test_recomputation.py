@@ -26,8 +26,9 @@ START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a
 SHAPE = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 61}
 BLENDERBOT = BlenderbotConfig(**SHAPE, encoder_layers=3, decoder_layers=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
                               max_position_embeddings=32, use_cache=False)  # fmt: skip
-T5 = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=61, decoder_start_token_id=0,
-              use_cache=False)  # fmt: skip
+T5 = T5Config(
+    d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=61, decoder_start_token_id=0, use_cache=False
+)
 DEBERTA = DebertaV2Config(
     hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=61, num_labels=2,
     relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"], max_position_embeddings=32,

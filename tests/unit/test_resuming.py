@@ -157,8 +157,8 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
     origin = Resume(now, RunFolder(tmp_path / "other"), 2)
     assert sorted(origin.plan(8)) == [
         "resumes with a change: learning_rate was 5e-05, now 0.001",
-        "resumes with a change: num_train_epochs was 3.0, now 9.0"
-    ]  # fmt: skip
+        "resumes with a change: num_train_epochs was 3.0, now 9.0",
+    ]
     assert origin.sources == [str(checkpoint)]
     recorded = {**identity(before, 8), "num_processes": 2}
     for flags, global_batch, text in ((["--seed", "1"], 8, "seed was 42, now 1"), ([], 16, "was 8, now 16")):

@@ -142,8 +142,9 @@ def test_a_run_loads_no_engine_that_it_has_no_use_for():
 
 @pytest.mark.parametrize("script", ["zerofit/strategy/gpus.py", "zerofit/health/watchdog_process.py"])
 def test_a_script_that_starts_without_packages(script):
-    done = subprocess.run([sys.executable, "-I", "-S", ROOT / script], stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", ROOT / script], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert "ModuleNotFoundError" not in done.stderr
 
 

@@ -110,8 +110,9 @@ def test_a_sample_may_come_again_in_another_epoch():
 
 def test_an_outcome_says_what_is_wrong():
     def outcome(lines=LINES, ledger=LEDGER, **more) -> Outcome:
-        return Outcome("zero2", [2], difference=compare_metrics(lines, LINES, 5),
-                       ledger=compare_samples(ledger, LEDGER), **more)  # fmt: skip
+        return Outcome(
+            "zero2", [2], difference=compare_metrics(lines, LINES, 5), ledger=compare_samples(ledger, LEDGER), **more
+        )
 
     assert outcome().is_well(1e-5)
     assert outcome(killed=Killed(kills=1)).is_well(1e-5)

@@ -82,10 +82,11 @@ def test_a_killed_rank_is_reported():
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("watchdog.leave(); os._exit(7)", 7), ("sys.exit(4)", 4),
+        ("watchdog.leave(); os._exit(7)", 7),
+        ("sys.exit(4)", 4),
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),  # of a launcher, while nothing else listens
     ],
-)  # fmt: skip
+)
 def test_who_leaves_in_order_is_not_reported(end, code):
     done = run(end)
     assert (done.returncode, done.stderr) == (code, "")
@@ -262,8 +263,9 @@ def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, m
 def test_the_watchdog_is_small():
     program = "import sys; sys.argv[0] = 'x'; sys.path.insert(0, {!r}); "
     program += "import zerofit.health.watchdog_process; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", program.format(str(ROOT))],
-                          capture_output=True, text=True, timeout=30)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program.format(str(ROOT))], capture_output=True, text=True, timeout=30
+    )
     loaded = set(done.stdout.split())
     assert "zerofit.health.watchdog_process" in loaded, done.stderr
     assert not loaded & {"torch", "numpy", "psutil", "subprocess", "inspect", "dataclasses"}
