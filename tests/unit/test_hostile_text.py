@@ -54,6 +54,6 @@ def test_a_name_stays_a_name_in_a_model_card(name):
 
 
 def test_a_report_in_html():
-    page = html_report(HOSTILE, HOSTILE, [(HOSTILE, "<script>", [("strategy", "a"), (HOSTILE, "<b>")])], {}, [HOSTILE])
+    page = html_report(HOSTILE, HOSTILE, [(HOSTILE, "<script>", [("strategy", "a"), (HOSTILE, "<b>")])], [], [HOSTILE])
     assert not RAW & set(page)
     assert "<script>" not in page

@@ -316,12 +316,10 @@ def test_mistakes_are_named():
     assert "expected a size such as 24GiB" in refusal(options, "--memory_limit", "lots")
     assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "8,big")
     assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "0,8")
-    said = refusal(options, "--batch_sizes", "8,16", "--granularity", "4", "--max_batch_size", "9")
-    assert said.count("no effect with batch_sizes") == 2
+    assert "no effect with batch_sizes" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
     said = refusal(make_recipe, *options("--per_device_train_batch_size", "4", "--save_steps", "9"))
     assert "--per_device_train_batch_size has no effect in a comparison: say --batch_sizes" in said
     assert "--save_steps has no effect" in said
-    assert "nothing to try" in refusal(options, "--granularity", "9", "--max_batch_size", "8")
     assert options("--batch_sizes", "40,8", "16")[0].sizes == [8, 16, 40]
     assert options()[0].sizes is None
 
@@ -371,7 +369,7 @@ GPU = Device("GPU", 80 * GIB, 79 * GIB)
 
 def test_limits_are_what_the_machine_has():
     assert choose_limits(machine(), 2, GIB, None) == Limits(GIB, None, [])
-    assert choose_limits(machine(), 2, None, None).device == int(0.9 * 20 * GIB / 2)
+    assert choose_limits(machine(), 2, None, None).device == int(0.75 * 24 * GIB / 2)
     assert choose_limits(machine(), 2, 4 * GIB, 2 * GIB).device == GIB  # a CPU has no other memory
     assert choose_limits(machine([GPU]), 1, None, None) == Limits(None, None, [])
     shared = choose_limits(machine([GPU]), 2, 24 * GIB, 64 * GIB // 4)
@@ -383,12 +381,11 @@ def test_limits_are_what_the_machine_has():
 
 def test_more_than_the_machine_has_is_refused():
     said = refusal(choose_limits, machine(), 64, GIB, None)
-    assert "together 64.00 GiB, and this machine has 24.00 GiB" in said
-    assert "at most 24 processes" in said
-    assert "Use at most" in refusal(choose_limits, machine(), 500, None, None)
+    assert "this machine has 24.00 GiB. Use --memory_limit 384MiB" in said
+    assert "Use --num_processes" in refusal(choose_limits, machine(), 500, None, None)
     said = refusal(choose_limits, machine([GPU]), 4, 24 * GIB, None)
-    assert "4 x (memory_limit 24.00 GiB + 640.0 MiB of context) on one that has 80.00 GiB" in said
-    assert "at most 3 processes" in said
+    assert "4 share one of 80.00 GiB, and each needs 24.00 GiB of limit and 640.0 MiB of context" in said
+    assert "Use --num_processes 3" in said
     assert "this machine has 24.00 GiB" in refusal(choose_limits, machine(), 2, None, 25 * GIB)
     assert "before it has a model" in refusal(choose_limits, machine([GPU]), 8, None, GIB)
 
@@ -402,11 +399,9 @@ def test_processes_that_share_a_device_leave_room_for_their_contexts():
     assert limit == int(0.9 * (80 * GIB - 4 * CONTEXT) / 4)
     exact = 20 * GIB - CONTEXT
     assert choose_limits(machine([GPU]), 4, exact, None).device == exact
-    said = refusal(choose_limits, machine([GPU]), 4, exact + 1, None)
-    assert "a memory_limit of at most 19.38 GiB, or at most 3 processes" in said
+    assert "Use --num_processes 3" in refusal(choose_limits, machine([GPU]), 4, exact + 1, None)
     small = Device("GPU", 2 * GIB, 2 * GIB)
-    said = refusal(choose_limits, machine([small]), 4, None, None)
-    assert said.endswith("4 x (640.0 MiB of context) on one that has 2.00 GiB. Use at most 3 processes")
+    assert "each needs 640.0 MiB of context" in refusal(choose_limits, machine([small]), 4, None, None)
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(38 * GIB, True), (39 * GIB, False)])
@@ -514,12 +509,10 @@ def test_the_conclusion_follows_from_the_numbers():
     )
     assert conclusion([none]) == "No batch fits within this limit under zero3|x."
     broken = StrategyRow("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
-    assert conclusion([ddp, broken]).startswith("ddp holds 8 a process.")
+    assert conclusion([ddp, broken]).startswith("ddp holds the largest batch, 8 a process.")
     assert conclusion([ddp, broken]).endswith("zero1: failed, without a result.")
     assert common_size([ddp, broken]) == 8
-    assert conclusion([none, ddp]).startswith("Only ddp fits: up to 8 a process (zero3|x: nothing)")
-    assert "; zero3|x holds none" in conclusion([none, ddp, zero2])
-    assert conclusion([ddp]).startswith("ddp holds 8 a process. The fastest is ddp at 8")
+    assert conclusion([none, ddp]).startswith("ddp holds the largest batch, 8 a process. The fastest is ddp at 8")
 
 
 def comparison_of(notes: tuple = (), **changes) -> SimpleNamespace:
@@ -535,12 +528,11 @@ def test_the_report_has_all_of_it(tmp_path):
     html_report = (tmp_path / "report.html").read_text()
     assert html_report.count("<svg") == 2
     assert (tmp_path / "memory.svg").read_text().count("<!-- 0 -->") == 2, "both axes begin at 0"
-    assert '<td class="words">none (out of memory in backward)</td>' in html_report, "what is long may wrap"
+    assert "<td>none (out of memory in backward)</td>" in html_report
     assert "http" not in html_report.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     ).replace("https://matplotlib.org", "")
     assert "&lt;x&gt;" in html_report
-    assert "none (out of memory in backward)" in html_report
     text = (tmp_path / "report.md").read_text()
     for words in (
         "5.00",
@@ -563,7 +555,6 @@ def test_the_report_has_all_of_it(tmp_path):
     shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]
-    assert not (tmp_path / "finished.csv").exists()
 
 
 def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
@@ -582,7 +573,6 @@ def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
     assert "0.6250" in text
     assert "0.6250" in (tmp_path / "report.html").read_text()
     assert "0.6250" in report.for_terminal()
-    assert "0.625" in (tmp_path / "finished.csv").read_text()
 
 
 def test_tables_are_markdown():

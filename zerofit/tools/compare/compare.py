@@ -11,14 +11,13 @@ Every trial is a real launch of the task with the recipe; its rows have the grea
 journal in the output folder keeps all results: the same command resumes where it was interrupted, and repeats nothing.
 """
 
-import json
 import shlex
 import sys
 from pathlib import Path
 
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder, check_folder_of
-from zerofit.record.terminal import say, size
+from zerofit.record.terminal import say
 from zerofit.tools.compare.candidates import (
     TrialRecipe,
     check_overrides,
@@ -36,7 +35,7 @@ from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_lim
 from zerofit.tools.launches import ending_in_order
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
 
-RECIPE, JOURNAL, LIMIT = "recipe.yaml", "journal.jsonl", "limit.json"
+RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,13 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_trial_machine()
     )
     timer = Timer(inspect_trial_machine()) if options.times_simulated else None
-    limits = limits_of(options, machine, output)
+    limits = limits_of(options, machine)
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
     folder.lock()
     (output / RECIPE).write_text(trial_recipe.to_yaml(), encoding="utf-8")
-    if options.memory_limit is None:
-        (output / LIMIT).write_text(json.dumps([options.num_processes, limits.device]) + "\n", encoding="utf-8")
     (output / JOURNAL).touch()
     say(
         f"recipe    {source or 'from flags'}",
@@ -88,26 +85,17 @@ def main(argv: list[str] | None = None) -> int:
             say("", f"interrupted. The results so far are in {output / JOURNAL}: the same command resumes from there")
             raise
     report.write(output)
-    files = "report.md, results.csv" + (", finished.csv" if report.finished else "")
-    say("", report.for_terminal(), "", f"report    {output / 'report.html'}, {files}")
+    say("", report.for_terminal(), "", f"report    {output / 'report.html'}, report.md, results.csv")
     return 1 if comparison.problems or any(run.problem for run in report.finished) else 0
 
 
-def limits_of(options, machine: TrialMachine, output: Path) -> Limits:
-    """The limits from the options. On a CPU without --memory_limit, a part of the free memory is chosen once and kept:
-    free memory changes, and a resumed comparison needs the limit that it began with.
+def limits_of(options, machine: TrialMachine) -> Limits:
+    """The limits from the options.
 
     Raises:
         UserError: the machine has less memory than that.
     """
     device, host = (text and parse_bytes(text) for text in (options.memory_limit, options.host_memory_limit))
-    chosen = None
-    if device is None and not machine.devices and (output / LIMIT).is_file():
-        num_processes, limit = json.loads((output / LIMIT).read_text(encoding="utf-8"))
-        chosen = limit if num_processes == options.num_processes else None
     if machine.simulated:
         device = device or machine.devices[0].total
-    limits = choose_limits(machine, options.num_processes, device or chosen, host)
-    if chosen:
-        limits.notes.append(f"memory_limit {size(chosen)}, as it was when this comparison began")
-    return limits
+    return choose_limits(machine, options.num_processes, device, host)

@@ -14,7 +14,7 @@ class CompareOptions(LaunchedStrategiesOptions):
 
     memory_limit: str | None = option(
         None,
-        "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a fair share).",
+        "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a share of its memory).",
         common=True,
     )
     simulate: str | None = option(
@@ -33,8 +33,7 @@ class CompareOptions(LaunchedStrategiesOptions):
         "micro-batch is per_device_train_batch_size of the recipe, or else 1.",
         common=True,
     )
-    granularity: int = option(1, "The largest batch is found as a multiple of this.", positive=True)
-    max_batch_size: int = option(4096, "No larger batch is tried.", positive=True)
+    granularity: int = option(1, "The largest batch is found as a multiple of this, up to 4096.", positive=True)
     steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
     trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
     finish: bool = option(
@@ -73,7 +72,7 @@ class CompareOptions(LaunchedStrategiesOptions):
             without_use = [name for name in without_use if self.source(name)]
             problems += [f"{name}: no effect with simulate = {self.simulate}. Remove it" for name in without_use]
         if self.lengths:
-            without_use = ("batch_sizes", "granularity", "max_batch_size", "finish")
+            without_use = ("batch_sizes", "granularity", "finish")
             return problems + length_problems(self, automatic=False, without_use=without_use)
         try:
             wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
@@ -82,13 +81,6 @@ class CompareOptions(LaunchedStrategiesOptions):
         given = " ".join(self.batch_sizes)
         if wrong:
             problems.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
-        elif self.sizes:
-            useless = [name for name in ("granularity", "max_batch_size") if self.source(name)]
-            problems += [
-                f"{name} = {getattr(self, name)} has no effect with batch_sizes = {given}" for name in useless
-            ]
-        elif self.granularity > self.max_batch_size:
-            problems.append(
-                f"granularity = {self.granularity} and max_batch_size = {self.max_batch_size}: there is nothing to try"
-            )
+        elif self.sizes and self.source("granularity"):
+            problems.append(f"granularity = {self.granularity} has no effect with batch_sizes = {given}. Remove it")
         return problems

@@ -22,6 +22,7 @@ from zerofit.tools.compare.trial_request import TrialRequest
 from zerofit.tools.launches import Trial
 
 MIB = 2**20
+LARGEST = 4096  # no larger batch is tried, unless it is named
 
 
 class Comparison:
@@ -50,7 +51,7 @@ class Comparison:
         self.variable = options.variable
         self.steps = 1 if machine.simulated else options.steps  # whose peak counts, and not its time
         self.timer = timer
-        self.sizes = options.sizes or list(range(options.granularity, options.max_batch_size + 1, options.granularity))
+        self.sizes = options.sizes or [*range(options.granularity, LARGEST + 1, options.granularity)]
         self.named = [] if options.lengths else options.sizes or []  # each of them is tried, if it is not too large
         code = code_hash()
         self.keys = {candidate.name: self._key(candidate, code) for candidate in candidates}

@@ -6,9 +6,8 @@ from typing import Any
 
 from zerofit.recipe.errors import printable
 from zerofit.record.terminal import duration, rounded, screen_width, size, table
-from zerofit.tools.compare.finished import Finished, agreement, finished_table, write_csv
+from zerofit.tools.compare.finished import Finished, agreement, finished_table
 from zerofit.tools.compare.html_report import html_report
-from zerofit.tools.compare.longest_rows import lengths_table, longest_rows
 from zerofit.tools.compare.plots import memory_plot, throughput_plot
 from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, factor, outcome_text, speed_up
 from zerofit.tools.compare.search_variable import LENGTHS
@@ -54,13 +53,13 @@ class ComparisonReport:
 
     def write(self, output: Path) -> None:
         """Write all files into the folder."""
-        pictures = {"Memory": memory_plot(self.rows, self.limits.device, self.variable)}
+        pictures = {"memory.svg": memory_plot(self.rows, self.limits.device, self.variable)}
         if self.timed:
-            pictures["Throughput"] = throughput_plot(self.rows, self.variable)
+            pictures["throughput.svg"] = throughput_plot(self.rows, self.variable)
         for name, picture in pictures.items():
-            (output / f"{name.lower()}.svg").write_text(picture, encoding="utf-8")
+            (output / name).write_text(picture, encoding="utf-8")
         blocks = self._blocks()
-        html = html_report(self.title, self.conclusion, blocks, pictures, self._provenance())
+        html = html_report(self.title, self.conclusion, blocks, list(pictures.values()), self._provenance())
         (output / "report.html").write_text(html, encoding="utf-8")
         (output / "report.md").write_text(printable(self._markdown(blocks)), encoding="utf-8")
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
@@ -68,13 +67,10 @@ class ComparisonReport:
             writer = csv.DictWriter(file, lines[0] if lines else ())
             writer.writeheader()
             writer.writerows(lines)
-        if self.finished:
-            write_csv(self.finished, output / "finished.csv")
 
     @property
     def conclusion(self) -> str:
-        conclude = longest_rows if self.variable is LENGTHS else conclusion
-        return conclude(self.rows)
+        return conclusion(self.rows, self.variable)
 
     def for_terminal(self) -> str:
         """The tables and the conclusion."""
@@ -96,18 +92,23 @@ class ComparisonReport:
 
     def main_table(self) -> list[tuple[str, ...]]:
         """A row for each candidate; the others are compared with the first."""
-        if self.variable is LENGTHS:
-            return lengths_table(self.rows)
-        common = f"peak at {self.common}" if self.common else "peak"
-        head = ("strategy", "largest batch", "factor", "its peak", common)
+        at = f" at {self.common:,}" if self.common else " at the same"
+        head = ("strategy", self.variable.largest, "factor", "its peak", f"peak{at}")
+        head += ("tokens/s", f"tokens/s{at}") if self.has_rates else ()
         return [head, *(self._memory(row, self.rows[0]) for row in self.rows)]
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether the first table has rates: there is no best length, and so no table of speeds."""
+        return self.timed and self.variable is LENGTHS
 
     def _memory(self, row: StrategyRow, first: StrategyRow) -> tuple[str, ...]:
         at, common, times = row.at(row.largest), row.at(self.common), factor(row, first)
         if not at:
-            return (row.name, row.limit_text, "-", "-", "-")
-        peaks = (size(peak_of(at)), size(peak_of(common)) if common else "-")
-        return (row.name, row.limit_text, f"{times:.2f}" if times else "-", *peaks)
+            return (row.name, row.limit_text, *["-"] * (5 if self.has_rates else 3))
+        both = [size(peak_of(line)) if line else "-" for line in (at, common)]
+        both += [rounded(line["tokens_per_s"]) if line else "-" for line in (at, common)] if self.has_rates else []
+        return (row.name, row.limit_text, f"{times:.2f}" if times else "-", *both)
 
     @property
     def has_speed_table(self) -> bool:

@@ -1,6 +1,5 @@
 """The runs of `zerofit compare --finish` compared: times, throughput and held-out figures."""
 
-import csv
 import json
 import statistics
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ class Finished:
     problem: str = ""
 
     @property
-    def _trained(self) -> list[dict[str, Any]]:
+    def trained(self) -> list[dict[str, Any]]:
         return [line for line in self.lines if "seconds" in line]
 
     @property
@@ -57,7 +56,7 @@ class Finished:
     @property
     def training_s(self) -> float:
         """Seconds of all updates together, without evaluations and checkpoints."""
-        return sum(line["seconds"] for line in self._trained)
+        return sum(line["seconds"] for line in self.trained)
 
     @property
     def epochs(self) -> float:
@@ -79,33 +78,6 @@ class Finished:
         """Held-out figures of the run's final weights."""
         held = self.environment.get("held_out") or {}
         return {name: value for name, value in held.items() if name.startswith(HELD)}
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """By column of finished.csv."""
-        values = {"strategy": self.name, "micro_batch": self.micro_batch}
-        values |= {"folder": str(self.folder), "problem": self.problem}
-        if self.problem or not self.lines:
-            return values
-        evaluation = self.evaluation or {}
-        return values | {
-            "global_batch": self.global_batch,
-            "updates": self.updates,
-            "epochs": self.epochs,
-            "training_seconds": self.training_s,
-            "training_seconds_per_epoch": self.training_s / self.epochs,
-            "training_samples_per_s": self.samples_per_s,
-            "evaluations": len(self._evaluations),
-            "evaluation_seconds": sum(line["evaluation_seconds"] for line in self._evaluations),
-            "seconds_per_evaluation": evaluation.get("evaluation_seconds"),
-            "evaluation_samples_per_s": evaluation.get("evaluation_samples_per_s"),
-            "eval_batch": self.recipe.get("per_device_eval_batch_size"),
-            "peak_memory_bytes": max(line["peak_memory_bytes"] for line in self._trained),
-            "loss": self._trained[-1]["loss"],
-            "figures_of_update": (self.environment.get("held_out") or {}).get("update"),
-            "zerofit_commit": self.environment.get("zerofit_commit"),
-            **self.figures,
-        }
 
 
 def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
@@ -130,24 +102,23 @@ def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
 
 
 def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
-    values = run.values
-    if run.problem or "updates" not in values:
+    if run.problem or not run.lines:
         return (run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names)))
-    once, rate = values["seconds_per_evaluation"], values["evaluation_samples_per_s"]
+    evaluation = run.evaluation
     return (
         run.name,
         str(run.micro_batch),
         str(run.global_batch),
         f"{run.updates:,}",
         _time(run.training_s),
-        _time(values["training_seconds_per_epoch"]),
+        _time(run.training_s / run.epochs),
         rounded(run.samples_per_s),
-        str(values["eval_batch"]),
-        _time(once) if once else "-",
-        rounded(rate) if rate else "-",
-        size(values["peak_memory_bytes"]),
-        f"{values['loss']:.4f}",
-        *(f"{values[name]:.4f}" if name in values else "-" for name in names),
+        str(run.recipe.get("per_device_eval_batch_size")),
+        _time(evaluation["evaluation_seconds"]) if evaluation else "-",
+        rounded(evaluation["evaluation_samples_per_s"]) if evaluation else "-",
+        size(max(line["peak_memory_bytes"] for line in run.trained)),
+        f"{run.trained[-1]['loss']:.4f}",
+        *(f"{run.figures[name]:.4f}" if name in run.figures else "-" for name in names),
     )
 
 
@@ -179,11 +150,3 @@ def agreement(runs: list[Finished]) -> str:
         f"One global batch of {batches[0]} for all: the same samples in each update. The final held-out figures "
         f"{f'differ by {difference}' if differences[worst] else 'are equal'}"
     )
-
-
-def write_csv(runs: list[Finished], file: Path) -> None:
-    """A line for each run."""
-    with file.open("w", newline="", encoding="utf-8") as opened:
-        writer = csv.DictWriter(opened, dict.fromkeys(name for run in runs for name in run.values), restval="")
-        writer.writeheader()
-        writer.writerows(run.values for run in runs)

@@ -1,11 +1,13 @@
 """The results of a comparison as numbers: a row for each candidate, and a sentence that sums them up."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.record.terminal import rounded
 from zerofit.tools.compare.guess import Guess
 from zerofit.tools.compare.search import Fact, SearchState
+from zerofit.tools.compare.search_variable import BATCHES, SearchVariable
 from zerofit.tools.compare.trial_journal import peak_of
 
 
@@ -156,43 +158,29 @@ def speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
 
 
-def conclusion(rows: list[StrategyRow]) -> str:
+def conclusion(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
-    about_failed = f" {', '.join(failed)}: failed, without a result." if failed else ""
-    return (_conclusion(rows) + about_failed).strip()
+    sentences = [*_sentences(rows, variable)] if rows else []
+    sentences += [f"{', '.join(failed)}: failed, without a result."] if failed else []
+    return " ".join(sentences)
 
 
-def _conclusion(rows: list[StrategyRow]) -> str:
-    fitting = [row for row in rows if row.largest]
-    if not fitting:
+def _sentences(rows: list[StrategyRow], variable: SearchVariable) -> Iterator[str]:
+    first, largest = rows[0], max(row.largest for row in rows)
+    if not largest:
         names = ", ".join(row.name for row in rows)
-        return f"No batch fits within this limit under {names}." if rows else ""
-    first, largest_batch = rows[0], max(row.largest for row in fitting)
-    largest = [row for row in fitting if row.largest == largest_batch]
-    names = " and ".join(row.name for row in largest)
-    hold = f"{names} hold{'s' if len(largest) == 1 else ''}"
-    if len(fitting) == 1 and len(rows) > 1:
-        others = ", ".join(row.name for row in rows if row is not fitting[0])
-        limits = f"Only {names} fits: up to {largest_batch} a process ({others}: nothing)"
-    elif len(largest) == len(fitting):
-        limits = (
-            f"All that fit hold the same batch of {largest_batch} a process"
-            if len(fitting) > 1
-            else f"{hold} {largest_batch} a process"
-        )
-    else:
-        times = factor(largest[0], first)
-        against = f", {rounded(times)} times the {first.largest} of {first.name}" if times and times != 1 else ""
-        if not first.largest:
-            against = f"; {first.name} holds none"
-        limits = f"{hold} the largest batch, {largest_batch} a process{against}"
-    timed = [row for row in fitting if row.best]
-    if not timed:
-        return f"{limits}."
-    fastest = max(timed, key=lambda row: row.best["samples_per_s"])
-    best = fastest.best
-    faster = speed_up(fastest, first)
-    against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
-    rate = f"{rounded(best['samples_per_s'])} samples/s{against}"
-    return f"{limits}. The fastest is {fastest.name} at {best['size']} a process: {rate}."
+        yield f"No {variable.short} fits within this limit under {names}."
+        return
+    holders = [row for row in rows if row.largest == largest]
+    times = factor(holders[0], first)
+    against = f", {rounded(times)} times the {first.largest:,} of {first.name}" if times and times != 1 else ""
+    holds = f"hold{'s' if len(holders) == 1 else ''} {variable.holds.format(largest)}"
+    yield f"{' and '.join(row.name for row in holders)} {holds}{against}."
+    timed = [row for row in rows if row.best]
+    if timed and variable is BATCHES:
+        fastest = max(timed, key=lambda row: row.best["samples_per_s"])
+        faster = speed_up(fastest, first)
+        against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
+        rate = f"{rounded(fastest.best['samples_per_s'])} samples/s{against}"
+        yield f"The fastest is {fastest.name} at {fastest.best['size']} a process: {rate}."

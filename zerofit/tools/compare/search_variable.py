@@ -11,6 +11,7 @@ class SearchVariable:
         option: of the recipe; each launch sets it to the size that it begins with.
         column: of results.csv.
         size, short: one of them, in messages and as a column.
+        largest, holds: what is found, as a column, and of a strategy that holds it.
         title, heading, label: of the report, of its first table, of the plots' axis.
         each: what the peak grows with.
         rate: the throughput that is plotted, as a trial has it.
@@ -20,6 +21,8 @@ class SearchVariable:
     column: str
     size: str
     short: str
+    largest: str
+    holds: str
     title: str
     heading: str
     label: str
@@ -32,6 +35,8 @@ BATCHES = SearchVariable(
     "batch_size",
     "batch size",
     "batch",
+    "largest batch",
+    "the largest batch, {:,} a process",
     "Batch sizes",
     "Largest batches",
     "batch size of one process",
@@ -43,6 +48,8 @@ LENGTHS = SearchVariable(
     "length",
     "length",
     "length",
+    "longest rows",
+    "the longest rows, {:,} tokens",
     "Lengths of rows",
     "Longest rows",
     "tokens of a row",

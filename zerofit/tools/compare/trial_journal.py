@@ -12,7 +12,7 @@ from zerofit.tools.launches import RunningLaunch
 PACKAGE = Path(__file__).resolve().parents[2]
 NOT_MEASURED_WITH = {
     f"tools/compare/{name}.py"
-    for name in ("comparison_report", "html_report", "plots", "results", "longest_rows", "finish", "finished", "guess")
+    for name in ("comparison_report", "html_report", "plots", "results", "finish", "finished", "guess")
 } | {"cli.py"}
 
 

@@ -16,12 +16,14 @@ import torch
 
 from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES, PROGRAM_BYTES
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.words import counted
 from zerofit.record.environment import describe_environment
 from zerofit.record.terminal import size
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.machine import Device, Machine, inspect_machine
 
-USABLE = 0.9  # part of the free memory
+USABLE = 0.9  # part of a device's memory
+SHARE = 0.75  # of the host's memory, for all processes together
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,14 @@ def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | No
         if device.free < USABLE * device.total
     ]
     if ranks * ((limit or 0) + context) > total:
-        raise UserError(_too_many(machine, num_processes, ranks, limit, total, context))
+        needed = " and ".join(
+            [f"{size(part)} of {what}" for part, what in ((limit, "limit"), (context, "context")) if part]
+        )
+        most = total // ((limit or 0) + context) * len(machine.devices)
+        raise UserError(
+            f"num_processes = {num_processes} on {counted(len(machine.devices), 'device')}: {ranks} share one of "
+            f"{size(total)}, and each needs {needed}. Use --num_processes {max(1, most)}, or a smaller --memory_limit"
+        )
     if ranks > 1:
         if limit is None:
             limit = int(USABLE * (total - ranks * context) / ranks)
@@ -168,40 +177,22 @@ def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | No
     return limit, notes
 
 
-def _too_many(
-    machine: TrialMachine, num_processes: int, ranks: int, limit: int | None, total: int, context: int
-) -> str:
-    """The message for processes that do not fit on a device with their limit: the numbers, and what to set."""
-    of_process = " + ".join(
-        [*([f"memory_limit {size(limit)}"] if limit else []), *([f"{size(context)} of context"] if context else [])]
-    )
-    most_processes = total // ((limit or 0) + context) * len(machine.devices)
-    remedies = [f"a memory_limit of at most {size(room)}"] if (room := total // ranks - context) > 0 else []
-    remedies += [f"at most {most_processes} processes"] if most_processes else []
-    return (
-        f"num_processes = {num_processes} on {len(machine.devices)} {machine.kind} devices: {ranks} x ({of_process}) "
-        f"on one that has {size(total)}. Use {', or '.join(remedies)}"
-    )
-
-
 def _limit_on_cpu(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
     if limit is not None and num_processes * limit > machine.memory:
         raise UserError(
-            f"num_processes = {num_processes} and memory_limit = {size(limit)}: together "
-            f"{size(num_processes * limit)}, and this machine has {size(machine.memory)}. Use a memory_limit of at "
-            f"most {size(machine.memory // num_processes)}, or at most {machine.memory // limit} processes"
+            f"memory_limit = {size(limit)} of {num_processes} processes: this machine has {size(machine.memory)}. Use "
+            f"--memory_limit {machine.memory // num_processes // 2**20}MiB"
         )
     if limit is not None:
         return limit, []
-    limit = int(USABLE * machine.memory_free / num_processes)
+    limit = int(SHARE * machine.memory / num_processes)
     if limit < PROGRAM_BYTES:
         raise UserError(
-            f"num_processes = {num_processes}: {size(machine.memory_free)} are free here, and a process takes about "
-            f"{size(PROGRAM_BYTES)} before it has a model. Use at most "
-            f"{int(USABLE * machine.memory_free / PROGRAM_BYTES)} processes"
+            f"num_processes = {num_processes}: this machine has {size(machine.memory)}, and a process takes about "
+            f"{size(PROGRAM_BYTES)} before it has a model. Use --num_processes "
+            f"{int(SHARE * machine.memory / PROGRAM_BYTES)}"
         )
-    note = f"memory_limit {size(limit)}: an equal part of what is free now. Set --memory_limit to have the same again"
-    return limit, [note]
+    return limit, [f"memory_limit {size(limit)}: {SHARE:.0%} of this machine's memory, in equal parts"]
 
 
 if __name__ == "__main__":
