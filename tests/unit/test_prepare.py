@@ -792,7 +792,7 @@ def test_info_on_damaged_corpora(small, tmp_path, capsys):
     whole = {path: path.read_bytes() for path in (binary, index, card)}
     lengths = np.frombuffer(whole[index], np.int32, 3, 34)
     damages = [
-        (lambda: index.write_bytes(whole[index][:-1]), "it was cut off"),
+        (lambda: index.write_bytes(whole[index][:-1]), "truncated"),
         (lambda: edit(index, 34 + 12 + 8, np.int64, 2), "does not begin where the one before it ends"),
         (lambda: edit(index, 34 + 36 + 8, np.int64, 3), "contradicts itself"),
         (lambda: edit(binary, 0, np.uint16, 60_000), "ids are below 300"),

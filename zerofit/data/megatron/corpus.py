@@ -77,13 +77,12 @@ class _NumpyWithoutPickles:
 
     @staticmethod
     def load(path: str, **_) -> np.ndarray:
-        """A mapped array. Raises UserError: the file is no array."""
+        """A mapped array. Raises UserError: the file is not an array."""
         try:
             return np.lib.format.open_memmap(path, mode="r")
         except ValueError as error:
             raise UserError(
-                f"{path} is no index of megatron-core's: {first_line(error)}. Remove its folder, which is then made "
-                "again, or name another one with --data_cache_path"
+                f"{path} is not an index of megatron-core's: {first_line(error)}. Remove its folder; it is made again"
             ) from None
 
 
@@ -166,63 +165,58 @@ def open_corpus(option: str, prefix: str) -> Corpus:
         UserError: a file is missing, of another format or version, truncated, or not of the same corpus.
     """
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
-    problem = _problem(prefix)
-    if problem:
-        raise UserError(f"{option} = {prefix!r}: {problem}")
-    index = Path(f"{prefix}.idx")
+    try:
+        return dataclasses.replace(_mapped(prefix), card=read_card(prefix))
+    except _BrokenCorpus as problem:
+        raise UserError(f"{option} = {prefix!r}: {problem}") from None
+
+
+class _BrokenCorpus(Exception):
+    """A problem with the files of a corpus."""
+
+
+def _mapped(prefix: str) -> Corpus:
+    """The corpus without its card. Raises _BrokenCorpus."""
+    index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    if missing := missing_corpus(prefix):
+        raise _BrokenCorpus(missing)
+    size = index.stat().st_size
     with index.open("rb") as file:
-        _, _, code, sequences, documents = HEADER.unpack(file.read(HEADER.size))
+        head = file.read(HEADER.size)
+    if not head.startswith(MAGIC):
+        raise _BrokenCorpus(f"{index} is not an index of Megatron's (it does not begin with MMIDIDX)")
+    if len(head) < HEADER.size:
+        raise _BrokenCorpus(f"{index} is truncated: {size} bytes")
+    _, version, code, sequences, documents = HEADER.unpack(head)
+    if version != VERSION:
+        raise _BrokenCorpus(f"{index} has version {version} of the format; only {VERSION} can be read")
+    if not np.issubdtype(DTYPES.get(code, np.float32), np.integer):
+        raise _BrokenCorpus(f"{index} has ids of type {code}, which is not a type of integers")
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if size not in (expected, expected + sequences):  # the second has a mode of each sequence
+        raise _BrokenCorpus(f"{index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
+    if not sequences or documents < 2:
+        raise _BrokenCorpus("it holds no document")
     columns, place = [], HEADER.size
     for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, documents)):
         columns.append(np.memmap(index, kind, "r", place, (count,)))
         place += columns[-1].nbytes
     lengths, pointers, ends = columns
     corpus = Corpus(prefix, DTYPES[code], lengths, pointers, ends, None)
-    end = int(pointers[-1]) + int(lengths[-1]) * corpus.dtype().itemsize
+    if lengths.min() < 0:
+        raise _BrokenCorpus(f"{index} has a sequence of {lengths.min()} tokens: it is damaged. Copy it again")
+    width, num_bytes = corpus.dtype().itemsize, content.stat().st_size
+    tokens = int(lengths.sum(dtype=np.int64))
+    if num_bytes != tokens * width:
+        raise _BrokenCorpus(
+            f"{content} has {num_bytes:,} bytes, and {tokens:,} tokens of {width} bytes in {index}: it is truncated, "
+            "or from another corpus"
+        )
     portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
-    if end != os.path.getsize(f"{prefix}.bin") or not rises:
-        raise UserError(
-            f"{option} = {prefix!r}: {prefix}.idx contradicts itself. Make the corpus anew, or copy it once more"
-        )
-    return dataclasses.replace(corpus, card=read_card(prefix))
-
-
-def _problem(prefix: str) -> str | None:
-    """A problem with the header or the sizes of the files; None if there is none."""
-    index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    if missing := missing_corpus(prefix):
-        return missing
-    size = index.stat().st_size
-    with index.open("rb") as file:
-        head = file.read(HEADER.size)
-    if not head.startswith(MAGIC):
-        return f"{index} is no index of Megatron's (it does not begin with MMIDIDX)"
-    if len(head) < HEADER.size:
-        return f"{index} is cut off: {size} bytes"
-    _, version, code, sequences, ends = HEADER.unpack(head)
-    if version != VERSION:
-        return f"{index} has version {version} of the format, and only {VERSION} can be read"
-    if code not in DTYPES:
-        return f"{index} has an unknown type of ids (code {code})"
-    width = DTYPES[code]().itemsize
-    if not np.issubdtype(DTYPES[code], np.integer):
-        return f"{index} has ids of type {DTYPES[code].__name__}, which are no token ids"
-    expected = HEADER.size + 12 * sequences + 8 * ends
-    if size not in (expected, expected + sequences):  # the second has a mode of each sequence
-        return f"{index} has {size:,} bytes, and by its header {expected:,}: it was cut off, or copied in part"
-    if not sequences or ends < 2:
-        return "it holds no document"
-    lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
-    if lengths.min() < 0:
-        return f"{index} has a sequence of {lengths.min()} tokens: it was damaged. Copy it once more"
-    tokens, size_of_content = int(lengths.sum(dtype=np.int64)), content.stat().st_size
-    if size_of_content != tokens * width:
-        return (
-            f"{content} has {size_of_content:,} bytes, and {index} tells of {tokens:,} tokens of {width} bytes, "
-            f"{tokens * width:,} bytes: it was cut off, or is of another corpus"
-        )
-    return None
+    if int(pointers[-1]) + int(lengths[-1]) * width != num_bytes or not rises:
+        raise _BrokenCorpus(f"{index} contradicts itself. Prepare the corpus again, or copy it again")
+    return corpus
 
 
 def read_card(prefix: str) -> Card | None:
@@ -239,8 +233,8 @@ def read_card(prefix: str) -> Card | None:
         return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: it stands where `zerofit prepare` says what a corpus was made with, and cannot be read as such "
-            f"({type(error).__name__}: {first_line(error)}). Take it away, or make the corpus anew"
+            f"{path} is not a file of `zerofit prepare` ({type(error).__name__}: {first_line(error)}). Remove it, or "
+            "prepare the corpus again"
         ) from None
 
 

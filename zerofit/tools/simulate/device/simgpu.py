@@ -61,21 +61,15 @@ def _lazy_init() -> None:
     """torch calls it before anything else."""
 
 
-def device_count() -> int:
-    return _C.device_count()
-
-
-def current_device() -> int:
-    return _C.current_device()
+device_count = _C.device_count
+current_device = _C.current_device
 
 
 def set_device(device) -> None:
     _C.set_device(_index(device))
 
 
-def synchronize(device=None) -> None:
-    """Nothing is asynchronous here; an observer is told."""
-    torch.accelerator.synchronize(_index(device))
+synchronize = torch.accelerator.synchronize  # nothing is asynchronous here; an observer sees it
 
 
 def get_device_name(device=None) -> str:
@@ -97,18 +91,9 @@ def get_device_properties(device=None) -> SimpleNamespace:
     )
 
 
-class device:
+def device(which):
     """The context in which a device is the current one."""
-
-    def __init__(self, which):
-        self.index = _index(which)
-
-    def __enter__(self):
-        self.before = _C.current_device()
-        _C.set_device(self.index)
-
-    def __exit__(self, *_):
-        _C.set_device(self.before)
+    return torch.accelerator.device_index(_index(which))
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -122,36 +107,14 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def memory_stats(device=None):
-    return torch.accelerator.memory_stats(_index(device))
-
-
-def memory_allocated(device=None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device=None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device=None) -> int:
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device=None) -> int:
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device=None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
-
-
-def mem_get_info(device=None) -> tuple[int, int]:
-    return torch.accelerator.get_memory_info(_index(device))
+memory_stats = torch.accelerator.memory_stats
+memory_allocated = torch.accelerator.memory_allocated
+max_memory_allocated = torch.accelerator.max_memory_allocated
+memory_reserved = torch.accelerator.memory_reserved
+max_memory_reserved = torch.accelerator.max_memory_reserved
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+empty_cache = torch.accelerator.empty_cache
+mem_get_info = torch.accelerator.get_memory_info
 
 
 def set_per_process_memory_fraction(fraction: float, device=None) -> None:
@@ -234,15 +197,8 @@ class Event(torch.Event):
         return super().__new__(cls, device=torch.device(NAME, _C.current_device()), enable_timing=enable_timing)
 
 
-def current_stream(device=None):
-    return torch.accelerator.current_stream(_index(device))
-
-
-default_stream = current_stream
-
-
-def set_stream(stream) -> None:
-    torch.accelerator.set_stream(stream)
+current_stream = default_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
 
 
 class stream:
