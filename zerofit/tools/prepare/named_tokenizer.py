@@ -1,11 +1,12 @@
 """The tokenizer of a name without a model: the same one that training loads from there."""
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
-from zerofit.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
+from zerofit.model.families.gpt2 import find_vocabulary_files, tokenizer_from_vocabulary_files
 from zerofit.model.folders import model_folder
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError
@@ -39,24 +40,18 @@ def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
 
 
 def _load_bare(option: str, folder: Path, trust_remote_code: bool):
-    from transformers import GPT2Config, LlamaConfig
+    from transformers import LlamaConfig
 
     model = folder / "tokenizer.model"
     if model.is_file() and tiktoken_ranks(model):
         return _of_tiktoken(model)
     if (folder / "config.json").is_file():
         return _load(option, str(folder), None, trust_remote_code)
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        if END_OF_TEXT not in json.loads((folder / "vocab.json").read_text(encoding="utf-8")):
-            raise UserError(
-                f"{option} = {str(folder)!r}: its vocab.json has no {END_OF_TEXT}, so it is not GPT-2's, and nothing "
-                "says whose. Put the model's config.json beside it, or name a folder with a tokenizer.json"
-            )
-        return _load(option, str(folder), GPT2Config(), trust_remote_code)
+    bare = str(folder / "vocab.json"), str(folder / "merges.txt")
+    if files := bare if all(map(os.path.isfile, bare)) else find_vocabulary_files(folder):
+        return tokenizer_from_vocabulary_files(*files)
     if model.is_file():
         return _load(option, str(folder), LlamaConfig(), trust_remote_code)
-    if files := find_vocabulary_files(folder):
-        return tokenizer_from_vocabulary_files(*files)
     raise UserError(
         f"{option} = {str(folder)!r} has no tokenizer: no tokenizer.json, no vocab.json with "
         "merges.txt, no tokenizer.model. Name the folder that has it"

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -11,12 +10,10 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from zerofit import __version__
-from zerofit.model.export import write_card
 from zerofit.model.folders import has_tokenizer, model_folder
 from zerofit.model.pretrained_io import atomic_folder, read_config
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import without_folders
+from zerofit.recipe.words import counted
 from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
 from zerofit.tools.convert.hf_folder import INDEX, HfFolder
 from zerofit.tools.convert.meta.config import (
@@ -53,16 +50,15 @@ def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
     notes = [*_describe(meta, config, factor), *tokenizer.notes]
     with atomic_folder(output) as partial:
         number = _write_hf(meta, config, tokenizer, partial, parse_bytes(options.max_shard_size))
-        notes.append(f"written      {len(meta.weights)} weights in {_files(number)}")
+        notes.append(f"written      {len(meta.weights)} weights in {counted(number, 'file')}")
         notes += prove(meta, HfFolder(partial, "output"), config)
-        _write_card(partial, source, notes)
     return notes
 
 
 def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
     sizes = meta.sizes
     lines = [
-        f"read         {_files(len(meta.files))}: {sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, "
+        f"read         {counted(len(meta.files), 'file')}: {sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, "
         f"{sizes.kv_heads} of keys and values, vocabulary {sizes.vocab}, "
         f"{config.max_position_embeddings} positions{', head tied' if meta.tied else ''}"
     ]
@@ -77,7 +73,7 @@ def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: P
     config.dtype = meta.dtype
     empty = {name: torch.empty(weight.shape, dtype=meta.dtype, device="meta") for name, weight in found.items()}
     files = split_torch_state_dict_into_shards(empty, max_shard_size=max_bytes)
-    for file, names in _with_bar(list(files.filename_to_tensors.items()), "convert"):
+    for file, names in tqdm(files.filename_to_tensors.items(), "convert", leave=False, disable=None):
         tensors = {name: to_hf(meta.read(found[name]), found[name].heads).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
     if files.is_sharded:
@@ -116,18 +112,17 @@ def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
         for index in range(options.shards):
             _write_shard(hf, config, partial, index, options.shards)
         (partial / "params.json").write_text(json.dumps(params_of(config), indent=2) + "\n", encoding="utf-8")
-        notes.append(f"written      {_files(options.shards)}")
+        notes.append(f"written      {counted(options.shards, 'file')}")
         notes += _copy_tokenizer(source, partial)
         meta = MetaFolder(partial, "output")
         notes += prove(meta, hf, config)
-        _write_card(partial, source, notes)
     return notes
 
 
 def _write_shard(hf: HfFolder, config, folder: Path, index: int, number: int) -> None:
     """Write one process' shards of all weights, consolidated.NN.pth. They are in memory together."""
     sizes, shard = sizes_of(config), {}
-    for weight in _with_bar(weights(sizes), f"shard {index + 1} of {number}"):
+    for weight in tqdm(weights(sizes), f"shard {index + 1} of {number}", leave=False, disable=None):
         tied = config.tie_word_embeddings and weight.hf == "lm_head.weight"  # Meta's code has a weight for the head
         tensor = to_meta(hf.read("model.embed_tokens.weight" if tied else weight.hf), weight.heads)
         cut = choose_cut(weight, number, sizes.kv_heads, cut_along_vocabulary(config))
@@ -160,7 +155,7 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
     if wrong:
         raise RuntimeError(f"the folder {wrong[0]} ({len(wrong)} such). Nothing is written")
     unlike_copies = []
-    for weight in _with_bar(meta.weights, "check"):
+    for weight in tqdm(meta.weights, "check", leave=False, disable=None):
         stored = hf.read(weight.hf)
         if not same_bits(to_hf(meta.read(weight), weight.heads), stored):
             raise RuntimeError(f"{weight.hf} is not {weight.meta}. Nothing is written")
@@ -176,36 +171,3 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
             "files and are not: those of the first are taken"
         )
     return lines
-
-
-def _files(number: int) -> str:
-    return f"{number} file{'s' if number > 1 else ''}"
-
-
-def _with_bar(items: list, what: str):
-    if not sys.stderr.isatty():
-        return items
-    return tqdm(items, desc=what, leave=False, dynamic_ncols=True)
-
-
-def _write_card(folder: Path, source: Path, notes: list[str]) -> None:
-    write_card(
-        folder,
-        "\n".join(
-            [
-                "---",
-                "library_name: transformers",
-                "tags: [zerofit]",
-                "---",
-                "",
-                f"# {source.resolve().name}, converted",
-                "",
-                f"{without_folders(str(source))} converted by zerofit {__version__}.",
-                "",
-                "```",
-                *notes,
-                "```",
-                "",
-            ]
-        ),
-    )
