@@ -156,9 +156,11 @@ def test_there_and_back(tmp_path, config, dtype, shards):
     one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two"))
     differing = {name for name in one | two if one.get(name) != two.get(name)}
     assert differing <= {"bos_token_id", "eos_token_id", "rms_norm_eps"}
-    first = torch.load(tmp_path / "meta" / "consolidated.00.pth")["tok_embeddings.weight"].shape
+    shapes = {name: tuple(each.shape) for name, each in torch.load(tmp_path / "meta" / "consolidated.00.pth").items()}
+    heads = max(config.get("num_key_value_heads", 2) // shards, 1)  # of keys and values: none is cut, some are copied
+    assert shapes["layers.0.attention.wk.weight"] == (8 * heads, 32)
     of_llama_3 = config.get("rope_parameters", {}).get("rope_theta") == 500_000.0
-    assert tuple(first) == ((512 // shards, 32) if of_llama_3 else (512, 32 // shards))
+    assert shapes["tok_embeddings.weight"] == ((512 // shards, 32) if of_llama_3 else (512, 32 // shards))
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default", "rope_theta": 500.0}, SCALED])
