@@ -27,26 +27,28 @@ def test_what_is_no_finite_number_is_a_fault_from_the_first_update_on(name, valu
     assert name in AnomalyDetector(0.0, True, False).anomaly(figures)
 
 
-@pytest.mark.parametrize("noise", [0.005, 0.05, 0.2])
-@pytest.mark.parametrize("seed", range(5))
-def test_an_ordinary_run_has_no_fault(noise, seed):
-    rng = np.random.default_rng(seed + 100)
-    norms = 3 * np.exp(0.5 * rng.standard_normal(2000)) / (1 + np.arange(2000) / 200)
-    _, anomalies = trained(curve(2000, noise, seed), norms)
-    assert set(anomalies) == {None}
+def ordinary(noise: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    norms = 3 * np.exp(0.5 * np.random.default_rng(seed + 100).standard_normal(2000)) / (1 + np.arange(2000) / 200)
+    return curve(2000, noise, seed), norms
 
 
-def test_warm_up_may_let_the_gradient_grow():
-    _, anomalies = trained(curve(300, 0.05), np.linspace(0.1, 8, 300))
-    assert set(anomalies) == {None}
-
-
-def test_a_run_that_knows_its_data_by_heart_may_meet_a_hard_example():
+def known_by_heart() -> tuple[np.ndarray, np.ndarray]:
+    """With a hard example now and then."""
     rng = np.random.default_rng(0)
     losses = 1e-3 * np.exp(0.3 * rng.standard_normal(1500))
     losses[::40] = rng.uniform(0.1, 0.5, len(losses[::40]))
-    _, anomalies = trained(losses, losses * 10)
-    assert set(anomalies) == {None}
+    return losses, losses * 10
+
+
+RUNS = {f"noise {noise}, seed {seed}": ordinary(noise, seed) for noise in (0.005, 0.05, 0.2) for seed in range(5)}
+RUNS["warm-up, in which gradients grow"] = curve(300, 0.05), np.linspace(0.1, 8, 300)
+RUNS["falls to nothing"] = np.append(curve(400, 0.03), 1e-6), np.append(np.ones(400), 1e-6)
+RUNS["known by heart"] = known_by_heart()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_an_ordinary_run_has_no_fault(run):
+    assert set(trained(*RUNS[run])[1]) == {None}
 
 
 @pytest.mark.parametrize("factor", [3.0, 100.0])
@@ -73,11 +75,6 @@ def test_where_gradients_are_clipped_a_large_norm_alone_is_no_spike():
     assert detector.anomaly({"loss": 2.5, "grad_norm": 1000.0}) is None
     assert "grad_norm is inf" in detector.anomaly({"loss": 2.5, "grad_norm": math.inf})
     assert "robust z-score" in detector.anomaly({"loss": 25.0, "grad_norm": 1000.0})
-
-
-def test_a_falling_loss_is_never_a_spike():
-    detector, _ = trained(curve(400, 0.03))
-    assert detector.anomaly({"loss": 1e-6, "grad_norm": 1e-6}) is None
 
 
 def test_the_threshold_turns_spikes_off_and_not_the_rest():

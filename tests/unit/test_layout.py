@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerofit.data.order import FixedOrder, MicroBatches, SampleOrder
+from zerofit.data.order import MicroBatches, SampleOrder
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
@@ -62,16 +62,6 @@ def test_the_loss_is_divided_by_what_is_trained_on_and_not_by_what_was_reported_
         count, loss = Engine.sum_over_replicas(engine, reports[layout.rank])
         assert (count, loss / count) == (tokens.sum(), 2.0)
         assert len(layout.loss_ranks) == layout.data_size
-
-
-@pytest.mark.parametrize("name", DEGREES)
-def test_each_held_out_sample_is_evaluated_by_one_replica(name):
-    seen = {}
-    for layout in layouts(name):
-        rows = list(MicroBatches(FixedOrder(10), 10, 0, 2, 1, layout.data_size, layout.data_rank))
-        assert seen.setdefault(layout.data_rank, rows) == rows
-    places = [index for rows in seen.values() for row in rows for index in row if index >= 0]
-    assert sorted(places) == list(range(10))
 
 
 def test_each_rank_draws_numbers_of_its_own():
