@@ -103,6 +103,16 @@ def refusal(function, *args, **kwargs) -> str:
     raise AssertionError(f"{function.__name__} refuses nothing")
 
 
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
 def write_records(path: Path, records: list[dict]) -> Path:
     """A file of JSON lines."""
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")

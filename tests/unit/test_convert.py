@@ -2,12 +2,12 @@
 
 import base64
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import Harmful
 from meta_forward import meta_logits
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceProcessor
@@ -242,16 +242,6 @@ def test_missing_files(tmp_path, capsys):
     (tmp_path / "meta" / "consolidated.01.pth").unlink()
     assert "has no consolidated.00.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
     assert "it is transformers' already" in refused(capsys, tmp_path / "one", tmp_path / "hf")
-
-
-class Harmful:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
 
 
 def test_a_file_that_would_execute_code(material, tmp_path, meta, capsys):

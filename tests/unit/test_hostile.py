@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import read_data, refusal, tiny_model
+from tests.helpers import Harmful, read_data, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, flaw, seal
 from zerofit.data.megatron.corpus import INDICES
 from zerofit.model.adapter_folder import open_adapter
@@ -27,17 +27,6 @@ from zerofit.tools.doctor.doctor import read_options
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.metrics import _metric
-
-
-class Harmful:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
 
 # ------------------------------------------------------------------------------------------- an index beside a corpus
 

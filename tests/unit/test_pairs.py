@@ -191,52 +191,38 @@ def test_contradictions_name_both_values_and_both_sources(tmp_path, content, opt
         assert f"--{name}" in message or name == "global_batch_size" or "train_batch_size" in content, message
 
 
+DISK = {"device": "nvme", "nvme_path": "/tmp"}
+
+
+def zero(stage: int, **settings) -> dict:
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ({"wall_clock_breakdown": "true"}, ["wall_clock_breakdown", "'true'", "true without quotes"]),
-        (
-            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "2e8"}},
-            ["reduce_bucket_size is", "2e8 without quotes"],
-        ),
+        (zero(2, reduce_bucket_size="2e8"), ["reduce_bucket_size is", "2e8 without quotes"]),
         ({"gradient_clipping": "1.0"}, ["gradient_clipping", "'1.0'", "1.0 without quotes"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}, ["optimizer.params.lr", "5e-4 without quotes"]),
         ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
         ({"gradient_clipping": True}, ["gradient_clipping", "expected a number"]),
         ({"bf16": True}, ["bf16 = true", "expected an object"]),
         ({"optimizer": "AdamW"}, ['optimizer = "AdamW"', "expected an object"]),
-        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ["zero_optimization.overlap_com", "overlap_comm?"]),
+        (zero(2, overlap_com=True), ["zero_optimization.overlap_com", "overlap_comm?"]),
+        (zero(2, offload_optimizer={"devise": "cpu"}), ["zero_optimization.offload_optimizer.devise", "device?"]),
+        (zero(2, offload_optimizer={"device": "cpu", "ratio": 3}), ["ratio = 3"]),
+        (zero(3, offload_optimizer=DISK, offload_param=DISK), ['.offload_param.device = "nvme"', 'Write "cpu"']),
+        (zero(2, offload_optimizer=DISK), ["under stage 2", "ds_configs/zero3_offload_nvme.json"]),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}},
-            ["zero_optimization.offload_optimizer.devise", "Did you mean device?"],
+            zero(3, offload_optimizer={"device": "nvme", "pipeline_read": True}),
+            ["nvme_path is", "pipeline_read = true"],
         ),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 3}}}, ["ratio = 3"]),
-        (
-            {
-                "zero_optimization": {
-                    "stage": 3,
-                    "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
-                    "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
-                }
-            },
-            ['zero_optimization.offload_param.device = "nvme" is not supported', 'Write "cpu"'],
-        ),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-            ["under stage 2", "ds_configs/zero3_offload_nvme.json"],
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "pipeline_read": True}}},
-            ["nvme_path is missing", "pipeline_read = true", "Remove it"],
-        ),
-        ({"zero_optimization": {"stage": 7}}, ["zero_optimization.stage = 7"]),
-        ({"zero_optimization": {"stage": 0}}, ["stage = 0", "ddp.yaml"]),
-        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, ["compute_grad_norm = false", "Remove it"]),
+        (zero(7), ["zero_optimization.stage = 7"]),
+        (zero(0), ["stage = 0", "ddp.yaml"]),
+        (zero(1, compute_grad_norm=False), ["compute_grad_norm = false", "Remove it"]),
         ({"tensor_parallel": 2}, ["tensor_parallel = 2", 'e.g. {"autotp_size": 2}']),
-        (
-            {"tensor_parallel": {"autotp_size": 3}},
-            ["num_processes = 2 is not", "= 3. Use --num_processes 3"],
-        ),
+        ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
         ({"sequence_parallel_size": "2"}, ["sequence_parallel_size", "2 without quotes"]),
         ({"sequence_parallel_size": 0}, ["sequence_parallel_size = 0", "e.g. 2"]),
         ({"sequence_parallel_size": 3}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),

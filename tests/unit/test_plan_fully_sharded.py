@@ -47,8 +47,7 @@ def test_two_blocks_are_there_at_once_and_a_flat_copy_of_one():
     assert engine.by_kind == (0, ENDS // 2 + LAYER, 0)
 
 
-def test_later_micro_batches_add_to_the_shards():
-    engine = FullyShardedEngine(weights(), 4, 2, reshards=True)
+def after_each_of_three_micro_batches(engine: FullyShardedEngine):
     for number in range(3):
         engine.begin(first=number == 0, last=number == 2)
         for phase, layer in PASSES:
@@ -57,22 +56,18 @@ def test_later_micro_batches_add_to_the_shards():
                 engine.complete(f"layers.{layer}.w")
         engine.complete("embed")
         engine.finish()
-        assert engine.by_kind == (0, (ENDS + 2 * LAYER) // 2, 0)
+        yield engine.by_kind
+
+
+def test_later_micro_batches_add_to_the_shards():
+    engine = FullyShardedEngine(weights(), 4, 2, reshards=True)
+    assert [*after_each_of_three_micro_batches(engine)] == 3 * [(0, (ENDS + 2 * LAYER) // 2, 0)]
 
 
 def test_gradients_that_are_reduced_once_an_update_are_kept_in_full():
     for width in (4, 2):  # in fp32 in half precision, too
-        engine = FullyShardedEngine(weights(), width, 2, reshards=True, syncs=False)
-        for number in range(3):
-            engine.begin(first=number == 0, last=number == 2)
-            for phase, layer in PASSES:
-                engine.enter(at(phase, layer))
-                if phase == "backward" and layer is not None:
-                    engine.complete(f"layers.{layer}.w")
-            engine.complete("embed")
-            engine.finish()
-            full = ENDS + 2 * LAYER
-            assert engine.by_kind == (0, full // 2 if number == 2 else full, 0)
+        engine, full = FullyShardedEngine(weights(), width, 2, reshards=True, syncs=False), ENDS + 2 * LAYER
+        assert [*after_each_of_three_micro_batches(engine)] == [(0, full, 0), (0, full, 0), (0, full // 2, 0)]
 
 
 def test_ends_that_are_not_tied_are_there_while_they_are_needed():

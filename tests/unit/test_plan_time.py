@@ -1,14 +1,13 @@
 """`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
 
 import copy
-import os
 import pickle
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import Harmful
 from test_plan import MILLION, ON_GPUS, RECIPE, planned, zero
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -368,14 +367,6 @@ def test_traces_are_kept_and_a_changed_model_is_traced_anew(capsys, monkeypatch,
     assert len(traced) == 6
 
 
-class RunsACommand:
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.file}",)
-
-
 def test_kept_traces_are_the_traced_ones_and_a_hostile_file_runs_nothing(capsys, monkeypatch, tmp_path):
     """Of ZeRO-3, whose segments have visits of modules, and of stages and shared layers."""
     monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
@@ -392,7 +383,7 @@ def test_kept_traces_are_the_traced_ones_and_a_hostile_file_runs_nothing(capsys,
         cache.write(traces)
         assert cache.read() == traces
     whole = cache.path.read_bytes()
-    damages = (b"[" * 10**5, b"[]", b'{"stacks": {}}', pickle.dumps(RunsACommand(tmp_path / "ran")), whole[:-100],
+    damages = (b"[" * 10**5, b"[]", b'{"stacks": {}}', pickle.dumps(Harmful(tmp_path / "ran")), whole[:-100],
                re.sub(rb'"peak":(\d+)', rb'"peak":"\1"', whole), whole.replace(b"matrix", b""))  # fmt: skip
     for damaged in damages:
         cache.path.write_bytes(damaged)

@@ -1,6 +1,5 @@
 """Saving while training goes on, going on from what is whole, and failing without harm."""
 
-import os
 import pickle
 import resource
 import signal
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import refusal
+from helpers import Harmful, refusal
 
 from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
@@ -184,18 +183,11 @@ def test_a_folder_without_a_manifest_is_never_used_and_a_named_one_is_refused(th
     assert "update_00000004" in refusal(saver.choose, str(saver.checkpoints.path))
 
 
-class Malicious:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/zerofit_was_here",)
-
-
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "rank_00000.json", "progress.json"])
-def test_a_pickle_in_the_place_of_a_file_runs_nothing_even_with_a_manifest_to_match(three, name):
-    trace = Path("/tmp/zerofit_was_here")
-    trace.unlink(missing_ok=True)
-    saver, _ = three
+def test_a_pickle_in_the_place_of_a_file_runs_nothing_even_with_a_manifest_to_match(three, name, tmp_path):
+    (saver, _), trace = three, tmp_path / "executed"
     folder = saver.checkpoints.folder(6)
-    (folder / STATE / name).write_bytes(pickle.dumps(Malicious()))
+    (folder / STATE / name).write_bytes(pickle.dumps(Harmful(trace)))
     assert saver.choose("auto")[0] == saver.checkpoints.folder(4)
     (folder / "manifest.json").unlink()
     seal(folder, ASKED, {})

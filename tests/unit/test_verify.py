@@ -202,12 +202,8 @@ def test_a_global_batch_is_that_of_the_processes():
     short = shorten(options, cls)
     assert short.values["global_batch_size"] == 24
     assert "gradient_accumulation_steps" not in short.values
-    assert "is not a multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
-        shorten, *options_of("--num_processes", "3")
-    )
-    assert "is not a multiple of per_device_train_batch_size * processes = 8 * 3" in refusal(
-        shorten, *options_of("--resumed_processes", "3")
-    )
+    for option in ("--num_processes", "--resumed_processes"):
+        assert "per_device_train_batch_size * processes = 8 * 3" in refusal(shorten, *options_of(option, "3"))
 
 
 def test_mistakes_in_options(tmp_path, monkeypatch, capsys):
