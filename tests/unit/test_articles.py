@@ -110,7 +110,7 @@ def rows() -> dict[str, tuple[list[str], FlagRow]]:
 def test_every_flag_of_the_articles_is_known():
     table = rows()
     assert len(table) >= 70
-    assert {row.fate for _, row in table.values()} == {"carried over", "satisfied", "no counterpart"}
+    assert {row.status for _, row in table.values()} == {"carried over", "satisfied", "no counterpart"}
 
 
 @pytest.mark.parametrize(

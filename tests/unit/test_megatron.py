@@ -105,8 +105,8 @@ def typed(words: str, **options):
     return convert_pretraining(call_of(shlex.split(words)), MegatronArgsOptions(**options))
 
 
-def fates(done) -> dict[str, str]:
-    return {row.flag.split()[0]: row.fate for row in done.flags.finish()}
+def statuses(done) -> dict[str, str]:
+    return {row.flag.split()[0]: row.status for row in done.flags.finish()}
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes
@@ -133,7 +133,7 @@ def test_a_llama_becomes_this_recipe():
 
 def test_no_flag_is_lost():
     done = converted(LLAMA)
-    found = fates(done)
+    found = statuses(done)
     assert len(found) > 50
     assert set(re.findall(r"(--[a-z][\w-]+)", LLAMA[LLAMA.index("pretrain_gpt.py") :])) <= set(found)
     kinds = {"--num-layers": "carried over", "--swiglu": "satisfied",
@@ -346,7 +346,7 @@ def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
     config = json.loads(pair_of(done.layout, tmp_path)["deepspeed.json"])
     assert {name: config[name] for name in degrees} == degrees
     assert config["zero_optimization"]["stage"] == (3 if strategy == "sp" else 2 if "zero2" in strategy else 1)
-    found = fates(done)
+    found = statuses(done)
     assert {found[name] for name in found if "parallel-size" in name or "optimizer" in name} == {"carried over"}
     assert found.get("--sequence-parallel", "satisfied") == "satisfied"
 
@@ -366,7 +366,7 @@ def test_what_a_run_refuses_beside_degrees_is_left_out_of_the_pair(tmp_path):
     assert "prescale_gradients" not in config
     rows = {row.flag.split()[0]: row for row in done.flags.finish()}
     assert "without offload_optimizer, overlap_comm" in rows['"zero_optimization":'].words
-    assert rows['"prescale_gradients":'].fate == rows['"pipeline":'].fate == "no counterpart"
+    assert rows['"prescale_gradients":'].status == rows['"pipeline":'].status == "no counterpart"
 
 
 def test_what_the_processes_do_not_divide_becomes_zero_3():
@@ -402,7 +402,7 @@ def test_recomputation_is_answered_with_the_nearest_one(flags, value):
     """uniform recomputes N layers together, and block the first N of each stage."""
     done = typed(MINIMAL + flags)
     assert done.recipe.get("gradient_checkpointing") == value
-    found = {flag: fate for flag, fate in fates(done).items() if "compute" in flag or "checkpoint" in flag}
+    found = {flag: status for flag, status in statuses(done).items() if "compute" in flag or "checkpoint" in flag}
     assert set(found.values()) <= {"carried over", "satisfied", "no counterpart"}
     assert (found.get("--recompute-method") == "no counterpart") == ("block" in flags)
 
@@ -411,7 +411,7 @@ def test_recomputation_is_answered_with_the_nearest_one(flags, value):
 def test_inputs_on_the_host_are_carried_over_where_layers_are_recomputed(recomputed):
     done = typed(MINIMAL + "--checkpoint-in-cpu" + " --checkpoint-activations" * recomputed)
     assert done.recipe.get("activation_offload", False) == recomputed
-    assert fates(done)["--checkpoint-in-cpu"] == ("carried over" if recomputed else "satisfied")
+    assert statuses(done)["--checkpoint-in-cpu"] == ("carried over" if recomputed else "satisfied")
 
 
 def test_weights_to_begin_with_must_fit(tmp_path):
@@ -443,7 +443,7 @@ def test_vocabulary_files_beside_sentencepiece_are_known():
     done = typed(MINIMAL + "--tokenizer-type SentencePieceTokenizer --tokenizer-model t/tokenizer.model")
     assert not done.flags.problems
     assert done.recipe["tokenizer_name"] == "t"
-    assert fates(done)["--vocab-file"] == fates(done)["--merge-file"] == "no counterpart"
+    assert statuses(done)["--vocab-file"] == statuses(done)["--merge-file"] == "no counterpart"
 
 
 # --------------------------------------------------------------------------------------------------------- the command

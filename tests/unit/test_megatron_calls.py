@@ -37,7 +37,7 @@ def test_the_names_of_a_port_of_llama(command, family, parameters):
     assert not done.flags.problems
     assert done.recipe["config_name"] == family
     assert parameters_of(done.recipe, 384) == parameters
-    assert {row.fate for row in done.flags.finish()} <= {"carried over", "satisfied"}
+    assert {row.status for row in done.flags.finish()} <= {"carried over", "satisfied"}
 
 
 @pytest.mark.parametrize(

@@ -487,10 +487,10 @@ def test_several_keys_become_several_corpora(small, tmp_path):
 
 BAD = {
     b"nonsense": "not JSON",
-    b'["text"]': "no JSON object but a list",
+    b'["text"]': "not a JSON object but a list",
     b'{"txt": "a"}': "no key 'text'; it has txt",
-    b'{"text": 3}': "'text' is a int, and no text",
-    b'{"text": null}': "'text' is null, and no text",
+    b'{"text": 3}': "'text' is a int, not a text",
+    b'{"text": null}': "'text' is null, not a text",
     b'{"text": "caf\xe9"}': "not UTF-8: byte 0xe9",
     b'{"text": "\\ud800"}': "half of a surrogate pair",
 }
@@ -570,7 +570,7 @@ def test_input_that_is_refused(small, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     before = sorted(tmp_path.iterdir())
     for name, said in (
-        ("a.xls", "the ending is unknown"), ("list.json", "begins as a JSON list and is none"),
+        ("a.xls", "the ending is unknown"), ("list.json", "begins as a JSON list and is not one"),
         ("a.csv", "has no column text; it has a, b. See --json_keys"), ("kana.txt", "say --encoding cp932"),
         ("cut.jsonl.gz", "cannot be read"), ("no.parquet", "cannot be read as .parquet"), ("gone.txt", "no such file"),
         ("blank.txt", "there is no text in it"), ("empty.jsonl", "the file is empty"), ("*.xyz", "no file matches"),

@@ -94,6 +94,7 @@ NO_SAVE_OPTIM = "say --save_only_model"
 NONE = _by_name({  # what is not supported, and why
     "NCCL on GPUs, gloo without": "distributed_backend",
     "the launcher's": "local_rank",
+    "GPT2BPETokenizer alone reads it": "vocab_file merge_file",
     "the models of Megatron's flags are GPT and Llama": "task_type",
     "the scaler begins and grows as accelerate's or, under ZeRO, as the fp16 block of the JSON says":
     "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",

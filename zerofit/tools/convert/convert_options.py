@@ -61,9 +61,9 @@ class MegatronArgsOptions(Recipe):
     """A Megatron launch script (pretrain_gpt.py, preprocess_data.py, merge_datasets.py) to a recipe and a pair"""
 
     output: str | None = option(None, "The folder to write; by default outputs/ and the script's name.")
-    overwrite: bool = option(False, "Replace what a conversion has left there.")
-    tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, in place of the script's files.")
+    overwrite: bool = option(False, "Replace files of an earlier conversion.")
+    tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, instead of the script's files.")
     model_name_or_path: str | None = option(
-        None, "Weights to begin with: a transformers folder, in place of Megatron's --load."
+        None, "Weights to begin with: a transformers folder, instead of Megatron's --load."
     )
     num_processes: int | None = option(None, "Processes; by default as many as the script starts.", positive=True)

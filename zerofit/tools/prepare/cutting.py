@@ -110,7 +110,7 @@ def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
         hint = ". One JSON object a line is read, or one list of objects" if line.strip() == b"{" else ""
         raise _BadLine(f"not JSON: {error}{hint}") from None
     if not isinstance(record, dict):
-        raise _BadLine(f'no JSON object but a {type(record).__name__}: expected one like {{"{keys[0]}": "..."}}')
+        raise _BadLine(f'not a JSON object but a {type(record).__name__}: expected one like {{"{keys[0]}": "..."}}')
     for key in keys:
         if key not in record:
             raise _BadLine(no_key(key, record).what)
@@ -121,7 +121,7 @@ def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise _BadLine(f"{key!r} has half of a surrogate pair, which is no character") from None
+                raise _BadLine(f"{key!r} has half of a surrogate pair, which is not a character") from None
     return texts
 
 
@@ -133,7 +133,7 @@ def _check_text(value: Any, key: str) -> None:
     if isinstance(value, Missing):
         raise _BadLine(value.what)
     if not isinstance(value, str):
-        raise _BadLine(f"{key!r} is {'null' if value is None else 'a ' + type(value).__name__}, and no text")
+        raise _BadLine(f"{key!r} is {'null' if value is None else 'a ' + type(value).__name__}, not a text")
 
 
 def _texts_of_row(row: tuple[Any, ...], keys: tuple[str, ...]) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ def _list(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Itera
     try:
         records = parse_json(b"".join(block for block, _ in _blocks(file.path, encoding)))
     except ValueError as error:
-        raise UserError(f"{file.path} begins as a JSON list and is none: {error}") from None
+        raise UserError(f"{file.path} begins as a JSON list and is not one: {error}") from None
     for record in records:
         if isinstance(record, dict):
             yield [record[key] if key in record else no_key(key, record) for key in keys]
@@ -205,8 +205,10 @@ def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iter
                 if record:
                     yield [record[place] if place < len(record) else short for place in places]
         except (csv.Error, UnicodeDecodeError) as error:
-            told = f"is not {encoding or 'UTF-8'} (see --encoding)" if isinstance(error, UnicodeError) else "is broken"
-            raise UserError(f"{file.path} {told}, after line {records.line_num}: {first_line(error)}") from None
+            problem = (
+                f"is not {encoding or 'UTF-8'} (see --encoding)" if isinstance(error, UnicodeError) else "is broken"
+            )
+            raise UserError(f"{file.path} {problem}, after line {records.line_num}: {first_line(error)}") from None
 
 
 def _check_columns(path: Path, keys: tuple[str, ...], names: list[str]) -> None:

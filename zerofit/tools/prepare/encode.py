@@ -2,7 +2,7 @@
 transformers, so that a worker is small and there at once.
 
 The native tokenizer spends most of its time on words that it has split a thousand times. The word memo keeps what
-became of each. It cuts a text before every space (U+0020) that stands after a character which is no white space, and
+became of each. It cuts a text before every space (U+0020) that stands after a character that is not white space, and
 looks up the segments; those that are new go through the tokenizer, all of a chunk in one call. The ids of a text are
 those of its segments in a row, exactly, where one of these holds and nothing else looks across a cut:
 
@@ -63,7 +63,7 @@ class InputPart:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told at the start.
+    """What a worker gets at the start.
 
     Args:
         way: memo, whole (the native tokenizer on whole documents) or slow (a tokenizer without a native one, pickled).

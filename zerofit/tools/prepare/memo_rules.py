@@ -64,12 +64,12 @@ def edge_case_texts(added: list[str]) -> list[str]:
     texts = ["", *_ODD, *words]
     for number, odd in enumerate(_ODD):
         for step in range(3):
-            one, other = words[(3 * number + step) % len(words)], words[(7 * number + 5 * step + 1) % len(words)]
+            before, after = words[(3 * number + step) % len(words)], words[(7 * number + 5 * step + 1) % len(words)]
             texts += [
-                f"{one}{odd}{other}",
-                f"{odd}{one} {other}{odd}",
-                f"{one} {odd} {other}",
-                f"{one}{odd}{odd}{other}",
+                f"{before}{odd}{after}",
+                f"{odd}{before} {after}{odd}",
+                f"{before} {odd} {after}",
+                f"{before}{odd}{odd}{after}",
             ]
     for token in added[:8]:
         texts += [

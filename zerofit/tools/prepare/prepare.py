@@ -14,13 +14,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, nearest
+from zerofit.recipe.errors import EXIT_TERMINATED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
 from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions, PrepareOptions
 
-EXIT_TERMINATED = 128 + signal.SIGTERM
 MORE = """
 Also: zerofit prepare merge   several corpora, one after another, as one
       zerofit prepare info    what corpora hold, and whether they are complete"""
@@ -36,13 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         with _ended_in_order():
             return (join if argv[0] == "merge" else info)(options)
     if argv and not argv[0].startswith("-"):
-        close = nearest(argv[0], ("merge", "info"))
-        remedy = (
-            f"Did you mean {close}?"
-            if close
-            else "Type zerofit prepare --input ..., or zerofit prepare merge, or info"
+        raise UserError(
+            f"zerofit prepare {argv[0]}: type zerofit prepare --input ..., or zerofit prepare merge or info"
         )
-        raise UserError(f"zerofit prepare {argv[0]}: there is no such command. {remedy}")
     try:
         options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
     except SystemExit:
@@ -64,11 +59,7 @@ def _ended_in_order() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread
-        yield
-        return
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ class PrepareOptions(Recipe):
     output_prefix: str | None = option(None, "PREFIX_KEY_document.bin, .idx and .json are written, of each key.")
     tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
     vocab_file: str | None = option(
-        None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, in place of tokenizer; with merge_file."
+        None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, instead of tokenizer; with merge_file."
     )
     merge_file: str | None = option(None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",))
     append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
@@ -94,7 +94,7 @@ class JoinOptions(CorporaOptions):
 
 @dataclass
 class InfoOptions(CorporaOptions):
-    """What corpora hold, and whether they are whole"""
+    """What corpora hold, and whether they are complete"""
 
     tokenizer: str | None = option(None, "Decodes the first document; by default the one that the corpus names.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")

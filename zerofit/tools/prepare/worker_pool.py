@@ -7,7 +7,6 @@ part, Python 3.11 waits forever.
 import os
 import queue
 import signal
-import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -74,13 +73,10 @@ class WorkerPool:
     """Workers, as a context; they are killed at its end."""
 
     def __init__(self, workers: int, setup: Setup):
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread:  # Ctrl-C reaches all processes, and only this one handles it
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one handles it
         with patch.dict(os.environ, ONE_THREAD):
             self.workers = [Worker(setup) for _ in range(workers)]
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
         self.threads = ThreadPoolExecutor(workers)
         self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 

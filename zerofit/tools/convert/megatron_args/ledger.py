@@ -16,7 +16,7 @@ WIDTH = 46  # of the column of flags
 @dataclass
 class FlagRow:
     flag: str
-    fate: str
+    status: str
     words: str
 
 
@@ -67,7 +67,7 @@ class FlagLedger:
     def words(self, name: str) -> list[str]:
         """All words that follow a flag; none, and a problem, where one of them is not known."""
         words = self.flags.get(name, [])
-        unknown = [one for word in words for one in unknown_in(word)]
+        unknown = [variable for word in words for variable in unknown_in(word)]
         for variable in unknown:
             self.problems.append(
                 missing(variable, self.reasons)
@@ -116,17 +116,17 @@ class FlagLedger:
         self.rows[name] = FlagRow(spelled, "error", words)
         self.problems.append(f"{spelled}: {words}" if spelled else words)
 
-    def _row(self, name: str, fate: str, words: str) -> None:
-        if self.rows.get(name, FlagRow("", "", "")).fate != "error":
-            self.rows[name] = FlagRow(self.spelled(name), fate, words)
+    def _row(self, name: str, status: str, words: str) -> None:
+        if self.rows.get(name, FlagRow("", "", "")).status != "error":
+            self.rows[name] = FlagRow(self.spelled(name), status, words)
 
     def finish(self) -> list[FlagRow]:
         """All rows: first those of flags, in their order, then the others."""
         for name in self.flags:
             if name not in self.rows:
                 reached = not self.problems or (name not in TYPED and name not in ("split", "global_batch_size"))
-                fate = flag_status(name) if reached else ("not reached", "an error came before it")
-                self.rows[name] = FlagRow(self.spelled(name), *fate)
+                status = flag_status(name) if reached else ("not reached", "an error came before it")
+                self.rows[name] = FlagRow(self.spelled(name), *status)
         given = [self.rows[name] for name in self.flags]
         return given + [row for name, row in self.rows.items() if name not in self.flags and row.flag]
 
@@ -145,12 +145,12 @@ def table(rows: list[FlagRow]) -> str:
         for index in range(max(len(flags), len(words))):
             flag = flags[index] if index < len(flags) else ""
             text = words[index] if index < len(words) else ""
-            lines.append(f"  {flag:<{WIDTH}} {'' if index else row.fate:<15} {text}".rstrip())
+            lines.append(f"  {flag:<{WIDTH}} {'' if index else row.status:<15} {text}".rstrip())
     return printable("\n".join(lines))
 
 
 def summary(rows: list[FlagRow]) -> str:
     """The number of rows of each kind."""
     kinds = ("carried over", "satisfied", "no counterpart", "unknown", "error")
-    counted = {kind: sum(row.fate == kind for row in rows) for kind in kinds}
+    counted = {kind: sum(row.status == kind for row in rows) for kind in kinds}
     return ", ".join(f"{number} {kind}" for kind, number in counted.items() if number)

@@ -122,12 +122,12 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
         else:
             layout.split *= degree if name in SPLITTING else 1
     split = {name: degree for name, degree in degrees.items() if degree > 1}
-    left = {name: why for name in split if (why := _take_degree(layout, name, split))}
+    refused = {name: why for name in split if (why := _take_degree(layout, name, split))}
     _read_block(flags, call, layout)
-    _stage(flags, layout, bool(left.keys() & set(SPLITTING)))
+    _stage(flags, layout, bool(refused.keys() & set(SPLITTING)))
     for name in split:
-        if name in left:
-            flags.none(name, f"{left[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
+        if name in refused:
+            flags.none(name, f"{refused[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
         else:
             flags.carried(name, f"the pair: {layout.strategy}, {KEYS[name]}: {split[name]}")
     if flags.has("sequence_parallel") and layout.tensor == 1:
@@ -187,7 +187,7 @@ def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
     layout.stage = max(min_stage, stage) if layout.sequence == 1 else 2 if stage == 2 else 3
     if layout.pipeline > 1:
         layout.stage = 1
-    instead = ", in place of other kinds of parallelism" if in_place_of_others else ""
+    instead = " instead of other kinds of parallelism" if in_place_of_others else ""
     dropped = _drop_beside_degrees(flags, layout)
     if "json.zero_optimization" in flags.rows:
         without = f" without {', '.join(dropped)}, which do not go together with {layout.strategy}" if dropped else ""
@@ -202,7 +202,7 @@ def _drop_beside_degrees(flags: FlagLedger, layout: Layout) -> list[str]:
     if layout.replica_size == 1:
         return []
     if layout.block.pop("prescale_gradients", None):
-        flags.rows["json.prescale_gradients"].fate = "no counterpart"
+        flags.rows["json.prescale_gradients"].status = "no counterpart"
         flags.rows["json.prescale_gradients"].words = f"it does not go together with {layout.strategy}"
     keys = [
         *OFFLOADED,
@@ -242,8 +242,8 @@ def _read_block(flags: FlagLedger, call: Call, layout: Layout) -> None:
 
 
 def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> None:
-    def row(fate: str, words: str) -> None:
-        flags.rows[f"json.{key}"] = FlagRow(f'  "{key}": {json.dumps(value)}', fate, words)
+    def row(status: str, words: str) -> None:
+        flags.rows[f"json.{key}"] = FlagRow(f'  "{key}": {json.dumps(value)}', status, words)
 
     if key in (TENSOR, SEQUENCE, PIPELINE):
         row("no counterpart", "the degrees are those of the script's flags")

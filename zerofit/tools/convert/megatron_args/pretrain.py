@@ -85,47 +85,40 @@ def _model(done: ConvertedScript, options: MegatronArgsOptions) -> None:
 
 def _tokenizer(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     flags = done.flags
-    names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
-    given = [name for name in names if flags.has(name)]
+    given = [name for name in ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path") if flags.has(name)]
+    files = [name for name in ("vocab_file", "merge_file") if flags.has(name)]
     if options.tokenizer_name:
-        for name in given:
+        for name in given + files:
             flags.satisfied(name, f"tokenizer_name: {options.tokenizer_name}, from the option")
         done.recipe["tokenizer_name"] = options.tokenizer_name
         return
-    kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if flags.has("vocab_file") else "")
+    kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if "vocab_file" in files else "")
+    file, folder = flags.text("tokenizer_model"), None
     if kind == "GPT2BPETokenizer":
         done.vocabulary = GPT2_VOCABULARY
-        for name in ("vocab_file", "merge_file"):
-            if flags.has(name):
-                carry(done, name, name, flags.text(name))
-            else:
-                flags.wrong("", f"there is no --{name.replace('_', '-')}, which GPT2BPETokenizer reads")
-        if flags.has("tokenizer_type") and not flags.problems:
-            flags.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
+        for name in files:
+            carry(done, name, name, flags.text(name))
+        if len(files) < 2:
+            flags.wrong("", "GPT2BPETokenizer reads --vocab-file and --merge-file: name both")
+        for name in given:
+            flags.satisfied(name, "vocab_file and merge_file are of that kind")
         return
     if kind in SENTENCEPIECE:
         done.vocabulary = LLAMA_VOCABULARY
-        file = flags.text("tokenizer_model")
-        folder, note = ((os.path.dirname(file) or ".") if file else None), ", the folder of tokenizer.model"
+        folder = (os.path.dirname(file) or ".") if file else None
         if file and Path(file).name != "tokenizer.model":
             flags.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
-        for name in set(given) & {"vocab_file", "merge_file"}:
-            flags.none(name, "SentencePiece has one file, --tokenizer-model")
-            given.remove(name)
     elif kind in HUB:
-        folder, note = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model"), ""
-    else:
-        folder, note = None, ""
-        problem = f"a {kind} has no counterpart" if kind else "no tokenizer is named"
-        flags.wrong("tokenizer_type" if kind else "", f"{problem}: set --tokenizer_name with a folder or a hub name")
-        return
+        folder = flags.text("tokenizer_name_or_path") or file
     if folder is None:
         if not flags.problems:
-            flags.wrong("tokenizer_type", "the tokenizer's file is not named: say --tokenizer_name FOLDER")
+            flags.wrong(
+                "tokenizer_type" if kind else "", "the tokenizer's file is not named: say --tokenizer_name FOLDER"
+            )
         return
     done.recipe["tokenizer_name"] = folder
     for name in given:
-        flags.carried(name, f"tokenizer_name: {folder}{note}")
+        flags.carried(name, f"tokenizer_name: {folder}")
 
 
 def _data(done: ConvertedScript, program: str) -> None:

@@ -196,7 +196,7 @@ def closing(done: ConvertedScript, recipe: Path, searched: bool) -> list[str]:
             f"machines     the last line below on each of the {layout.machines}, with its own {own} "
             f"(0 to {layout.machines - 1})"
         )
-    return [*lines, f"written      {recipe}{'' if searched else ' and the pair beside it'}"]
+    return [*lines, f"written      {recipe}{'' if searched else ' and the pair'}"]
 
 
 def parameters_of(values: dict, vocabulary: int) -> int:

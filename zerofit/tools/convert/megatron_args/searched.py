@@ -76,7 +76,7 @@ def plan_lines(done: ConvertedScript, folder: Path, given: dict[str, str]) -> li
         words += ["--max_global_batch_size", str(done.batch)]
     if not memory:
         done.notes.append(
-            f"the script names no GPU: put yours in place of {EXAMPLE}, or its memory with "
+            f"the script names no GPU: replace {EXAMPLE} with yours, or its memory with "
             f"{MEMORY_VARIABLE}=40 after the script's name"
         )
     pairs = folder / "pairs"

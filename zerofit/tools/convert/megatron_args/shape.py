@@ -230,7 +230,7 @@ def of_weights(flags: FlagLedger, shape: Shape | None, folder: str) -> None:
     """Change the rows where the run starts from weights: their sizes agree with the flags, or are an error."""
     for row in flags.rows.values():
         if row.words.startswith("config_overrides"):
-            row.fate, row.words = "satisfied", f"the weights of {folder} have it"
+            row.status, row.words = "satisfied", f"the weights of {folder} have it"
     flags.rows.pop("=hidden_dropout", None)
     if not (shape and (Path(folder) / "config.json").is_file()):
         return

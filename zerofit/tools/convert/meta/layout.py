@@ -130,8 +130,8 @@ def choose_cut(weight: MetaWeight, num_shards: int, kv_heads: int, along_vocabul
     return ShardCut(weight.axes[0])
 
 
-def same_bits(one, other) -> bool:
+def same_bits(tensor, expected) -> bool:
     """Whether two tensors are the same bit for bit, NaN included."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(tensor.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))

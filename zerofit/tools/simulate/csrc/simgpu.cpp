@@ -210,11 +210,13 @@ auto through(const Tensor& of_device, const With& with) {
     MetaCall call;
     Results results(of_device.device(), {});
     return with(
-        [&](const Tensor& one) { return call.to_meta(one); },
-        [&](const Tensor& one) { return results.make(call.shape_of(one)); });
+        [&](const Tensor& tensor) { return call.to_meta(tensor); },
+        [&](const Tensor& tensor) { return results.make(call.shape_of(tensor)); });
   }
   Aliases call;
-  return with([&](const Tensor& one) { return call.alias(one); }, [&](const Tensor& one) { return call.unalias(one); });
+  return with(
+      [&](const Tensor& tensor) { return call.alias(tensor); },
+      [&](const Tensor& tensor) { return call.unalias(tensor); });
 }
 
 // Of integers too, as CUDA's; the CPU's kernel takes floating-point numbers only.
@@ -348,10 +350,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     g_without_data = true;
     skip_on_the_host();
-  });
-  m.def("computed", [] {
-    std::lock_guard<std::mutex> lock(g_computed_mutex);
-    return g_computed;
   });
   m.def("device_count", [] { return int(g_num_devices); });
   m.def("current_device", [] { return int(t_current_device); });

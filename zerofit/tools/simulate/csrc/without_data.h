@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
-#include <map>
 #include <set>
 
 #include "aliases.h"
@@ -37,18 +36,18 @@ void map_tensors(IValue& value, const Change& change) {
     value = change(value.toTensor());
   } else if (value.isTensorList()) {
     c10::List<Tensor> made;
-    for (const Tensor& one : value.toTensorVector()) made.push_back(change(one));
+    for (const Tensor& tensor : value.toTensorVector()) made.push_back(change(tensor));
     value = made;
   } else if (value.isOptionalTensorList()) {
     c10::List<std::optional<Tensor>> made;
-    for (const std::optional<Tensor>& one : value.toOptionalTensorVector())
-      made.push_back(one ? std::optional<Tensor>(change(*one)) : std::nullopt);
+    for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector())
+      made.push_back(tensor ? std::optional<Tensor>(change(*tensor)) : std::nullopt);
     value = made;
   } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {
     c10::List<c10::List<Tensor>> made;
     for (const IValue& each : value.toListRef()) {
       c10::List<Tensor> inner;
-      for (const Tensor& one : each.toTensorVector()) inner.push_back(change(one));
+      for (const Tensor& tensor : each.toTensorVector()) inner.push_back(change(tensor));
       made.push_back(inner);
     }
     value = made;
@@ -169,14 +168,6 @@ class Results {
 
 // ------------------------------------------------------------------------------------------------- operators, skipped
 
-inline std::mutex g_computed_mutex;
-inline std::map<std::string, std::string> g_computed;  // operators that were computed all the same: why, the first time
-
-inline void note_computed(const std::string& name, const char* why) {
-  std::lock_guard<std::mutex> lock(g_computed_mutex);
-  g_computed.emplace(name, why);
-}
-
 // What decides about a call. The key is the operator and all that its results' shapes depend on; empty: not known.
 struct Call {
   bool without_data = false;
@@ -214,7 +205,7 @@ struct Call {
     if (!value.isList()) return false;
     add('[');
     bool is_known = true;
-    for (const IValue& one : value.toListRef()) is_known = add_value(one) && is_known;
+    for (const IValue& each : value.toListRef()) is_known = add_value(each) && is_known;
     add(']');
     return is_known;
   }
@@ -240,8 +231,7 @@ inline Shapes shapes_from_meta(const c10::OperatorHandle& op, const Stack& stack
   }
   try {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &on_meta);
-  } catch (const std::exception& problem) {
-    note_computed(toString(op.operator_name()), problem.what());
+  } catch (const std::exception&) {
     shapes.fails = true;
     return shapes;
   }
@@ -294,9 +284,9 @@ inline bool skip(const c10::OperatorHandle& op, Stack* stack) {
   const auto call = look_at(op, *stack, first);
   if (!call.without_data) return false;
   bool is_view = false, all_tensors = true;
-  for (const auto& one : returns) {
-    is_view = is_view || (one.alias_info() && !one.alias_info()->isWrite());
-    const auto kind = one.type()->kind();
+  for (const auto& result : returns) {
+    is_view = is_view || (result.alias_info() && !result.alias_info()->isWrite());
+    const auto kind = result.type()->kind();
     all_tensors = all_tensors && (kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType);
   }
   if (is_view || !all_tensors) return false;  // data is not touched, or a number is asked for
@@ -369,8 +359,8 @@ inline bool skip_collective(const c10::OperatorHandle& op, Stack* stack) {
   for (auto at = first; at < stack->size(); ++at)
     map_tensors((*stack)[at], [&](const Tensor& tensor) { return held.emplace_back(tensor); });
   torch::jit::drop(stack, schema.arguments().size());
-  for (const auto& one : schema.returns()) {
-    if (one.type()->kind() == c10::TypeKind::ClassType)
+  for (const auto& returned : schema.returns()) {
+    if (returned.type()->kind() == c10::TypeKind::ClassType)
       stack->push_back(IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<DoneWork>(tensors, held))));
     else
       stack->push_back(result);

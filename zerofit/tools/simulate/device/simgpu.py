@@ -147,11 +147,6 @@ def observe(observer) -> None:
     _C.observe(observer)
 
 
-def computed() -> dict[str, str]:
-    """Operators on tensors without data that were computed all the same, and what their meta kernel says to it."""
-    return _C.computed()
-
-
 # ----------------------------------------------------------------------------------------------------- random, streams
 
 default_generators = tuple(_C.default_generator(index) for index in range(_C.device_count()))
@@ -176,15 +171,6 @@ def get_rng_state(device=None) -> torch.Tensor:
 
 def set_rng_state(state: torch.Tensor, device=None) -> None:
     default_generators[_index(device)].set_state(state.cpu())
-
-
-def get_rng_state_all() -> list[torch.Tensor]:
-    return [generator.get_state() for generator in default_generators]
-
-
-def set_rng_state_all(states) -> None:
-    for generator, state in zip(default_generators, states):
-        generator.set_state(state.cpu())
 
 
 class Stream(torch.Stream):

@@ -1,7 +1,7 @@
 """With this folder on PYTHONPATH and SIMGPU_LIBRARY set, every Python that imports torch has the simulated device.
 
-accelerate and DeepSpeed are told of it as they are imported. accelerate takes a device type that it does not know from
-ACCELERATE_TORCH_DEVICE; for several processes it has to be told that they are a MULTI_GPU job, over gloo.
+accelerate and DeepSpeed are changed as they are imported. accelerate takes a device type that it does not know from
+ACCELERATE_TORCH_DEVICE; several processes have to be a MULTI_GPU job for it, over gloo.
 """
 
 import importlib.machinery
