@@ -6,7 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -101,6 +101,12 @@ def refusal(function, *args, **kwargs) -> str:
     except UserError as error:
         return error.report()
     raise AssertionError(f"{function.__name__} refuses nothing")
+
+
+def check_refusal(words: Iterable[str], function, *args, **kwargs) -> None:
+    """That a function refuses its arguments with all of these words."""
+    message = refusal(function, *args, **kwargs)
+    assert not [word for word in words if word not in message], message
 
 
 class Harmful:

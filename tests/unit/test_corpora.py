@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoTokenizer
 
-from tests.helpers import ROOT, refusal, tiny_model
+from tests.helpers import ROOT, check_refusal, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
 from zerofit.data.megatron.blend import Blend, build
@@ -447,8 +447,7 @@ def test_damaged_corpora_are_refused(tokenised, damaged, tmp_path, spoil, said):
     ],
 )
 def test_mistakes_in_the_options(tokenised, tmp_path, flags, said):
-    message = refusal(prepared, tokenised, tmp_path, *(flag.format(corpus=tokenised[1]) for flag in flags))
-    assert all(part in message for part in said), message
+    check_refusal(said, prepared, tokenised, tmp_path, *(flag.format(corpus=tokenised[1]) for flag in flags))
 
 
 def test_a_part_needs_one_sample(tokenised, tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from helpers import ROOT, refusal
+from helpers import ROOT, check_refusal, refusal
 from unit.test_limits import ABOUT, MIB, comparison_of, trial, worst
 
 from zerofit.cli import main
@@ -126,9 +126,8 @@ def options(*flags: str):
 
 def test_mistakes_of_a_comparison_are_named():
     assert "lengths = 'auto': expected lengths of rows" in refusal(options, "--lengths", "auto")
-    said = refusal(options, "--lengths", "1k", "--finish", "--batch_sizes", "3", "--block_size", "9")
-    for words in ("finish has no effect", "batch_sizes has no effect", "--block_size and --lengths"):
-        assert words in said
+    flags = "--lengths 1k --finish --batch_sizes 3 --block_size 9".split()
+    check_refusal(("finish has no effect", "batch_sizes has no effect", "--block_size and --lengths"), options, *flags)
 
 
 def test_trials_have_the_recipes_micro_batch_and_no_length_of_their_own(monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import refusal, tiny_model
+from helpers import check_refusal, refusal, tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
@@ -292,8 +292,7 @@ def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
     ],
 )
 def test_modules_that_are_not_there(bases, family, flags, words):
-    message = refusal(adapted, bases[family], family, *flags)
-    assert all(word in message for word in words), message
+    check_refusal(words, adapted, bases[family], family, *flags)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +310,7 @@ def test_modules_that_are_not_there(bases, family, flags, words):
 )
 def test_options_that_do_not_go_together(flags, words):
     given = ["--model_name_or_path", "gpt2", "--train_file", "a.txt"]
-    message = refusal(parse_recipe, ClmRecipe, [*given, *flags])
-    assert all(word in message for word in words), message
+    check_refusal(words, parse_recipe, ClmRecipe, [*given, *flags])
     assert not parse_recipe(ClmRecipe, [*given, "--lora", "false", "--lora_r", "4"]).lora
 
 

@@ -1,7 +1,7 @@
 """Which models' rows can be split: found out before data is read. That it is right: tests/launch/test_sequence.py."""
 
 import pytest
-from helpers import refusal
+from helpers import check_refusal
 from transformers import AutoConfig
 
 from zerofit.strategy.sequence import check_model
@@ -38,6 +38,4 @@ def test_heads_that_the_ranks_can_share(model, degree):
     ],
 )
 def test_the_others_are_refused_with_the_remedy(model, degree, words):
-    message = refusal(check_model, model, degree, "mine.json")
-    for word in ["mine.json: sequence_parallel_size = ", *words]:
-        assert word in message, message
+    check_refusal(["mine.json: sequence_parallel_size = ", *words], check_model, model, degree, "mine.json")
