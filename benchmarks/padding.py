@@ -2,7 +2,6 @@
 
     python benchmarks/padding.py --data data               # 5 rounds of 16 launches: 12 to 16 minutes on two cores
     python benchmarks/padding.py --data data --rounds 9 --samples 2048
-    python benchmarks/padding.py --data data --rounds 0    # only what follows from lengths, without any training
 
 The lengths of real data are the point: --data is a folder of published data, laid out as docs/real-data.md says.
 
@@ -12,33 +11,24 @@ a task and a layout one after another, with the same seed, so that they see the 
 rotates from round to round and turns around in every other one, and the next round has another seed. Ratios are taken
 within a round: on a machine that others share, only they count.
 
-The rest follows from the lengths of the same samples and zerofit.data.order alone: the share of padding and what else
-depends on the window of LengthGroups, and the mean place of short and of long samples in an epoch.
-
-The tables are printed, kept with all figures as JSON, and set into docs/measurements/padding.md.
+The table of docs/measurements/padding.md is printed, and kept as JSON.
 """
 
 import argparse
 import dataclasses
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+from provenance import provenance
 
-from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder
-from zerofit.recipe import ClsRecipe, Seq2SeqRecipe, parse_recipe
-from zerofit.record.environment import describe_environment
 from zerofit.record.terminal import duration, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,9 +68,6 @@ WAYS = {  # shown name: its options; the first is what the others are compared w
     "window": {"length_grouping": "window"},
 }
 LAYOUTS = {"32 = 32 x 1": (32, 32), "64 = 16 x 4": (64, 16)}  # shown name: (global batch, micro-batch)
-WINDOWS = (1, 2, 4, 8, 16, 50)  # updates
-DOCUMENT = "docs/measurements/padding.md"
-BLOCKS = ("speed", "environment", "places", "windows")  # fenced blocks of the document
 
 
 @dataclass(frozen=True)
@@ -92,9 +79,7 @@ class Options:
     samples: int = 1024
     cases: int = len(TASKS) * len(LAYOUTS)  # of a task and a layout that are launched, the first so many
     warmup: int = 2  # updates of a run that are left out of its figures
-    epochs: int = 2000  # over which the mean place is taken
     output: str = "outputs/benchmarks/padding.json"
-    document: str = DOCUMENT  # whose tables are replaced; empty: none
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
@@ -199,212 +184,6 @@ def speed_table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
     return table(rows)
 
 
-# ------------------------------------------------------------------------------------------------ from lengths alone
-
-
-def read_lengths(task: str, data: str, scratch: Path) -> tuple[np.ndarray, ...]:
-    """Tokens of each training sample: (rows,), or (sources, targets), as the run itself prepares them."""
-    from zerofit.data.labelled.examples import prepare_examples
-    from zerofit.data.pairs.prepare import prepare_pairs
-    from zerofit.model.configuration import load_configuration
-
-    kind, prepare = (ClsRecipe, prepare_examples) if task == "MRPC" else (Seq2SeqRecipe, prepare_pairs)
-    recipe = parse_recipe(kind, flags({**task_options(task, data), **COMMON, "cache_dir": scratch / "cache"}))
-    samples = prepare(recipe, load_configuration(recipe)).train
-    names = ("input_ids",) if kind is ClsRecipe else ("input_ids", "labels")
-    return tuple(samples.columns[name].lengths for name in names)
-
-
-def order_with(lengths: np.ndarray, size: int, window: int, seed: int) -> SampleOrder:
-    """The order of a run; window 0: no groups."""
-    return SampleOrder(len(lengths), seed, LengthGroups(lengths, size, window) if window else None)
-
-
-def by_source(columns: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """What updates are made by, and what an update's rows are sorted by, as zerofit/data/tokenized.py has them."""
-    source, *target = columns
-    return source, source * (target[0].max() + 1) + target[0] if target else source
-
-
-def by_sum(columns: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The alternative: both by all tokens of a sample."""
-    return (np.sum(columns, axis=0),) * 2
-
-
-KEYS = {"source": by_source, "sum": by_sum}
-
-
-def padding_share(
-    columns: tuple[np.ndarray, ...],
-    keys: tuple[np.ndarray, np.ndarray],
-    size: int,
-    micro: int,
-    window: int,
-    epochs: int = 10,
-) -> float:
-    """The share of padding in all positions of one process; window 0: at random, 1: as --length_grouping update."""
-    tokens = positions = 0
-    order, sort_key = order_with(keys[0], size, window, seed=0), keys[1] if window else None
-    total = epochs * len(keys[0]) // size * size
-    for rows in MicroBatches(order, total, 0, micro, size // micro, 1, 0, sort_key):
-        for column in columns:
-            tokens += int(column[rows].sum())
-            positions += len(rows) * int(column[rows].max())
-    return 1 - tokens / positions
-
-
-def updates_of(order: SampleOrder, epoch: int, size: int) -> np.ndarray:
-    """The update that each sample of an epoch is in, counted from the run's start."""
-    updates = np.empty(order.num_samples, dtype=np.int64)
-    updates[order.epoch(epoch)] = (epoch * order.num_samples + np.arange(order.num_samples)) // size
-    return updates
-
-
-def company(lengths: np.ndarray, size: int, window: int, seeds: int = 20) -> float:
-    """Of the samples that share an update with a sample, the share that does so again in the next epoch."""
-    met = again = 0
-    for seed in range(seeds):
-        order = order_with(lengths, size, window, seed)
-        first, second = updates_of(order, 0, size), updates_of(order, 1, size)
-        met += _pairs(first)
-        again += _pairs(first * (second.max() + 1) + second)
-    return again / met
-
-
-def _pairs(updates: np.ndarray) -> int:
-    counts = np.unique(updates, return_counts=True)[1]
-    return int((counts * (counts - 1) // 2).sum())
-
-
-def token_weights(
-    targets: np.ndarray, key: np.ndarray, size: int, window: int, seeds: int = 20
-) -> tuple[float, float]:
-    """How much a target token of the shortest and of the longest fifth of targets counts, beside the mean of all.
-
-    An update's loss is the mean over its target tokens, so that each counts one over their number.
-    """
-    weights = np.zeros(len(targets))
-    for seed in range(seeds):
-        updates = updates_of(order_with(key, size, window, seed), 0, size)
-        weights += 1 / np.bincount(updates, weights=targets)[updates]
-    weights /= np.average(weights, weights=targets)
-    ranked, fifth = np.argsort(targets, kind="stable"), len(targets) // 5
-    shortest, longest = (
-        float(np.average(weights[part], weights=targets[part])) for part in (ranked[:fifth], ranked[-fifth:])
-    )
-    return shortest, longest
-
-
-def window_figures(columns: dict[str, tuple[np.ndarray, ...]]) -> list[dict[str, Any]]:
-    """What depends on the window and on what is sorted by. Window 0: at random."""
-    cases = [("source", 0), *(("source", window) for window in WINDOWS), *(("sum", window) for window in (1, 16))]
-    found = []
-    for name, window in cases:
-        keys = {task: KEYS[name](columns[task]) for task in TASKS}
-        padding = {
-            f"{task} {layout}": padding_share(columns[task], keys[task], size, micro, window)
-            for task in TASKS
-            for layout, (size, micro) in LAYOUTS.items()
-        }
-        again = company(keys["MRPC"][0], 32, window)
-        weights = token_weights(columns["Topical-Chat"][1], keys["Topical-Chat"][0], 32, window)
-        found.append({"key": name, "window": window, "padding": padding, "company": again, "token_weights": weights})
-    return found
-
-
-def window_table(found: list[dict[str, Any]]) -> str:
-    short = {f"{task} {layout}": f"{task} {size}" for task in TASKS for layout, (size, _) in LAYOUTS.items()}
-    rows = [("window", *short.values(), "same company", "short : long")]
-    for each in found:
-        label = f"{each['window']}" if each["window"] else "at random"
-        label += "" if each["key"] == "source" else f", {each['key']}"
-        shares = (f"{each['padding'][case]:.1%}" for case in short)
-        weights = " : ".join(f"{weight:.2f}" for weight in each["token_weights"])
-        rows.append((label, *shares, f"{each['company']:.1%}", weights))
-    return table(rows)
-
-
-class InOrder(LengthGroups):
-    """Groups whose batches stay in order: what LengthGroups must not be like."""
-
-    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return drawn[np.argsort(self.lengths[drawn], kind="stable")]
-
-
-def epochs_of(lengths: np.ndarray, size: int, way: str, count: int) -> Iterator[np.ndarray]:
-    """The first epoch of as many seeds: at random, in windows (drawn, or computed as of very many samples), or in
-    windows whose batches stay in order."""
-    for seed in range(count):
-        order = order_with(lengths, size, LengthGroups.window if way in ("window", "computed") else 0, seed)
-        if way == "computed":
-            order._drawn = order._computed
-        if way == "in order":
-            order.groups = InOrder(lengths, size)
-        yield updates_of(order, 0, size)
-
-
-def place_figures(lengths: np.ndarray, size: int, count: int) -> list[dict[str, Any]]:
-    """Where short and long samples come in an epoch, as a share of it (0.5 is the middle), with standard errors."""
-    found, ranked, tenth = [], np.argsort(lengths, kind="stable"), len(lengths) // 10
-    for way in ("none", "window", "computed", "in order"):
-        mean, tenths, correlations = np.zeros(len(lengths)), [], []
-        for updates in epochs_of(lengths, size, way, count):
-            places = (updates + 0.5) * size / len(lengths)
-            mean += places / count
-            tenths.append((places[ranked[:tenth]].mean(), places[ranked[-tenth:]].mean()))
-            correlations.append(np.corrcoef(lengths, places)[0, 1])
-        found.append(
-            {
-                "way": way,
-                "shortest": [float(f(np.array(tenths)[:, 0])) for f in (np.mean, lambda x: np.std(x) / count**0.5)],
-                "longest": [float(f(np.array(tenths)[:, 1])) for f in (np.mean, lambda x: np.std(x) / count**0.5)],
-                "correlation": float(np.corrcoef(lengths, mean)[0, 1]),
-                "noise": float(np.std(correlations)),
-            }
-        )
-    return found
-
-
-def place_table(found: list[dict[str, Any]]) -> str:
-    rows = [("way", "shortest tenth", "longest tenth", "correlation", "noise")]
-    for each in found:
-        tenths = (f"{each[name][0]:.4f} ± {each[name][1]:.4f}" for name in ("shortest", "longest"))
-        rows.append((each["way"], *tenths, f"{each['correlation']:+.3f}", f"± {each['noise']:.3f}"))
-    return table(rows)
-
-
-# ---------------------------------------------------------------------------------------------------------------- main
-
-
-def set_into_document(path: Path, tables: dict[str, str]) -> None:
-    """Replace the fenced block after each `<!-- name -->`."""
-    text = path.read_text(encoding="utf-8")
-    for name, content in tables.items():
-        pattern = rf"(<!-- {name} -->\n```\n).*?^```"
-        text = re.sub(pattern, lambda m, c=content: f"{m[1]}{c}\n```", text, flags=re.DOTALL | re.MULTILINE)
-    path.write_text(text, encoding="utf-8")
-
-
-def described(environment: dict[str, Any]) -> str:
-    """Hardware, versions, commit and command."""
-    hardware, packages = environment["hardware"], environment["packages"]
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "accelerate", "numpy"))
-    changed = ", with uncommitted changes" if environment["zerofit_changed"] else ""
-    return "\n".join(
-        [
-            f"command   python {' '.join(environment['arguments'][1:])}",
-            f"hardware  {hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']} GiB, no GPU used",
-            f"versions  {versions}, Python {environment['python']}",
-            f"commit    {(environment['zerofit_commit'] or 'unknown')[:7]}{changed}",
-        ]
-    )
-
-
-def _text(document: str) -> str:
-    path = ROOT / document
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
 def parse_options(argv: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for each in dataclasses.fields(Options):
@@ -416,41 +195,23 @@ def parse_options(argv: list[str] | None) -> Options:
     options = dataclasses.replace(options, data=str(Path(options.data).resolve()))
     if not (Path(options.data) / "glue" / "MRPC").is_dir():
         parser.error(f"--data {options.data}: it has no glue/MRPC (docs/real-data.md says what lies where)")
-    if options.rounds < 0 or options.warmup < 1 or options.epochs < 2:
-        parser.error("--rounds: at least 0, --warmup: at least 1, --epochs: at least 2")
-    missing = [
-        name for name in BLOCKS if options.document and f"<!-- {name} -->\n```\n" not in _text(options.document)
-    ]
-    if missing:
-        parser.error(f"--document {options.document}: it has no place for {', '.join(missing)}")
+    if options.rounds < 1 or options.warmup < 1:
+        parser.error("--rounds and --warmup: at least 1")
     shortest = max(size for size, _ in LAYOUTS.values()) * (options.warmup + 1)
     if options.samples < shortest:
         parser.error(f"--samples {options.samples}: at least {shortest}, to have an update after the warm-up")
     return options
 
 
-def main(argv: list[str] | None = None) -> int:
-    options, began = parse_options(argv), time.perf_counter()
+def main() -> int:
+    options, began = parse_options(None), time.perf_counter()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        columns = {task: read_lengths(task, options.data, Path(folder)) for task in TASKS}
-        windows, places = window_figures(columns), place_figures(columns["MRPC"][0], 32, options.epochs)
-        tables = {"windows": window_table(windows), "places": place_table(places)}
-        print("\n\n".join(tables.values()), flush=True)
-        rounds = measure_rounds(options, Path(folder))
-    content: dict[str, Any] = {"windows": windows, "places": places}
-    if rounds:
-        content |= {"summary": summarise(rounds), "rounds": rounds}
-        tables["speed"] = speed_table(content["summary"])
-        print(f"\n{tables['speed']}")
-    environment = describe_environment([sys.executable, *sys.argv], torch.device("cpu"))
-    environment["arguments"] = ["", "benchmarks/padding.py", *(sys.argv[1:] if argv is None else argv)]
-    content |= {"options": dataclasses.asdict(options), "environment": environment}
+        summary = summarise(measure_rounds(options, Path(folder)))
     path = Path(options.output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if options.document and rounds:
-        set_into_document(Path(options.document), {**tables, "environment": described(environment)})
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print(f"\n{speed_table(summary)}\n\n{provenance('fp32', 'torch', 'transformers', 'accelerate')}")
     print(f"\n{duration(time.perf_counter() - began)} in all, written to {path}")
     return 0
 

@@ -39,11 +39,12 @@ import psutil
 import yaml
 from provenance import provenance
 
+from zerofit.record.jsonl import LineReader
 from zerofit.record.terminal import table
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare_options import CompareOptions
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
-from zerofit.tools.compare.trial_request import ANSWERS, Answers, TrialRequest
+from zerofit.tools.compare.trial_request import ANSWERS, TrialRequest
 from zerofit.tools.launches import Trial, launched
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -451,7 +452,7 @@ def peaks_in(folder: Path, configuration: Configuration, on: str) -> dict[str, i
     Raises:
         RuntimeError: it has not tried all sizes.
     """
-    lines = Answers(folder / ANSWERS).poll()
+    lines = LineReader(folder / ANSWERS).poll()
     fits = [line for line in lines if line["event"] == "fits"]
     if [line["size"] for line in fits] != configuration.tried:
         raise RuntimeError(f"{configuration.name}: see {folder}")

@@ -17,15 +17,11 @@ SMALL = {
     "faults": ["faults", "--only", "metrics.jsonl|SIGKILL in|SIGTERM in phase save", "--folder", "{tmp}/faults"],
     "counts": ["counts", "single", "ddp", "--lines", "--output", "{tmp}/counts.md"],
     "continual": ["continual", "--updates", "4", "--output", "{tmp}"],
-    "save_stall": ["save_stall", "--shape", "n_layer=1,n_head=2,n_embd=32", "--text", "docs/notes.md", "--strategies",
-                   "single", "--tokenizer", "{material}/tokenizers/gpt2", "--updates", "12", "--output",
-                   "{tmp}/saves.md"],
     "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny"],
     "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
-                "1", "--epochs", "2", "--document", "", "--output", "{tmp}/padding.json"],
+                "1", "--output", "{tmp}/padding.json"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "plan_time": ["plan_time", "--only", "ddp lora"],
-    "recomputation": ["recomputation", "--rounds", "1", "--layers", "2", "--rows", "1"],
 }  # fmt: skip
 LIBRARIES = {"candidates", "fault_cases", "provenance", "startup"}  # that others import
 

@@ -19,6 +19,7 @@ from helpers import ROOT, refusal
 
 from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.parse import parse_recipe
+from zerofit.record.jsonl import LineReader, add_line
 from zerofit.tools.compare import guess as guess_module
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare_options import CompareOptions
@@ -33,9 +34,8 @@ from zerofit.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TA
 from zerofit.tools.compare.trial_journal import TrialJournal, key_of
 from zerofit.tools.compare.trial_launch import TrialLaunch
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits
-from zerofit.tools.compare.trial_request import Answers, TrialRequest
+from zerofit.tools.compare.trial_request import TrialRequest
 from zerofit.tools.compare.worst_case_batch import WorstCaseBatches
-from zerofit.tools.json_lines import add_line
 from zerofit.tools.launches import MARK
 from zerofit.tools.machine import Device
 from zerofit.tools.plan.size_search import search
@@ -193,7 +193,7 @@ def request(**changes) -> TrialRequest:
 def test_requests_and_answers_pass_through_files(tmp_path):
     file = request().write(tmp_path / "trial")
     assert TrialRequest.read(file) == request()
-    answers = Answers(tmp_path / "answers.jsonl")
+    answers = LineReader(tmp_path / "answers.jsonl")
     assert answers.poll() == []
     add_line(answers.file, {"event": "trying", "size": 3})
     with answers.file.open("a") as half:

@@ -17,8 +17,8 @@ RUN = f"""
 from zerofit.record.terminal import Bar
 from zerofit.record.metrics import UpdateMetrics
 bar = Bar(150000, 50000, True)
-bar.begin(147000)
-for update in range(147001, 147502):
+bar.begin(149499)
+for update in range(149500, 150001):
     bar.update(UpdateMetrics(update=update, epoch=1.0, consumed_samples=update, **{FIGURES}))
 bar.close()
 """
@@ -47,21 +47,25 @@ def at_a_terminal(columns: int, code: str, **variables: str) -> str:
 @pytest.mark.parametrize(
     ("columns", "there", "not_there"),
     [
-        (120, ["  ███", "loss 3.2100", " left", "1,234,567 tokens/s", "lr 3.00e-04"], []),
-        (80, ["loss 3.2100", " left", "1,234,567 tokens/s", "lr 3.00e-04"], ["█"]),
+        (80, ["loss 3.2100", " left", "1,234,567 tokens/s", "lr 3.00e-04"], []),
         (76, ["loss 3.2100", " left", "1,234,567 tokens/s"], ["lr"]),
         (60, ["loss 3.2100", " left"], ["tokens/s", "lr"]),
-        (24, ["update 147501/150000"], ["loss"]),
+        (24, ["update 150000/150000"], ["loss"]),
     ],
 )
 def test_a_terminal_shows_whole_figures_the_worthiest_first(columns, there, not_there):
     last = at_a_terminal(columns, RUN).rstrip().split("\r")[-1]
     assert len(last) < columns, last
-    assert last.startswith("update 147501/150000")
+    assert last.startswith("update 150000/150000")
     places = [last.find(part) for part in there]
     assert -1 not in places, last
     assert places == sorted(places)
     assert not [part for part in not_there if part in last], last
+
+
+def test_a_note_takes_the_place_of_the_line():
+    code = RUN.replace("bar.close()", "bar.note('a note')\nbar.close()")
+    assert at_a_terminal(80, code).split("\r")[-2] == "a note"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -89,7 +89,6 @@ LATE = {
     "matplotlib": "when a plot is drawn",
     "psutil": "what `zerofit --help` loads has to be small",
     "pydantic": "with deepspeed",
-    "tqdm": "for a terminal alone",
     "megatron": "an optional package",
     "bitsandbytes": "an optional package",
     "liger_kernel": "an optional package",

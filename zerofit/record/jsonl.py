@@ -1,4 +1,4 @@
-"""A file of one JSON object per line, which a kill cannot break and which a resumed run continues."""
+"""Files of one JSON object per line: those of a run's updates, and those to which several processes append."""
 
 import json
 import os
@@ -83,6 +83,49 @@ class JsonlFile:
             finally:
                 self._file.close()
                 self._file = None
+
+
+def add_line(file: Path, line: dict[str, Any]) -> None:
+    """Append a line with a single write: several ranks may append at the same time."""
+    data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+    descriptor = open_without_links(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+class LineReader:
+    """The whole lines of a file to which others append. Each is returned once.
+
+    Attributes:
+        position: bytes that were read.
+    """
+
+    def __init__(self, file: Path):
+        self.file, self.position = file, 0
+
+    def poll(self, end: int | None = None) -> list[dict[str, Any]]:
+        """The lines that were added since the last call.
+
+        Args:
+            end: what is beyond this many bytes is not read.
+        """
+        try:
+            with self.file.open("rb") as lines:
+                lines.seek(self.position)
+                whole, line_break, _ = lines.read(-1 if end is None else end - self.position).rpartition(b"\n")
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        self.position += len(whole) + len(line_break)
+        return [json.loads(line) for line in whole.split(b"\n") if line]
+
+    def drop_rest(self) -> None:
+        """Remove what follows the lines that were read: a writer that was killed has left it."""
+        if self.file.is_file():
+            descriptor = open_without_links(self.file, os.O_RDWR)
+            os.ftruncate(descriptor, self.position)
+            os.close(descriptor)
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

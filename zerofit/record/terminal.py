@@ -1,4 +1,4 @@
-"""How far a run has come, and what a person sees of it: a bar at a terminal, else a line now and then."""
+"""How far a run has come, and what a person sees of it: a status line at a terminal, else a line now and then."""
 
 import errno
 import io
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import unicodedata
-from typing import Any, TextIO
+from typing import TextIO
 
 from zerofit.recipe.errors import printable
 from zerofit.record.metrics import UpdateMetrics
@@ -54,6 +54,11 @@ def say(*lines: str, main: bool = True) -> None:
     """Print to stdout at once, on the main process; nothing where there are no lines."""
     if main and lines:
         print(*map(printable, lines), sep="\n", flush=True)
+
+
+def say_aside(text: str) -> None:
+    """Print to stderr: stdout has what a model writes, and nothing else."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def screen_width(stream: TextIO | None = None) -> int | None:
@@ -164,23 +169,18 @@ class StatusLine:
             print(file=sys.stderr, flush=True)
 
 
-class Bar:
-    """The bar, or the lines. By their worth: update, loss, time left, tokens/s, learning rate; a narrow terminal shows
-    the first of them, and the bar itself where there is room."""
+class Bar(StatusLine):
+    """How far a run is: the status line at a terminal, else a line now and then on stdout. By their worth: update,
+    loss, time left, tokens/s, learning rate."""
 
     def __init__(self, total: int, every: int, main: bool):
-        self.total, self.every, self.main, self.bar = total, every, main, None
+        super().__init__()
+        self.total, self.every, self.main = total, every, main
         self.figures: list[str] = []
 
     def begin(self, done: int) -> None:
         """Begin, or go back, to where so many updates are done."""
         self.done, self.started = done, time.perf_counter()
-        if self.bar is not None:
-            self.bar.n = done
-        elif self.main and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=self.total, initial=done, **self._look(done))
 
     def update(self, metrics: UpdateMetrics) -> None:
         """One update more; its figures are shown, unless it was not applied."""
@@ -195,31 +195,15 @@ class Bar:
                 f"{metrics.tokens_per_s:,.0f} tokens/s",
                 f"lr {metrics.learning_rate:.2e}",
             ]
-        if self.bar is not None:
-            vars(self.bar).update(self._look(number))
-            self.bar.update()
-        elif shown and (number % self.every == 0 or number in (self.done + 1, self.total)):
-            say(fitted([self._count(number), *self.figures], screen_width()))
-
-    def _count(self, number: int) -> str:
-        return f"update {number:>{len(str(self.total))}}/{self.total}"
-
-    def _look(self, number: int) -> dict[str, Any]:
-        """How tqdm is to write the bar: in the last column of some terminals a line would end."""
-        width = (screen_width(sys.stderr) or 80) - 1
-        text = fitted([self._count(number), *self.figures], width)
-        room = min(width - len(text) - 2, 30)
-        bar = f"  {{bar:{room}}}" if room >= 5 else ""
-        count = len(self._count(number))
-        return {"ncols": width, "bar_format": text[:count] + bar + text[count:]}
+        pieces = [f"update {number:>{len(str(self.total))}}/{self.total}", *self.figures]
+        if self.renewed and (self.is_due() or not self.width or number == self.total):
+            self.show(pieces)
+        elif not self.renewed and shown and (number % self.every == 0 or number in (self.done + 1, self.total)):
+            say(fitted(pieces, screen_width()))
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar if there is one."""
-        if self.bar is not None:
-            self.bar.write(printable(text))
-        else:
-            say(text, main=self.main)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        """A line of its own, in the place of the status line if there is one, which comes again."""
+        if self.renewed and self.width:
+            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
+            self.width = 0
+        say(text, main=self.main)

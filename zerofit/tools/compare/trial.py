@@ -22,13 +22,13 @@ from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from zerofit.recipe.errors import UserError, leave
 from zerofit.recipe.places import script
+from zerofit.record.jsonl import add_line
 from zerofit.strategy.devices import synchronise
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.compare.memory_limits import DataSegment, TrialMemory, limit_device
 from zerofit.tools.compare.search import next_size
 from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest
 from zerofit.tools.compare.worst_case_batch import WorstCaseBatches
-from zerofit.tools.json_lines import add_line
 from zerofit.training.evaluation import timed_evaluation
 from zerofit.training.prepare import Prepared
 from zerofit.training.session import Session

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from zerofit.tools.json_lines import add_line
+from zerofit.record.jsonl import LineReader, add_line
 from zerofit.tools.launches import RunningLaunch
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -37,18 +37,9 @@ class TrialJournal:
     common), `size` (the result of one: fits, out_of_memory or timed_out) and `end`."""
 
     def __init__(self, file: Path):
-        self.file = file
-        self.lines = self._read()
-
-    def _read(self) -> list[dict[str, Any]]:
-        """The complete lines. An incomplete last one, left by a writer that was killed, is removed."""
-        if not self.file.is_file():
-            return []
-        whole, line_break, rest = self.file.read_bytes().rpartition(b"\n")
-        if rest:
-            with self.file.open("rb+") as file:
-                file.truncate(len(whole) + len(line_break))
-        return [json.loads(line) for line in whole.splitlines() if line]
+        self.file, reader = file, LineReader(file)
+        self.lines = reader.poll()
+        reader.drop_rest()
 
     def add(self, kind: str, **line: Any) -> dict[str, Any]:
         line = {"kind": kind, **line}

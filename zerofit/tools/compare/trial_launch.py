@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 
 from zerofit.health.out_of_memory_errors import memory_in
+from zerofit.record.jsonl import LineReader
 from zerofit.record.terminal import size
 from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.trial_journal import TrialJournal
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
-from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, Answers, TrialRequest
+from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest
 from zerofit.tools.launches import RunningLaunch, Trial, failure, launched, mistake
 
 POLL_S = 0.1
@@ -79,8 +80,8 @@ class TrialLaunch:
         self.is_trying, self.has_result = False, False
         self.folder = trial.output.parent
         self.trying = request.first
-        self._answers = Answers(self.folder / ANSWERS)
-        self._failures = Answers(self.folder / FAILURES)
+        self._answers = LineReader(self.folder / ANSWERS)
+        self._failures = LineReader(self.folder / FAILURES)
 
     def run(self) -> TrialOutcome:
         """Launch, and follow it to its end. A size that does not fit is in the journal afterwards."""

@@ -8,7 +8,6 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -60,21 +59,3 @@ class TrialRequest:
     def read(cls, file: Path) -> "TrialRequest":
         values = json.loads(file.read_text(encoding="utf-8"))
         return cls(**{**values, "points": [tuple(point) for point in values["points"]]})
-
-
-class Answers:
-    """The lines of a file that is being written. Each line is returned once."""
-
-    def __init__(self, file: Path):
-        self.file, self._read = file, 0
-
-    def poll(self) -> list[dict[str, Any]]:
-        """The complete lines that were added since the last call."""
-        try:
-            with self.file.open("rb") as lines:
-                lines.seek(self._read)
-                whole, line_break, _ = lines.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._read += len(whole) + len(line_break)
-        return [json.loads(line) for line in whole.splitlines() if line]

@@ -5,14 +5,13 @@ appends whole lines, so that a kill can break the last one only.
 """
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import atomic_file, open_without_links
-from zerofit.tools.json_lines import add_line
+from zerofit.recipe.files import atomic_file
+from zerofit.record.jsonl import LineReader, add_line
 
 
 class AnswerJournal:
@@ -25,19 +24,12 @@ class AnswerJournal:
     def __init__(self, output: Path, size: int | None = None):
         self.output, self.path = output, output.with_name(f"{output.name}.partial")
         self.header, self.lines, self.began = None, {}, []
-        self._read = 0
+        self._reader = LineReader(self.path)
         self.poll(size)
 
     def poll(self, size: int | None = None) -> None:
         """Read what has been appended: `lines` are {number of the prompt: its answer}, and `began` times."""
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._read)
-            text = file.read(-1 if size is None else size - self._read)
-        whole = text.rpartition(b"\n")[0]
-        self._read += len(whole) + bool(whole)
-        for line in map(json.loads, filter(None, whole.split(b"\n"))):
+        for line in self._reader.poll(size):
             if self.header is None:
                 self.header = line
             elif "began" in line:
@@ -59,20 +51,18 @@ class AnswerJournal:
             )
         try:
             if self.lines:
-                handle = open_without_links(self.path, os.O_RDWR)
-                os.ftruncate(handle, self._read)
-                os.close(handle)
+                self._reader.drop_rest()
             else:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_file(self.path):
                     pass
-                self._read, self.header = 0, None
+                self._reader, self.header = LineReader(self.path), None
                 add_line(self.path, asked)
                 self.poll()
         except OSError as error:
             raise UserError(f"output = {str(self.output)!r} cannot be written: {error.strerror}") from None
         self.began = []
-        return self._read
+        return self._reader.position
 
     def begin(self, time: float) -> None:
         """Note that a process begins to answer."""

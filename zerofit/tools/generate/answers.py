@@ -18,14 +18,13 @@ from typing import Any
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
-from zerofit.record.terminal import StatusLine, duration
+from zerofit.record.terminal import StatusLine, duration, say_aside
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.generate.answer_journal import AnswerJournal
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import ModelSource, check_shares, load
-from zerofit.tools.generate.messages import say
 from zerofit.tools.generate.text_writer import Positions, Writer
 from zerofit.tools.launch.launch import layout_of
 from zerofit.tools.launch.schedulers import Machines
@@ -57,7 +56,7 @@ def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
     check_processes(asked, options)
     rows, cut = Positions(asked.source.config).rows(asked.prompts, asked.renderer)
     if any(cut):
-        say(f"note: {sum(map(bool, cut))} of {len(rows)} prompts do not fit into a source, and are cut")
+        say_aside(f"note: {sum(map(bool, cut))} of {len(rows)} prompts do not fit into a source, and are cut")
     journal = AnswerJournal(Path(options.output).expanduser())
     if options.samples and options.seed is None:
         options.seed = (journal.header or {}).get("seed", int.from_bytes(os.urandom(3)))
@@ -65,7 +64,7 @@ def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
     size = journal.start(_described(asked.source, options, rows))
     before = len(journal.lines)
     if before:
-        say(f"{before} of {len(rows)} prompts are answered already: {journal.path}")
+        say_aside(f"{before} of {len(rows)} prompts are answered already: {journal.path}")
     progress = Progress(journal, len(rows))
     try:
         if before == len(rows):
@@ -79,10 +78,12 @@ def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
     finally:
         progress.close()
         if len(journal.lines) < len(rows):
-            say(f"{len(journal.lines)} of {len(rows)} prompts are answered; the same command goes on with the others")
+            say_aside(
+                f"{len(journal.lines)} of {len(rows)} prompts are answered; the same command goes on with the others"
+            )
     if code == 0:
         journal.finish([prompt.record for prompt in asked.prompts])
-        say(f"{options.output}: {progress.summary}")
+        say_aside(f"{options.output}: {progress.summary}")
     return code
 
 
@@ -179,7 +180,7 @@ def _launch(options: GenerateOptions, argv: list[str], journal: AnswerJournal, s
     }
     shared = f", {options.tensor_parallel} share each layer" if options.tensor_parallel > 1 else ""
     drawn = f", drawn with seed {options.seed}" if options.samples else ""
-    say(f"{counted(options.processes, 'process')}{shared}{drawn}; their output is {log}")
+    say_aside(f"{counted(options.processes, 'process')}{shared}{drawn}; their output is {log}")
 
     def watched(launch) -> bool:
         time.sleep(SHOWN_EVERY_S)

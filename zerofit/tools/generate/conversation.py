@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from zerofit.data.rendering import Messages, Renderer
-from zerofit.tools.generate.messages import say
+from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.text_writer import Writer
 
 
@@ -15,7 +15,7 @@ def lines_of_stdin() -> Iterator[str]:
     if interactive:
         with suppress(ImportError):  # not on every system
             import readline  # noqa: F401  from now on input() has line editing and a history
-        say("an empty line ends, /reset forgets what was said")
+        say_aside("an empty line ends, /reset forgets what was said")
     while True:
         if interactive:
             try:
@@ -37,18 +37,20 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
             return
         if line == "/reset":
             history = []
-            say("note: what was said is forgotten")
+            say_aside("note: what was said is forgotten")
             continue
         messages = [*history, {"role": "user", "content": line}]
         ids, kept = latest(messages, writer, renderer)
         if ids is None:
-            say(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
+            say_aside(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
             continue
         if len(kept) < len(messages):
             dropped = (len(messages) - len(kept)) // 2
-            say(f"note: the oldest {'exchange does' if dropped == 1 else f'{dropped} exchanges do'} not fit any more")
+            say_aside(
+                f"note: the oldest {'exchange does' if dropped == 1 else f'{dropped} exchanges do'} not fit any more"
+            )
         elif renderer.left_out:
-            say(f"note: {renderer.left_out} tokens of what was said do not fit any more")
+            say_aside(f"note: {renderer.left_out} tokens of what was said do not fit any more")
         reply = writer.write(ids, number)
         history = [*kept, {"role": "assistant", "content": reply.strip()}]
 

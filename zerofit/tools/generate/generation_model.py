@@ -14,8 +14,8 @@ from zerofit.model.pretrained_io import DTYPES, read_config, read_model, read_to
 from zerofit.model.tensor_parallel.read import read_share
 from zerofit.model.tensor_parallel.split import split_model, split_problem
 from zerofit.recipe.errors import UserError
+from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.generate.messages import say
 
 NOT_WRITERS = tuple(
     ("ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice ForMaskedLM").split()
@@ -97,7 +97,7 @@ def load(source: ModelSource, options: GenerateOptions, tensor=None):
             **how,
         )
         for note in adapted.notes:
-            say(note)
+            say_aside(note)
         model = adapted.model.get_base_model()
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
@@ -108,7 +108,7 @@ def load(source: ModelSource, options: GenerateOptions, tensor=None):
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
     adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
-    say(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    say_aside(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
     return model
 
 

@@ -6,11 +6,11 @@ from zerofit.data.rendering import Renderer
 from zerofit.model.chat import named_template
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
+from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.answers import Asked, answer_file
 from zerofit.tools.generate.conversation import converse, lines_of_stdin
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import find_model, load
-from zerofit.tools.generate.messages import say
 from zerofit.tools.generate.prompts import read_prompts
 from zerofit.tools.generate.text_writer import Writer, complete
 
@@ -27,7 +27,7 @@ def respond(options: GenerateOptions, argv: list[str]) -> int:
     if options.chat or any(prompt.messages for prompt in prompts):
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
-        say("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
+        say_aside("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
     check_output(options.output)
     if options.prompt_file and options.output:
         return answer_file(asked, options, argv)

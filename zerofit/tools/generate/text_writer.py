@@ -13,8 +13,8 @@ from zerofit.data.rendering import Prompt, Renderer
 from zerofit.model.configuration import usable_positions
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.errors import UserError, printable
+from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.generate.messages import say
 
 EMPTY = "[empty]"  # shown to a person in place of an empty answer
 
@@ -87,13 +87,17 @@ class Writer(Positions):
                 self.max_new_tokens = defaults.max_new_tokens
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
-                say(f"note: a search with {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
+                say_aside(
+                    f"note: a search with {defaults.num_beams} beams, the model's default; --num_beams 1 is faster"
+                )
         self.seed = options.seed
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
             usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
             used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
-            say(f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}")
+            say_aside(
+                f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
+            )
 
     def limit(self, length: int) -> int:
         """The most tokens that are written after a prompt of `length`."""
@@ -128,7 +132,7 @@ class Writer(Positions):
             )[0].tolist()
         new = written[1:] if self.has_encoder else written[len(ids) :]
         if limit < self.max_new_tokens and len(new) >= limit and new[-1] not in self.ends:
-            say(f"note: the model's {self.positions:,} positions are used up")
+            say_aside(f"note: the model's {self.positions:,} positions are used up")
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         empty = not text.strip() and sys.stdout.isatty()
         if empty or not streams:
@@ -170,9 +174,9 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=N
         for number, (prompt, ids) in enumerate(zip(prompts, rows)):
             if len(prompts) > 1:
                 shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
-                say(f"[{number + 1}/{len(prompts)}] {shown}")
+                say_aside(f"[{number + 1}/{len(prompts)}] {shown}")
             if cut[number]:
-                say(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
+                say_aside(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
             text = writer.write(ids, number)
             if output:
                 output.write(json.dumps({**prompt.record, "generated": text}, ensure_ascii=False) + "\n")

@@ -18,7 +18,7 @@ from zerofit.tools.launches import Trial, failure, launched, mistake
 from zerofit.tools.verify.killing import Killed, alternating, run_and_kill, spread_moments
 from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 
-REFERENCE = "reference"
+REFERENCE, ONE_PROCESS = "reference", "single"  # the folder, the strategy
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Proof:
             UserError: the reference refuses the recipe.
         """
         shutil.rmtree(self.logs, ignore_errors=True)
-        self.reference = self._undisturbed(REFERENCE, self.options.reference, 1)
+        self.reference = self._undisturbed(REFERENCE, ONE_PROCESS, 1)
         if self.reference.failure:
             return
         for name in self.options.names:
@@ -125,7 +125,7 @@ class Proof:
     def _disturbed(self, strategy: str) -> Outcome:
         options, folder = self.options, _folder_name(strategy)
         trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
-        random = Random(f"{options.kill_seed} {folder}")
+        random = Random(folder)
         update_s = median(line["seconds"] for line in _metrics(self.output / folder))
         start_s = sum(RunFolder(self.output / folder).environment()["seconds_to_first_update"].values())
         killed = run_and_kill(
@@ -160,7 +160,7 @@ class Proof:
         if self.agreement:
             rows = [_row_of_agreement(each, tolerance) for each in self.agreement]
             blocks.append(
-                f"each against one process ({self.options.reference}): the largest relative differences\n"
+                f"each against one process ({ONE_PROCESS}): the largest relative differences\n"
                 + table([HEAD_OF_AGREEMENT, *rows], width)
             )
         if self.resumed:

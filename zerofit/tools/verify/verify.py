@@ -17,7 +17,7 @@ from zerofit.record.terminal import say, screen_width
 from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.launches import ending_in_order
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.proof import Proof
+from zerofit.tools.verify.proof import ONE_PROCESS, Proof
 from zerofit.tools.verify.shorten import precision_of, shorten
 from zerofit.tools.verify.verify_options import VerifyOptions
 
@@ -27,7 +27,7 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
 
 def main(argv: list[str] | None = None) -> int:
     options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
-    configs = find_strategies([options.reference, *options.names])
+    configs = find_strategies([ONE_PROCESS, *options.names])
     source = options.source("config")
     output = Path(options.output or Path("outputs") / f"verify-{Path(source).stem if source else options.task}")
     check_folder_of(output, RECIPE, "proof")

@@ -10,12 +10,10 @@ from zerofit.tools.tool_recipe import LaunchedStrategiesOptions
 class VerifyOptions(LaunchedStrategiesOptions):
     """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
 
-    reference: str = option("single", "Strategy of the one process that all others are compared with.")
     updates: int = option(12, "Length of the runs.", minimum=2, common=True)
     kills: int = option(
         3, "How often a run of each strategy is killed and resumed; 0: not at all.", minimum=0, common=True
     )
-    kill_seed: int = option(0, "Seeds the moments of the kills.", minimum=0)
     resumed_processes: int = option(
         1, "Processes of every third launch of a run that is killed; the others have num_processes.", positive=True
     )
