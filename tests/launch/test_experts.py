@@ -148,9 +148,7 @@ def test_an_adapter_on_experts_needs_them_in_full(run, start, tmp_path, strategy
     run("packed", "single")
     done = start("lora on experts", strategy, 2, tmp_path / "run")
     assert done.returncode == 2
-    assert (
-        "lora_target_modules = gate_up_proj down_proj: an adapter on experts needs weights that are not" in done.stderr
-    )
+    assert "lora_target_modules = gate_up_proj down_proj:" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -299,7 +299,7 @@ def test_a_prompt_without_room(writer, cache, tmp_path):
     assert [len(ids) for ids in data.prompts.ids] == [10, len(data.tokenizer("short")["input_ids"])]
     assert any("1 of 2 prompts are cut at their beginning" in note for note in data.notes)
     message = refusal(text_data, writer, cache, "--predict_file", tmp_path / "a.txt", "--max_new_tokens", "64")
-    assert "max_new_tokens = 64: the model has 64 positions" in message
+    assert "max_new_tokens = 64:" in message
 
 
 def test_sources_without_targets(cache, tmp_path):

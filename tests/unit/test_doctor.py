@@ -193,7 +193,7 @@ def test_checks_of_a_run_before_its_data(folder, capsys):
     tiny_model("llama", vocab_size=300, max_position_embeddings=512).config.save_pretrained(folder / "model")
     command = ("--task", "clm", "--model_name_or_path", "model", "--train_file", "text.txt")
     found = texts(examined(*command, "--block_size", "4096"), "error")
-    assert any("block_size = 4096 (--block_size): the model has 512 positions" in text for text in found)
+    assert any("block_size = 4096 (--block_size):" in text for text in found)
     assert any("'model'" in text and "tokenizer" in text.lower() for text in found), "it has none"
     wrong = "--block_size 4096 --chat_template no --lora_target_modules foo --optim adamw8 --global_batch_size 7 "
     wrong += "--validation_file none.txt"

@@ -114,7 +114,7 @@ def test_a_precision_of_the_yaml(torchrun, tmp_path):
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp2", "tp", "pp", "sp"])
 def test_strategies_that_shard_refuse_other_optimizers_than_adamw(torchrun, strategy):
     options = recipe("--optim", "adafactor", "--strategy", strategy)
-    assert "optim = adafactor: it keeps means" in refusal(read_strategy, options)
+    assert "optim = adafactor:" in refusal(read_strategy, options)
 
 
 def test_one_process_without_a_launcher(torchrun):

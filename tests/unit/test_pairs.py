@@ -333,7 +333,7 @@ def test_unknown_nested_keys_are_found(launched):
 
 def test_a_setting_beside_the_json_is_refused(launched):
     launched({"deepspeed_config": {"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}})
-    assert "gradient_clipping = 1.0 stands beside deepspeed_config_file" in refusal(check_launch, find_launch())
+    assert "gradient_clipping = 1.0" in refusal(check_launch, find_launch())
 
 
 def test_precision_in_two_places(launched):

