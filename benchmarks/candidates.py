@@ -53,7 +53,7 @@ class Options:
     max_grad_norm: float = 1.0
     seed: int = 42
     threads: int = 0  # of torch; 0: one for each core
-    output: str = ""  # by default outputs/benchmarks/loop_speed.json, or startup.json
+    output: str = "outputs/benchmarks/loop_speed.json"
 
     @property
     def num_updates(self) -> int:

@@ -2,7 +2,6 @@
 
     python benchmarks/loop_speed.py                   # 15 rounds of 5 candidates: 8 updates each
     python benchmarks/loop_speed.py --rounds 5 --updates 30 --warmup 5
-    python benchmarks/loop_speed.py --startup         # seconds from `accelerate launch` to the first update
 
 Each round trains the same small GPT-2 from the same weights on the same batches of random tokens (full blocks, fp32)
 through every candidate, one after another in one process:
@@ -44,7 +43,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # OpenMP reads it once, whe
 
 import torch
 from candidates import CANDIDATES, Options, Stopwatch, Workload
-from startup import LAUNCHES, measure_startup
 
 from zerofit.model.parameters import count_parameters
 from zerofit.record.environment import describe_environment
@@ -157,31 +155,29 @@ def measure_loops(options: Options, device: torch.device) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
-def parse_options(argv: list[str] | None) -> tuple[Options, bool]:
+def parse_options(argv: list[str] | None) -> Options:
     """(options, whether the start is to be measured in place of the loop)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for each in dataclasses.fields(Options):
         parser.add_argument(f"--{each.name}", type=each.type, default=each.default, help=f"[{each.default}]")
-    parser.add_argument("--startup", action="store_true", help="seconds from `accelerate launch` to the first update")
     values = vars(parser.parse_args(argv))
-    startup = values.pop("startup")
     wanting = [name for name in ("rounds", "updates", "warmup") if values[name] < 1]
     if wanting:
         parser.error(f"{', '.join('--' + name for name in wanting)}: at least 1")
-    if not startup and torch.accelerator.device_count() > 1:
+    if torch.accelerator.device_count() > 1:
         parser.error(
             "several devices are visible, and the Trainer would split batches over them: CUDA_VISIBLE_DEVICES=0"
         )
-    return Options(**values), startup
+    return Options(**values)
 
 
 def main(argv: list[str] | None = None) -> int:
-    options, startup = parse_options(argv)
+    options = parse_options(argv)
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # zerofit then leaves the number of threads to the user
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    figures = measure_startup(min(LAUNCHES, options.rounds)) if startup else measure_loops(options, device)
-    path = Path(options.output or f"outputs/benchmarks/{'startup' if startup else 'loop_speed'}.json")
+    figures = measure_loops(options, device)
+    path = Path(options.output)
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = describe_environment([sys.executable, *sys.argv], device)
     openmp = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "GOMP_", "KMP_"))}

@@ -45,7 +45,7 @@ from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare_options import CompareOptions
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
 from zerofit.tools.compare.trial_request import ANSWERS, TrialRequest
-from zerofit.tools.launches import Trial, launched
+from zerofit.tools.launches import LaunchedRun, launched
 from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -432,7 +432,7 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
         CompareOptions, [*flags, "--num_processes", str(configuration.processes)], "measure"
     )
     recipe.write_text(yaml.safe_dump(make_recipe(options, cls).values))
-    trial = Trial(
+    trial = LaunchedRun(
         configuration.task,
         ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml",
         recipe,

@@ -11,7 +11,6 @@ LOOP = ["loop_speed", "--rounds", "1", "--updates", "2", "--warmup", "1", "--num
         "--block_size", "32", "--vocab_size", "300"]  # fmt: skip
 SMALL = {
     "the loop": [*LOOP, "--output", "{tmp}/loop.json"],
-    "the start": ["loop_speed", "--startup", "--rounds", "1", "--output", "{tmp}/startup.json"],
     "corpus_startup": ["corpus_startup", "--tokens", "1e5", "--output", "{tmp}/corpora.md"],
     "prepare_speed": ["prepare_speed", "--rounds", "1", "--workers", "1", "--megabytes", "1", "--memory", "1"],
     "faults": ["faults", "--only", "metrics.jsonl|SIGKILL in|SIGTERM in phase save", "--folder", "{tmp}/faults"],
@@ -23,7 +22,7 @@ SMALL = {
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "plan_time": ["plan_time", "--only", "ddp lora"],
 }  # fmt: skip
-LIBRARIES = {"candidates", "fault_cases", "provenance", "startup"}  # that others import
+LIBRARIES = {"candidates", "fault_cases", "provenance"}  # that others import
 
 
 def test_every_benchmark_is_run():

@@ -17,7 +17,7 @@ from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
 from zerofit.strategy.builds import announce_builds
 from zerofit.strategy.pairs import find_strategies
-from zerofit.tools.launches import RunningLaunch, Trial, failure, launched, mistake
+from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.killing import Killed, alternating, spread_moments
 from zerofit.tools.verify.proof import Outcome
@@ -331,7 +331,7 @@ def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):
 
 
 def test_the_command_of_a_trial(tmp_path):
-    command = Trial("cls", Path("a.yaml"), Path("r.yaml"), tmp_path, ("--save_steps", "2")).command(3)
+    command = LaunchedRun("cls", Path("a.yaml"), Path("r.yaml"), tmp_path, ("--save_steps", "2")).command(3)
     assert command[command.index("--num_processes") + 1] == "3"
     assert Path(next(word for word in command if word.endswith("cls.py"))).is_file()
     assert command[-2:] == ["--save_steps", "2"]

@@ -24,7 +24,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Trial:
+class LaunchedRun:
     """A training run that can be launched again and again, with any number of processes.
 
     Args:

@@ -19,7 +19,7 @@ from zerofit.tools.compare.trial_journal import TrialJournal, code_hash, key_of,
 from zerofit.tools.compare.trial_launch import TrialLaunch, TrialOutcome
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine
 from zerofit.tools.compare.trial_request import TrialRequest
-from zerofit.tools.launches import Trial
+from zerofit.tools.launches import LaunchedRun
 
 MIB = 2**20
 LARGEST = 4096  # no larger batch is tried, unless it is named
@@ -80,7 +80,7 @@ class Comparison:
 
     def _guess(self) -> None:
         """Predict what is searched and was not predicted before."""
-        new = [one for one in self.candidates if not self._guess_of(one) and not self._trials(one)]
+        new = [each for each in self.candidates if not self._guess_of(each) and not self._trials(each)]
         limit = self.limits.device or min((device.total for device in self.machine.devices), default=None)
         if self.named or not new or limit is None:
             return
@@ -94,7 +94,7 @@ class Comparison:
                 "sizes": self.sizes,
                 "by_length": bool(self.options.lengths),
                 "has_gpu_kernels": self.machine.kind == "cuda" or bool(self.machine.simulated),
-                "candidates": {one.name: [str(one.config), one.flags] for one in new},
+                "candidates": {each.name: [str(each.config), each.flags] for each in new},
             }
         )
         for candidate in new:
@@ -234,7 +234,7 @@ class Comparison:
         shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
         flags = (*candidate.flags, *candidate.trial_flags, *flags, f"--{self.variable.option}", str(request.first))
         program = ("-m", "zerofit.tools.compare.trial", options.task, str(request.write(folder)))
-        trial = Trial(options.task, candidate.config, self.recipe, folder / "run", flags, program)
+        trial = LaunchedRun(options.task, candidate.config, self.recipe, folder / "run", flags, program)
         answered = self._report_trial if machine is self.machine else self._report_time
         launch = TrialLaunch(
             trial,

@@ -4,6 +4,7 @@ Each run has its own folder, whose name has a hash of its settings. A finished r
 resumes from its last checkpoint.
 """
 
+import math
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,16 @@ from typing import Any
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import duration, rounded, say
+from zerofit.record.terminal import duration, say
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
 from zerofit.tools.compare.finished import Finished, read_finished
 from zerofit.tools.compare.results import StrategyRow
 from zerofit.tools.compare.trial_journal import key_of
 from zerofit.tools.compare.trial_machine import launch_environment
-from zerofit.tools.launches import UPDATE, RunningLaunch, Trial, failure, launched, mistake
+from zerofit.tools.launches import LaunchedRun, failure, launched, mistake
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
-SAY_S = 600.0
 
 
 def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Finish:
             say(f"{candidate.name}: trained at {size} a process before ({folder})")
             return read_finished(candidate.name, size, folder)
         flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
-        trial = Trial(self.options.task, candidate.config, self.recipe, folder, flags)
+        trial = LaunchedRun(self.options.task, candidate.config, self.recipe, folder, flags)
         log = folder.with_name(f"{folder.name}.log")
         say(f"{candidate.name}: trains at {size} a process; its output is {log}")
         problem = self._launch(trial, candidate, key, log)
@@ -93,26 +93,15 @@ class Finish:
         say(f"{candidate.name}: {took}")
         return finished
 
-    def _launch(self, trial: Trial, candidate: Candidate, key: str, log: Path) -> str:
+    def _launch(self, trial: LaunchedRun, candidate: Candidate, key: str, log: Path) -> str:
         """Launch the run and wait for its end. Returns why it failed; empty: it did not."""
         about = {"launch": self.journal.launches + 1, "key": key}
         mark = uuid.uuid4().hex
         self.journal.add("launch", **about, candidate=candidate.name, mark=mark, folder=trial.output.name)
         command = trial.command(self.options.num_processes)
         with launched(command, trial.output, log, mark=mark, environment=self.environment) as launch:
-            while launch.wait(launch.seconds + SAY_S) == "late":
-                say(f"  {_newest(launch)}")
+            launch.wait(math.inf)
             seconds = launch.seconds
             problem = mistake(launch) or failure(launch, "ended") or "" if launch.process.returncode else ""
         self.journal.add("end", **about, how="failed" if problem else "done", seconds=round(seconds, 1))
         return problem
-
-
-def _newest(launch: RunningLaunch) -> str:
-    """The last update that a run has printed."""
-    printed = UPDATE.findall(launch.text.encode())
-    return (
-        f"update {printed[-1].decode()}, after {duration(launch.seconds)}"
-        if printed
-        else (f"no update yet, after {rounded(launch.seconds / 60)} minutes")
-    )

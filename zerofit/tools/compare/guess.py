@@ -31,13 +31,11 @@ class Guess:
         size: the largest batch that fits; 0: none does.
         peak: there (at the smallest batch, where none fits), in bytes as the limit counts it.
         per_sample: bytes by which the peak grows with each sample.
-        curve: (size, peak) of the sizes that were predicted, ascending.
     """
 
     size: int
     peak: int
     per_sample: float
-    curve: list[tuple[int, int]]
 
     def peak_at(self, size: int) -> int:
         return round(self.peak + (size - max(self.size, 1)) * self.per_sample)
@@ -70,10 +68,10 @@ class PredictedSize:
 
 def guess_of(tried: list[PredictedSize]) -> Guess:
     """From what a search has predicted, by size."""
-    size = max((one.size for one in tried if one.fits), default=0)
-    first, *others = sorted(tried, key=lambda one: abs(one.size - size))[:2]
+    size = max((found.size for found in tried if found.fits), default=0)
+    first, *others = sorted(tried, key=lambda found: abs(found.size - size))[:2]
     slope = (others[0].device_bytes - first.device_bytes) / (others[0].size - first.size) if others else 0.0
-    return Guess(size, first.device_bytes, slope, [(one.size, one.device_bytes) for one in tried])
+    return Guess(size, first.device_bytes, slope)
 
 
 def _predictions(request: dict[str, Any]) -> dict[str, Guess]:
@@ -133,4 +131,4 @@ def _predictor(
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: asdict(one) for name, one in _predictions(json.loads(sys.argv[1])).items()}))
+    print(json.dumps({name: asdict(found) for name, found in _predictions(json.loads(sys.argv[1])).items()}))

@@ -21,8 +21,7 @@ def colour(index: int) -> str:
 
 
 def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVariable = BATCHES) -> str:
-    """Peak memory of the rank that needs most against the size: predicted, a line, and measured, points; a cross where
-    memory ran out."""
+    """Peak memory of the rank that needs most against the size, and a cross where memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure(variable.label, f"peak memory of a process, {name}")
@@ -30,8 +29,7 @@ def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVari
         style = _style(index, row.name)
         lines, fails = row.in_fresh_processes, row.fails
         if lines:
-            points = {**style, "linestyle": "" if row.guess else "-"}
-            axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **points)
+            axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **style)
         others = [line for line in row.fitting if line not in lines]
         axes.plot(
             [line["size"] for line in others],
@@ -40,9 +38,6 @@ def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVari
             fillstyle="none",
             **{**style, "label": None, "linewidth": 0},
         )
-        if row.guess and row.guess.curve:
-            sizes, peaks = zip(*row.guess.curve)
-            axes.plot(sizes, [peak / unit for peak in peaks], "-", color=style["color"], linewidth=1.2, alpha=0.8)
         if fails:
             top = (limit or max(shown, default=unit)) / unit
             axes.plot(

@@ -17,7 +17,7 @@ from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.trial_journal import TrialJournal
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
 from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest
-from zerofit.tools.launches import RunningLaunch, Trial, failure, launched, mistake
+from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched, mistake
 
 POLL_S = 0.1
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
@@ -62,7 +62,7 @@ class TrialLaunch:
 
     def __init__(
         self,
-        trial: Trial,
+        trial: LaunchedRun,
         num_processes: int,
         request: TrialRequest,
         candidate: Candidate,

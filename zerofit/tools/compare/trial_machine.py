@@ -163,10 +163,10 @@ def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | No
         needed = " and ".join(
             [f"{size(part)} of {what}" for part, what in ((limit, "limit"), (context, "context")) if part]
         )
-        most = total // ((limit or 0) + context) * len(machine.devices)
+        room = total // ((limit or 0) + context) * len(machine.devices)
         raise UserError(
             f"num_processes = {num_processes} on {counted(len(machine.devices), 'device')}: {ranks} share one of "
-            f"{size(total)}, and each needs {needed}. Use --num_processes {max(1, most)}, or a smaller --memory_limit"
+            f"{size(total)}, and each needs {needed}. Use --num_processes {max(1, room)}, or a smaller --memory_limit"
         )
     if ranks > 1:
         if limit is None:

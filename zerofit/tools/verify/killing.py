@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from zerofit.recipe.words import counted
-from zerofit.tools.launches import TRACEBACK, RunningLaunch, Trial, failure, launched
+from zerofit.tools.launches import TRACEBACK, LaunchedRun, RunningLaunch, failure, launched
 
 Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
 
@@ -68,7 +68,7 @@ class Killed:
 
 
 def run_and_kill(
-    trial: Trial,
+    trial: LaunchedRun,
     logs: Path,
     moments: Iterable[Moment],
     processes: Iterable[int],

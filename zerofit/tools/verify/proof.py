@@ -14,7 +14,7 @@ from zerofit.recipe.words import counted
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, say, table
-from zerofit.tools.launches import Trial, failure, launched, mistake
+from zerofit.tools.launches import LaunchedRun, failure, launched, mistake
 from zerofit.tools.verify.killing import Killed, alternating, run_and_kill, spread_moments
 from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 
@@ -102,8 +102,8 @@ class Proof:
     def logs(self) -> Path:
         return self.output / "logs"
 
-    def _trial(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> Trial:
-        trial = Trial(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
+    def _trial(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> LaunchedRun:
+        trial = LaunchedRun(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
         shutil.rmtree(trial.output, ignore_errors=True)  # left by an earlier proof
         return trial
 
