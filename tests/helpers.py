@@ -126,10 +126,16 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def launch(output: Path, *arguments: str, **how) -> list[dict]:
-    """`launched`, which has to end well: the lines of its metrics.jsonl."""
+    """A launch that has to end well: the lines of its metrics.jsonl."""
+    completed(output, *arguments, **how)
+    return metrics(output)
+
+
+def completed(output: Path, *arguments: str, **how) -> subprocess.CompletedProcess:
+    """`launched`, which has to end well."""
     done = launched(output, *arguments, **how)
     assert done.returncode == 0, f"{' '.join(map(str, done.args))}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return metrics(output)
+    return done
 
 
 def launched(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,

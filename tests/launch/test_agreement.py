@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import ROOT, launch, launched, load_texts, metrics, tiny_deberta, tiny_t5, updates
+from helpers import ROOT, completed, launch, load_texts, metrics, tiny_deberta, tiny_t5, updates
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (
@@ -408,12 +408,11 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
             if update > start:
                 shutil.rmtree(output / "checkpoints" / f"update_{update:08}", ignore_errors=True)
         shutil.rmtree(output / "model")  # as if it had been killed before
-        done = launched(
+        done = completed(
             output, *flags, "--per_device_train_batch_size", "2", "--max_train_steps", "22", "--learning_rate", "5e-4",
             "--num_warmup_steps", "5", "--weight_decay", "0.1", "--precision", "fp32", "--cache_dir", cache,
             "--gradient_accumulation_steps", 8 // (2 * given_for), strategy=strategy, processes=processes,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
         assert f"after update {start}, written under" in done.stdout
         assert ("the accumulation follows" in done.stdout) == (replicas(strategy, processes) != given_for)
         again = metrics(output)
@@ -455,8 +454,7 @@ def test_predictions_without_targets_are_those_of_the_run(run, tmp_path, layout)
     asked.write_text("".join(json.dumps({"source": row["source"]}) + "\n" for row in expected))
     strategy, processes, _ = LAYOUTS[layout]
     flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--predict_file", asked)
-    done = launched(tmp_path / "answers", *flags, strategy=strategy, processes=processes, task="seq2seq")
-    assert done.returncode == 0, done.stderr[-4000:]
+    completed(tmp_path / "answers", *flags, strategy=strategy, processes=processes, task="seq2seq")
     found = [json.loads(line) for line in (tmp_path / "answers" / "predictions.jsonl").read_text().splitlines()]
     assert found == [{name: row[name] for name in ("source", "prediction")} for row in expected]
 
@@ -472,8 +470,7 @@ def test_prompts_are_answered_alike_under_every_strategy(run, tmp_path):
     found = []
     for layout in (REFERENCE, "ddp", "zero2", "zero3"):
         strategy, processes, _ = LAYOUTS[layout]
-        done = launched(tmp_path / layout, *flags, strategy=strategy, processes=processes)
-        assert done.returncode == 0, done.stderr[-4000:]
+        completed(tmp_path / layout, *flags, strategy=strategy, processes=processes)
         found.append([json.loads(line) for line in (tmp_path / layout / "predictions.jsonl").read_text().splitlines()])
     assert [row["messages"][-1]["content"] for row in found[0]] == prompts
     assert any(row["prediction"] for row in found[0])

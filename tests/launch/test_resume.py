@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import ROOT, environment, launch, launch_command, launched, metrics, updates
+from helpers import ROOT, completed, environment, launch, launch_command, launched, metrics, updates
 
 
 def largest_difference(name: str, ours: list[dict], theirs: list[dict]) -> float:
@@ -261,8 +261,7 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, 
     assert all(line["loss"] < 7 and line["grad_norm"] < 100 for line in good)
     assert good[-1]["loss"] < good[0]["loss"]
 
-    done = launched(rewound, *poisoned, "--on_anomaly", "rewind", strategy=rewinds[0], processes=rewinds[1])
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = completed(rewound, *poisoned, "--on_anomaly", "rewind", strategy=rewinds[0], processes=rewinds[1])
     assert check_anomaly(rewound, "rewind") == at
     assert f"skipped: update {at}" in done.stdout
     again = metrics(rewound)
