@@ -111,10 +111,9 @@ def _tokenizer(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     elif kind in HUB:
         folder = flags.text("tokenizer_name_or_path") or file
     if folder is None:
-        if not flags.problems:
-            flags.wrong(
-                "tokenizer_type" if kind else "", "the tokenizer's file is not named: say --tokenizer_name FOLDER"
-            )
+        if not any(name in flags.rows for name in given):  # else its value is not known
+            problem = "the tokenizer's file is not named: say --tokenizer_name FOLDER"
+            flags.wrong("tokenizer_type" if kind else "", problem)
         return
     done.recipe["tokenizer_name"] = folder
     for name in given:
