@@ -2,8 +2,9 @@
 
 import json
 import pickle
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,13 @@ from zerofit.model.families.gpt2 import END_OF_TEXT, tokenizer_from_vocabulary_f
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
-from zerofit.record.terminal import duration, size
+from zerofit.record.terminal import StatusLine, duration, size
 from zerofit.tools.prepare.corpus_writer import ENDINGS, PARTIAL, CorpusWriter, check_free
 from zerofit.tools.prepare.documents import find_input, tasks_of
 from zerofit.tools.prepare.encode import InputPart, Setup, encoder_of
 from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 from zerofit.tools.prepare.prepare_options import PrepareOptions
-from zerofit.tools.prepare.progress import Meter
 from zerofit.tools.prepare.worker_pool import WorkerPool
 
 SHOWN_BAD = 5  # bad lines that are shown where bad lines are skipped
@@ -113,13 +113,14 @@ class PrepareJob:
             pool = stack.enter_context(WorkerPool(self.options.processes, self.setup))
             writers = [stack.enter_context(CorpusWriter(prefix, self.setup.dtype)) for prefix in self.prefixes]
             pool.start()
-            meter = stack.enter_context(Meter(total))
+            line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
             for task, read, answer in pool.work(self._tasks()):
                 self._take_note(answer, task)
                 for writer, piece in zip(writers, answer.pieces):
                     writer.add(piece.ids, piece.lengths, piece.largest)
-                meter.show(read, writers[0].documents, sum(writer.tokens for writer in writers))
-            seconds = meter.stop()
+                if line.is_due():
+                    line.show(_progress(min(1.0, read / max(1, total)), time.perf_counter() - started, writers))
+            seconds = time.perf_counter() - started
             if not any(writer.tokens for writer in writers):
                 raise UserError(
                     f"input = {' '.join(self.options.input)}: there is no text in it, so no corpus is written"
@@ -183,3 +184,18 @@ class PrepareJob:
                 "nothing tells a model where one ends and the next begins"
             )
         return lines
+
+
+def _progress(fraction: float, seconds: float, writers: list) -> list[str]:
+    """The pieces of a status line.
+
+    Args:
+        fraction: of the input that is read.
+    """
+    documents, tokens = writers[0].documents, sum(writer.tokens for writer in writers)
+    return [
+        f"{fraction:6.1%}",
+        *([f"{duration(seconds * (1 - fraction) / fraction)} left"] if fraction else []),
+        f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
+        f"{documents:,} documents ({documents / seconds:,.0f}/s)",
+    ]

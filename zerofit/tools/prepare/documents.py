@@ -23,8 +23,14 @@ from zerofit.tools.prepare.cutting import Missing, no_key
 from zerofit.tools.prepare.encode import InputPart
 
 PART = 1 << 20  # bytes; a longer line or document is a part by itself
-JSON, PARQUET, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet",), (".csv", ".tsv")
 TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, zerofit/data/file_formats.py
+KINDS = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
+    **dict.fromkeys(TEXT, "text"),
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
 ROWS = 256  # of a .parquet file, read at a time
 UNITS = ("line", "paragraph", "file")
 BOM = b"\xef\xbb\xbf"
@@ -86,11 +92,7 @@ def _named(name: str) -> tuple[list[Path], bool]:
         return _tree(name), True
     if not glob.has_magic(name):
         return [], False
-    return [path for match in sorted(glob.glob(name, recursive=True)) for path in _under(match)], True
-
-
-def _under(match: str) -> list[Path]:
-    return [Path(match)] if os.path.isfile(match) else []
+    return [Path(match) for match in sorted(glob.glob(name, recursive=True)) if os.path.isfile(match)], True
 
 
 def _tree(folder: str) -> list[Path]:
@@ -104,18 +106,17 @@ def _tree(folder: str) -> list[Path]:
 def _describe(path: Path, problems: list[str]) -> InputFile | None:
     size = path.stat().st_size
     endings = [suffix.lower() for suffix in path.suffixes]
-    packed = bool(endings) and endings[-1] == ".gz"
-    ending = (endings[:-1] if packed else endings or [""])[-1:] or [""]
-    tables = [(name[1:], (name,)) for name in TABLES]
-    for kind, kind_endings in (("json", JSON), ("text", TEXT), *tables, ("parquet", () if packed else PARQUET)):
-        if ending[0] in kind_endings:
-            if not size:
-                problems.append(f"input = {str(path)!r}: the file is empty")
-            return InputFile(path, kind, size)
+    if packed := endings[-1:] == [".gz"]:
+        endings.pop()
+    kind = KINDS.get(endings[-1]) if endings else None
+    if kind and not (packed and kind == "parquet"):
+        if not size:
+            problems.append(f"input = {str(path)!r}: the file is empty")
+        return InputFile(path, kind, size)
     if not _begins_an_object(path):
         problems.append(
             f"input = {str(path)!r}: the ending is unknown, and the file does not begin with '{{' as JSON lines do. "
-            f"Known are {', '.join((*JSON, *TABLES, *TEXT))}, each also .gz, and .parquet"
+            f"Known are {', '.join(KINDS)}, each but .parquet also .gz"
         )
     return InputFile(path, "json", size)
 
