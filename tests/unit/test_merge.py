@@ -338,85 +338,83 @@ def test_folders_that_hold_no_adapter(build, tmp_path, capsys):
     assert f"Name {tmp_path / 'run' / 'model'}" in refusal(case, capsys, adapter=tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("adapter_model.safetensors", None, ["adapter_model.safetensors", "missing"]),
-        ("adapter_model.safetensors", b"nonsense, not tensors", ["adapter_model.safetensors", "broken"]),
-        ("adapter_model.bin", b"nonsense, no pickle", ["adapter_model.bin", "no file of tensors"]),
-        ("adapter_config.json", b"{", ["adapter_config.json", "cannot be read"]),
-        ("adapter_config.json", b"[]", ["adapter_config.json", "no JSON object"]),
-        ("base_weights.json", b"{", ["base_weights.json", "cannot be read"]),
-    ],
-)
-def test_broken_files(build, capsys, file, content, words):
-    case = build()
-    if file.endswith(".bin"):
-        (case.adapter / "adapter_model.safetensors").unlink()
-    (case.adapter / file).unlink(missing_ok=content is not None)
-    if content:
-        (case.adapter / file).write_bytes(content)
-    message = refusal(case, capsys)
-    for word in words:
-        assert word in message
+def file(name: str, content: bytes | None):
+    """Another content of a file of the adapter's, or none."""
+    return lambda case: (case.adapter / name).write_bytes(content) if content else (case.adapter / name).unlink()
 
 
-def test_weights_that_are_not_whole(build, capsys):
-    case = build()
-    case.edit_weights(lambda tensors: tensors.update({name: torch.empty(0) for name in list(tensors)[:3]}))
-    message = refusal(case, capsys)
-    assert "3 of its 12 tensors are empty" in message
-    assert "ZeRO-3" in message
-    case.edit_weights(lambda tensors: tensors.clear())
-    assert "no tensor" in refusal(case, capsys)
+def pickled(case: Case) -> None:
+    (case.adapter / "adapter_model.safetensors").unlink()
+    (case.adapter / "adapter_model.bin").write_bytes(b"nonsense, no pickle")
 
 
-def test_weights_that_are_no_numbers(build, capsys):
-    case = build()
-    case.edit_weights(lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()])
-    assert "diverged" in refusal(case, capsys)
+def config(**settings):
+    return lambda case: case.edit("adapter_config.json", lambda content: content.update(settings))
+
+
+def weights(change):
+    return lambda case: case.edit_weights(change)
+
+
+def base(**changes):
+    return lambda case: tiny_model("llama", vocab_size=VOCABULARY, **changes).save_pretrained(case.base)
+
+
+def without_tokenizer(case: Case) -> None:
+    for file in [*case.base.glob("tokenizer*"), *case.base.glob("*.jinja")]:
+        file.unlink()
+
+
+def first(tensors: dict, part: str) -> str:
+    return next(name for name in tensors if part in name)
+
+
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("spoil", "words"),
     [
-        ({"peft_type": "PREFIX_TUNING"}, ["PREFIX_TUNING", "LoRA"]),
-        ({"task_type": "TOKEN_CLS"}, ["TOKEN_CLS", "SEQ_CLS"]),
-        ({"base_model_name_or_path": None}, ["names no base", "--base"]),
-        ({"base_model_name_or_path": "/no/such/folder"}, ["/no/such/folder", "no such folder", "--base"]),
-        ({"base_model_name_or_path": "no-such/model"}, ["no-such/model", "cannot be loaded from the hub", "--base"]),
-        ({"target_modules": ["query_key_value"]}, ["another base", "query_key_value"]),
-        ({"from_the_future": 1}, ["newer peft", "from_the_future"]),
+        (file("adapter_model.safetensors", None), ["adapter_model.safetensors", "missing"]),
+        (file("adapter_model.safetensors", b"nonsense, not tensors"), ["adapter_model.safetensors", "broken"]),
+        (pickled, ["adapter_model.bin", "no file of tensors"]),
+        (file("adapter_config.json", b"{"), ["adapter_config.json", "cannot be read"]),
+        (file("adapter_config.json", b"[]"), ["adapter_config.json", "no JSON object"]),
+        (file("base_weights.json", b"{"), ["base_weights.json", "cannot be read"]),
+        (config(peft_type="PREFIX_TUNING"), ["PREFIX_TUNING", "LoRA"]),
+        (config(task_type="TOKEN_CLS"), ["TOKEN_CLS", "SEQ_CLS"]),
+        (config(base_model_name_or_path=None), ["names no base", "--base"]),
+        (config(base_model_name_or_path="/no/such/folder"), ["/no/such/folder", "no such folder", "--base"]),
+        (config(base_model_name_or_path="no-such/model"), ["no-such/model", "from the hub", "--base"]),
+        (config(target_modules=["query_key_value"]), ["another base", "query_key_value"]),
+        (config(target_modules=["q_proj", "v_proj"]), ["no place for model.layers.0.mlp.down_proj"]),
+        (config(from_the_future=1), ["newer peft", "from_the_future"]),
+        (weights(lambda of: of.update({name: torch.empty(0) for name in list(of)[:3]})), ["3 of its 12", "ZeRO-3"]),
+        (weights(dict.clear), ["no tensor"]),
+        (weights(lambda of: [tensor.fill_(NAN) for tensor in of.values()]), ["diverged"]),
+        (weights(lambda of: of.pop(first(of, "lora_A"))), ["no weights", "lora_A"]),
+        (base(num_hidden_layers=1), ["another base", "no place for model.layers.1."]),
+        (base(num_hidden_layers=3), ["another base", "no weights: model.layers.2."]),
+        (base(hidden_size=48), ["another base", "has the shape"]),
+        (base(num_key_value_heads=4), ["another base", "has the shape"]),
+        (without_tokenizer, ["no tokenizer"]),
     ],
 )
-def test_adapters_that_cannot_be_merged(build, capsys, settings, words):
+def test_what_cannot_be_merged(build, capsys, spoil, words):
     case = build()
-    case.edit("adapter_config.json", lambda content: content.update(settings))
+    spoil(case)
     message = refusal(case, capsys)
     for word in words:
         assert word in message, message
 
 
-def test_a_base_that_is_an_adapter(build, capsys):
-    case = build()
-    assert "merge that first" in refusal(case, capsys, "--base", str(case.adapter))
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"num_hidden_layers": 1}, "no place for model.layers.1."),
-        ({"num_hidden_layers": 3}, "no weights: model.layers.2."),
-        ({"hidden_size": 48}, "has the shape"),
-        ({"num_key_value_heads": 4}, "has the shape"),
-    ],
-)
-def test_a_base_of_another_shape(build, capsys, changes, word):
-    case = build()
-    tiny_model("llama", vocab_size=VOCABULARY, **changes).save_pretrained(case.base)
+def test_half_of_what_was_trained_in_full(build, capsys):
+    case = build(modules_to_save=["lm_head"], config={"tie_word_embeddings": False})
+    case.edit_weights(lambda of: of.pop(first(of, "lm_head")))
     message = refusal(case, capsys)
-    assert "another base" in message
-    assert word in message, message
+    assert "no weights" in message
+    assert "lm_head" in message
+    assert "merge that first" in refusal(case, capsys, "--base", str(case.adapter))
 
 
 def test_a_base_of_another_size_where_the_configuration_lies_beside_the_adapter(build, capsys):
@@ -430,27 +428,6 @@ def test_a_base_of_another_size_where_the_configuration_lies_beside_the_adapter(
     assert "has 1" in message
     tiny_model("llama", vocab_size=VOCABULARY - 1).save_pretrained(case.base)
     assert "embed_tokens.weight" in refusal(case, capsys)
-
-
-@pytest.mark.parametrize("part", ["lora_A", "lm_head"])
-def test_half_an_adapter(build, capsys, part):
-    case = build(modules_to_save=["lm_head"], config={"tie_word_embeddings": False})
-
-    def half(tensors):
-        del tensors[next(name for name in tensors if part in name)]
-
-    case.edit_weights(half)
-    message = refusal(case, capsys)
-    assert "no weights" in message
-    assert part in message
-
-
-def test_weights_for_a_module_that_the_configuration_does_not_name(build, capsys):
-    """peft would leave them out without a word."""
-    case = build()
-    case.edit("adapter_config.json", lambda content: content.update(target_modules=["q_proj", "v_proj"]))
-    message = refusal(case, capsys)
-    assert "no place for model.layers.0.mlp.down_proj" in message
 
 
 def test_a_head_that_nobody_has(tmp_path, tokenizer, capsys):
@@ -505,13 +482,6 @@ def test_an_output_that_holds_something(build, capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert main([*arguments[:-1], str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err
-
-
-def test_a_tokenizer_that_is_nowhere(build, capsys):
-    case = build()
-    for file in [*case.base.glob("tokenizer*"), *case.base.glob("*.jinja")]:
-        file.unlink()
-    assert "no tokenizer" in refusal(case, capsys)
 
 
 def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):
