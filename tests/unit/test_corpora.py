@@ -511,9 +511,18 @@ def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_ends_of_documents_must_agree(tokenised, damaged, tmp_path):
-    dataclasses.replace(tokenised[2], eod=7).write(Path(f"{damaged}.json"))
-    assert "end with different tokens" in refusal(prepared, tokenised, tmp_path, "--data_path", damaged, tokenised[1])
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        ({"eod": 7}, ["{corpus}"], "end with different tokens"),
+        ({"fingerprint": "another", "tokenizer": "gpt2"}, [], "another tokenizer (gpt2)"),
+        ({"eod": None}, ["--reset_attention_mask"], "reset_attention_mask: no effect"),
+    ],
+)
+def test_a_card_that_contradicts(tokenised, damaged, tmp_path, changes, flags, said):
+    dataclasses.replace(tokenised[2], **changes).write(Path(f"{damaged}.json"))
+    more = [flag.format(corpus=tokenised[1]) for flag in flags]
+    assert said in refusal(prepared, tokenised, tmp_path, "--data_path", damaged, *more)
 
 
 @pytest.mark.parametrize(("attention", "refused"), [("sdpa", False), ("eager", True), ("flash_attention_2", True)])
@@ -524,12 +533,6 @@ def test_masks_take_an_attention_that_heeds_them(attention, refused):
         check_mask_support(engine)
 
 
-def test_another_tokenizer_is_refused(tokenised, damaged, tmp_path):
-    _, _, card = tokenised
-    dataclasses.replace(card, fingerprint="another", tokenizer="gpt2").write(Path(f"{damaged}.json"))
-    assert "another tokenizer (gpt2)" in refusal(prepared, tokenised, tmp_path, "--data_path", damaged)
-
-
 def test_a_corpus_without_a_card_is_looked_through(tokenised, damaged, tmp_path):
     Path(f"{damaged}.json").unlink()
     data = prepared(tokenised, tmp_path, "--data_path", damaged)
@@ -537,11 +540,9 @@ def test_a_corpus_without_a_card_is_looked_through(tokenised, damaged, tmp_path)
     assert f"below {tokenised[2].largest_id + 1}" in data.notes[0]
 
 
-def test_resets_take_an_end_of_document(tokenised, damaged, tmp_path):
+def test_a_corpus_without_ends_of_documents_is_noted(tokenised, damaged, tmp_path):
     dataclasses.replace(tokenised[2], eod=None).write(Path(f"{damaged}.json"))
     assert "without --append_eod" in prepared(tokenised, tmp_path, "--data_path", damaged).notes[0]
-    with pytest.raises(UserError, match="reset_attention_mask: no effect"):
-        prepared(tokenised, tmp_path, "--data_path", damaged, "--reset_attention_mask")
 
 
 def test_an_index_that_cannot_be_kept(tokenised, tmp_path):
