@@ -295,9 +295,9 @@ def test_folders_and_options_that_do_not_fit(tmp_path, meta, capsys):
 def test_models_that_meta_does_not_know(tmp_path, capsys):
     back = {"direction": "hf-to-meta"}
     save_llama(tmp_path / "biased", attention_bias=True)
-    assert "has biases" in refused(capsys, tmp_path / "biased", tmp_path / "meta", **back)
+    assert "has attention_bias = True" in refused(capsys, tmp_path / "biased", tmp_path / "meta", **back)
     save_llama(tmp_path / "linear", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-    assert "RoPE of the type linear" in refused(capsys, tmp_path / "linear", tmp_path / "meta", **back)
+    assert "has rope_type = linear" in refused(capsys, tmp_path / "linear", tmp_path / "meta", **back)
     save_llama(tmp_path / "odd", intermediate_size=50)
     assert "intermediate_size = 50" in refused(capsys, tmp_path / "odd", tmp_path / "meta", "--shards", "4", **back)
     config = tmp_path / "odd" / "config.json"

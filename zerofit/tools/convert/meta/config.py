@@ -98,18 +98,22 @@ def check_config(config, says: str, shards: int) -> None:
     """Raises UserError, with everything that Meta's code does not support, and sizes that do not divide."""
     if config.model_type != "llama":
         raise UserError(f"{says} is not a Llama: its config.json says {config.model_type}. Meta's code has no other")
-    rope, problems = config.rope_parameters, []
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        problems.append(f"{says} has RoPE of the type {kind}, and Meta's code has default and llama3 only")
-    wrong = [name for name, value in SCALED.items() if kind == "llama3" and rope.get(name) != value]
-    problems += [f"{says} has {name} = {rope.get(name)}, and Meta's code {SCALED[name]:g} only" for name in wrong]
-    if config.attention_bias or config.mlp_bias:
-        problems.append(f"{says} has biases, and Meta's code has none")
-    if config.hidden_act not in ("silu", "swish"):
-        problems.append(f"{says} has hidden_act = {config.hidden_act}, and Meta's code has silu only")
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
-        problems.append(f"{says} has head_dim = {config.head_dim}, and Meta's code takes hidden_size / heads")
+    rope = config.rope_parameters
+    supported = {
+        "rope_type": ("default", "llama3"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "hidden_act": ("silu", "swish"),
+        "head_dim": (config.hidden_size // config.num_attention_heads,),
+    }
+    if rope.get("rope_type") == "llama3":
+        supported |= {name: (value,) for name, value in SCALED.items()}
+    found = {"rope_type": "default", **config.to_dict(), **rope}
+    problems = [
+        f"{says} has {name} = {found.get(name)}, and Meta's code supports {' or '.join(map(str, values))} only"
+        for name, values in supported.items()
+        if found.get(name) not in values
+    ]
     sizes = sizes_of(config)
     for name, size in (
         ("num_attention_heads", sizes.heads),
