@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from provenance import provenance
 
 from zerofit.model.loss import IGNORE, _Chunked, chunk_rows
 from zerofit.record.environment import describe_environment
@@ -233,10 +234,9 @@ def report(head: list[dict], updates: list[dict], about: dict) -> str:
                 f"{start} {line['seconds']:.3f} | {seconds} | {shown(line.get('mfu'), '.1%')} | {mfu} | "
                 f"{line['peak_bytes'] / GIB:.2f} | {peak} | {line['tokens_per_s']:,.0f} |"
             )
-    versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
     hardware = ", ".join(f"{name} {value}" for name, value in about["hardware"].items())
-    commit = (about["zerofit_commit"] or "unknown")[:7] + ", changed" * about["zerofit_changed"]
-    return "\n".join([*rows, "", f"`python {' '.join(sys.argv)}`; commit {commit}; {hardware}; {versions}.", ""])
+    source = provenance(hardware, "torch", "accelerate", "deepspeed", "transformers")
+    return "\n".join([*rows, "", source, ""])
 
 
 def main() -> None:

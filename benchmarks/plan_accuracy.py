@@ -519,15 +519,15 @@ class Predictor:
 def compare(configuration: Configuration, on: str, peaks: dict[int, int]) -> dict:
     """Predictions beside measurements of one configuration."""
     predictor, (small, size, larger) = Predictor(configuration, on), configuration.tried
-    predicted = {one: predictor.peak(one) for one in (small, size)}
+    predicted = {tried: predictor.peak(tried) for tried in (small, size)}
     limit = (peaks[size] + peaks[larger]) / 2
     return {
         "configuration": configuration.name,
-        "measured": {one: peaks[one] for one in predicted},
-        "predicted": {one: peak.allocated for one, peak in predicted.items()},
-        "phase": {one: peak.phase for one, peak in predicted.items()},
-        "components": {one: peak.components for one, peak in predicted.items()},
-        "error": {one: peak.allocated / peaks[one] - 1 for one, peak in predicted.items()},
+        "measured": {tried: peaks[tried] for tried in predicted},
+        "predicted": {tried: peak.allocated for tried, peak in predicted.items()},
+        "phase": {tried: peak.phase for tried, peak in predicted.items()},
+        "components": {tried: peak.components for tried, peak in predicted.items()},
+        "error": {tried: peak.allocated / peaks[tried] - 1 for tried, peak in predicted.items()},
         "largest": size,
         "predicted_largest": predictor.largest(limit, size),
     }
@@ -589,20 +589,20 @@ def main() -> None:
     measurements = Measurements(options.output / "measured")
     half = options.half or ("all" if options.what == "measure" else "first")
     configurations = [
-        one for one in chosen(half, options.on) if all(word in one.name for word in options.only.split())
+        each for each in chosen(half, options.on) if all(word in each.name for word in options.only.split())
     ]
     if options.what == "measure":
-        for number, one in enumerate(configurations, 1):
-            if not measurements.claim(options.on, one):
+        for number, configuration in enumerate(configurations, 1):
+            if not measurements.claim(options.on, configuration):
                 continue
-            print(f"{number} of {len(configurations)}: {one.name}", flush=True)
+            print(f"{number} of {len(configurations)}: {configuration.name}", flush=True)
             try:
-                measurements.add(options.on, one, measure(one, options.on, options.output))
+                measurements.add(options.on, configuration, measure(configuration, options.on, options.output))
             except RuntimeError as error:
                 print(f"  failed: {error}", flush=True)
         return
-    configurations = [one for one in configurations if measurements.of(options.on, one)]
-    results = [compare(one, options.on, measurements.of(options.on, one)) for one in configurations]
+    configurations = [each for each in configurations if measurements.of(options.on, each)]
+    results = [compare(each, options.on, measurements.of(options.on, each)) for each in configurations]
     (options.output / f"{options.on}-{half}.json").write_text(json.dumps(results, indent=2) + "\n")
     source = provenance("measured by `measure`", "torch", "accelerate", "deepspeed", "transformers")
     print(table(tabulate(results, configurations)), "", summarise(results), "", source, sep="\n")

@@ -98,7 +98,7 @@ def test_a_comparison_is_made_once(recipe, tmp_path):
     code, said = run(recipe, output, *flags)
     assert code == 0
     assert journal(output, "launch") == launches, "nothing is repeated"
-    assert "ddp holds the largest batch, 2 a process" in said
+    assert "ddp holds the largest batch, 2 per process" in said
 
 
 @pytest.mark.long
@@ -137,7 +137,7 @@ def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
     assert code == 0
     assert journal(output, "size") == sizes, "nothing is repeated"
     assert "holds the same batch" not in said
-    assert "ddp holds the largest batch, 2 a process" in said
+    assert "ddp holds the largest batch, 2 per process" in said
 
 
 @pytest.mark.long
@@ -247,4 +247,4 @@ def test_strategies_are_trained_to_the_end_and_not_again(recipe, tmp_path):
     code, said = run(recipe, output, *flags)
     assert code == 0, said
     assert len(journal(output, "launch")) == launches
-    assert said.count("trained at 2 a process before") == 2
+    assert said.count("trained at 2 per process before") == 2

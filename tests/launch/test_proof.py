@@ -28,7 +28,7 @@ def test_a_recipe_is_verified(tmp_path, cache, kills):
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     shown = done.stdout
-    assert "num_warmup_steps 2 in place of 100" in shown
+    assert "num_warmup_steps 2 instead of 100" in shown
     agreement, *resumed = (line.split() for line in shown.splitlines() if line.startswith("  ddp "))
     assert (agreement[1], agreement[-3:]) == ("2", ["the", "same", "agrees"])
     assert 0 < float(agreement[2]) < 1e-5, "other sums round otherwise: an exact zero would be no comparison"

@@ -153,7 +153,7 @@ def test_what_is_finished_is_not_trained_again(comparison, launches, capsys):
     again = Finish(comparison, recipe).run()
     assert len(launches.commands) == 2
     assert finished_table(again) == finished_table(first)
-    assert "trained at 8 a process before" in capsys.readouterr().out
+    assert "trained at 8 per process before" in capsys.readouterr().out
     recipe.write_text("learning_rate: 0.002\n")
     changed = Finish(comparison, recipe).run()
     assert len(launches.commands) == 4, "another recipe is another run"

@@ -504,15 +504,15 @@ def test_the_conclusion_follows_from_the_numbers():
     fast = StrategyRow("fast", [1, 8], [trial(1, 100, 3.2), trial(8, 200, 1190.4)], ABOUT)
     assert "1,190 samples/s" in conclusion([fast])
     assert conclusion([ddp, zero2, none]) == (
-        "zero2 holds the largest batch, 40 a process, 5 times the 8 of ddp. The fastest is zero2 at 32 a process: "
+        "zero2 holds the largest batch, 40 per process, 5 times the 8 of ddp. The fastest is zero2 at 32 per process: "
         "12 samples/s, 1.2 times ddp at its best."
     )
     assert conclusion([none]) == "No batch fits within this limit under zero3|x."
     broken = StrategyRow("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
-    assert conclusion([ddp, broken]).startswith("ddp holds the largest batch, 8 a process.")
+    assert conclusion([ddp, broken]).startswith("ddp holds the largest batch, 8 per process.")
     assert conclusion([ddp, broken]).endswith("zero1: failed, without a result.")
     assert common_size([ddp, broken]) == 8
-    assert conclusion([none, ddp]).startswith("ddp holds the largest batch, 8 a process. The fastest is ddp at 8")
+    assert conclusion([none, ddp]).startswith("ddp holds the largest batch, 8 per process. The fastest is ddp at 8")
 
 
 def comparison_of(notes: tuple = (), **changes) -> SimpleNamespace:

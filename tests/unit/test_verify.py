@@ -146,7 +146,7 @@ def test_a_recipe_is_shortened():
     assert short.values["num_warmup_steps"] == 3
     assert short.values["precision"] == "bf16"
     assert short.save_steps == 1
-    assert "num_warmup_steps 3 in place of 20" in short.changes
+    assert "num_warmup_steps 3 instead of 20" in short.changes
     assert not {"output_dir", "sample_prompt", "updates", "kills"} & short.values.keys()
 
 
@@ -190,7 +190,7 @@ def test_half_precision_of_a_recipe_is_not_proven_with(tmp_path):
     (folder / "half.yaml").write_text(yaml.safe_dump({**yaml.safe_load(RECIPE.read_text()), "precision": "bf16"}))
     short = shorten(*read_with_recipe(VerifyOptions, ["--config", str(folder / "half.yaml")], "zerofit verify"))
     assert short.values["precision"] == "fp32"
-    assert any("fp32 in place of bf16" in change for change in short.changes)
+    assert any("fp32 instead of bf16" in change for change in short.changes)
 
 
 def test_a_global_batch_is_that_of_the_processes():

@@ -75,7 +75,7 @@ def screen_width(stream: TextIO | None = None) -> int | None:
 
 
 def fitted(pieces: list[str], width: int | None) -> str:
-    """As many of the pieces, the worthiest first, as a line of this width holds; the first one is always there."""
+    """As many of the pieces, by priority, as a line of this width holds; the first one is always there."""
     while width is not None and len(pieces) > 1 and len("  ".join(pieces)) > width:
         pieces = pieces[:-1]
     return "  ".join(pieces)
@@ -154,7 +154,7 @@ class StatusLine:
         return time.perf_counter() - self.shown >= (AT_A_TERMINAL_S if self.renewed else ELSEWHERE_S)
 
     def show(self, pieces: list[str]) -> None:
-        """Print as many of the pieces, the worthiest first, as fit."""
+        """Print as many of the pieces, by priority, as fit."""
         self.shown, width = time.perf_counter(), screen_width(sys.stderr)
         line = printable(fitted(pieces, width and width - 1))
         if not self.renewed:

@@ -29,7 +29,7 @@ class CompareOptions(LaunchedStrategiesOptions):
     )
     lengths: list[str] | None = option(  # noqa: RUF009
         None,
-        "Find the longest of these rows that each strategy holds, in place of its largest batch: 8k,16k,32k. The "
+        "Find the longest of these rows that each strategy holds, instead of its largest batch: 8k,16k,32k. The "
         "micro-batch is per_device_train_batch_size of the recipe, or else 1.",
         common=True,
     )
@@ -45,7 +45,7 @@ class CompareOptions(LaunchedStrategiesOptions):
 
     @property
     def times_simulated(self) -> bool:
-        """Whether updates are timed on this machine beside sizes that are found on simulated devices."""
+        """Whether updates are timed on this machine, and sizes found on simulated devices."""
         return bool(self.simulate and self.source("steps"))
 
     @property

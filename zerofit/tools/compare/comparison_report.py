@@ -199,7 +199,7 @@ class ComparisonReport:
         if not about:
             return ""
         lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
-        limit = f"{size(self.limits.device)} a process" if self.limits.device else "what there is"
+        limit = f"{size(self.limits.device)} per process" if self.limits.device else "what there is"
         shorter = ""
         if about["mean_sample"] < sum(about["longest"].values()):
             shorter = f" (the data's rows have {about['mean_sample']:,} on average: real epochs may be shorter)"
@@ -313,7 +313,7 @@ _ABOUT_TRIALS = (
 )
 _ABOUT_HOST = " Host: what the process' floating-point tensors there would take."
 _LIMITS = {
-    "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB a process, comes on top",
+    "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB per process, comes on top",
     "simulated": "of what the simulated allocator hands out; what the driver takes for each process comes on top",
     "gpu": "of what torch's allocator reserves; what the driver takes for each process comes on top",
     "cpu": "RLIMIT_DATA: of what the process has asked for and not given back, the program included",

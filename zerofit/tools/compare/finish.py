@@ -81,12 +81,12 @@ class Finish:
         )
         folder = self.folder / f"{candidate.folder_name}-{size}-{key[:8]}"
         if RunFolder(folder).is_finished:
-            say(f"{candidate.name}: trained at {size} a process before ({folder})")
+            say(f"{candidate.name}: trained at {size} per process before ({folder})")
             return read_finished(candidate.name, size, folder)
         flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
         trial = LaunchedRun(self.options.task, candidate.config, self.recipe, folder, flags)
         log = folder.with_name(f"{folder.name}.log")
-        say(f"{candidate.name}: trains at {size} a process; its output is {log}")
+        say(f"{candidate.name}: trains at {size} per process; its output is {log}")
         problem = self._launch(trial, candidate, key, log)
         finished = read_finished(candidate.name, size, folder, problem)
         took = problem or f"{finished.updates:,} updates in {duration(finished.training_s)}"

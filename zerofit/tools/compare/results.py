@@ -183,4 +183,4 @@ def _sentences(rows: list[StrategyRow], variable: SearchVariable) -> Iterator[st
         faster = speed_up(fastest, first)
         against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
         rate = f"{rounded(fastest.best['samples_per_s'])} samples/s{against}"
-        yield f"The fastest is {fastest.name} at {fastest.best['size']} a process: {rate}."
+        yield f"The fastest is {fastest.name} at {fastest.best['size']} per process: {rate}."

@@ -36,7 +36,7 @@ BATCHES = SearchVariable(
     "batch size",
     "batch",
     "largest batch",
-    "the largest batch, {:,} a process",
+    "the largest batch, {:,} per process",
     "Batch sizes",
     "Largest batches",
     "batch size of one process",

@@ -171,8 +171,8 @@ def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | No
     if ranks > 1:
         if limit is None:
             limit = int(USABLE * (total - ranks * context) / ranks)
-            beside = f", and take about {size(context)} each beside it" if context else ""
-            notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}{beside}")
+            more = f", and take about {size(context)} each in addition" if context else ""
+            notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}{more}")
         notes.append("processes share a device: what they exchange goes over gloo, which is slower than NCCL")
     return limit, notes
 

@@ -18,7 +18,7 @@ class WriterOptions(Recipe):
         None, ".txt with a prompt in each line, or .jsonl with a `prompt` or `messages` in each record."
     )
     chat: bool = option(
-        False, "Talk with the model, a line at a time; /reset forgets what was said, an empty line ends."
+        False, "Chat with the model, a line at a time; /reset forgets what was said, an empty line ends."
     )
     system_prompt: str | None = option(
         None,
@@ -93,13 +93,11 @@ class SamplingOptions(Recipe):
     num_beams: int | None = option(
         None, "Beams of the search; by default an encoder-decoder's own number, else 1.", positive=True
     )
-    do_sample: bool | None = option(
-        None, "Draw the next token, in place of the likeliest; by default if temperature, top_k or top_p is given."
-    )
-    temperature: float | None = option(None, "Below 1 likely tokens are drawn more often, above 1 less.", minimum=0)
-    top_k: int | None = option(None, "Draw from this many likeliest tokens.", positive=True)
-    top_p: float | None = option(None, "Draw from the likeliest tokens that have this probability.", positive=True)
-    seed: int | None = option(None, "Seeds the drawing; by default another one each time, which is shown.", minimum=0)
+    do_sample: bool | None = option(None, "Sample the next token; by default if temperature, top_k or top_p is given.")
+    temperature: float | None = option(None, "Sampling temperature.", minimum=0)
+    top_k: int | None = option(None, "Top-k sampling.", positive=True)
+    top_p: float | None = option(None, "Top-p (nucleus) sampling.", positive=True)
+    seed: int | None = option(None, "Sampling seed; by default another one each time, which is shown.", minimum=0)
 
     @property
     def samples(self) -> bool:

@@ -53,11 +53,11 @@ def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
     changes = [f"{recipe.updates} updates of {batches.global_batch} samples"]
     values["precision"] = precision_of(recipe)
     if recipe.precision not in (None, values["precision"]):
-        changes.append(f"precision {values['precision']} in place of {recipe.precision} (unless --precision is given)")
+        changes.append(f"precision {values['precision']} instead of {recipe.precision} (unless --precision is given)")
     longest = recipe.updates // 3
     if recipe.num_warmup_steps > longest:
         values["num_warmup_steps"] = longest
-        changes.append(f"num_warmup_steps {longest} in place of {recipe.num_warmup_steps}")
+        changes.append(f"num_warmup_steps {longest} instead of {recipe.num_warmup_steps}")
     return Short(values, [*changes, *_silence(recipe, values)], recipe.save_steps or max(1, recipe.updates // 6))
 
 
