@@ -437,6 +437,7 @@ ENDINGS = [
     ("RuntimeError: can't start new thread\n", 1, "out_of_memory", "device"),
     ("  exitcode  : -11 (pid: 7)\n", 1, "killed", ""),
     ("", -9, "killed", ""),
+    ("", 137, "killed", ""),
     ("ValueError: shapes\n", 1, "failed", ""),
 ]  # fmt: skip
 

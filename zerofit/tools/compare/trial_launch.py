@@ -22,6 +22,8 @@ from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched
 POLL_S = 0.1
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
 KILLED = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
+# The launcher itself; or a rank, as the launcher ends with its code: SIGABRT, SIGBUS, SIGKILL, SIGSEGV.
+KILLED_CODES = (-signal.SIGKILL, 134, 135, 137, 139)
 AT_THE_LIMIT = (
     "can't start new thread",
     "Thread creation failed",
@@ -178,7 +180,7 @@ class TrialLaunch:
             where = "device"  # a CPU has only one memory
         if where:
             return TrialOutcome("out_of_memory", where, text="in native code")
-        if launch.process.returncode == -signal.SIGKILL or KILLED.search(text):
+        if launch.process.returncode in KILLED_CODES or KILLED.search(text):
             return TrialOutcome("killed", text="a process was killed (SIGKILL), or crashed")
         return TrialOutcome("failed", text=failure(launch, "ended") or "")
 
