@@ -41,7 +41,7 @@ def test_every_peak_belongs_to_one_record():
 
 @pytest.mark.parametrize(
     ("name", "tera"),
-    [("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 312 * 14 / 108), ("NVIDIA B200 MIG 1g.23gb", None), ("NVIDIA L4", 121)],
+    [("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 312 * 14 / 108), ("NVIDIA B200 MIG 1g.23gb", 2250 * 14 / 148), ("NVIDIA L4", 121)],
 )
 def test_a_slice_of_a_gpu_reaches_as_much_as_it_has_of_its_multiprocessors(name, tera, monkeypatch):
     device, properties = torch.device("cuda", 0), lambda device: SimpleNamespace(multi_processor_count=14)

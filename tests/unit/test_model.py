@@ -381,3 +381,14 @@ def test_with_a_network_it_is(monkeypatch):
     configuration.work_offline_without_network()
     assert not constants.is_offline_mode()
     configuration.work_offline_without_network.cache_clear()
+
+
+def test_gelu_in_its_tanh_form_is_one_kernel_and_the_same_function():
+    from transformers.activations import ACT2FN, NewGELUActivation
+
+    inputs = torch.linspace(-6, 6, 1001, dtype=torch.float64, requires_grad=True)
+    found, expected = ACT2FN["gelu_new"](inputs), NewGELUActivation()(inputs)
+    assert "GeluBackward" in type(found.grad_fn).__name__
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(one.sum(), inputs)[0] for one in (found, expected)]
+    torch.testing.assert_close(*gradients)

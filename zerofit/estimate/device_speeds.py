@@ -11,14 +11,17 @@ from zerofit.estimate.time_constants import (
     CONTENTION,
     GPUS_OF_A_HOST,
     HOST_ADAM,
+    MULTIPROCESSORS,
     NETWORK,
-    OF_BEST_BY_FLOPS,
+    NEWER_ATTENTION,
+    NEWER_HOST_ADAM,
     OF_MEMORY_BY_BYTES,
     OF_PCIE,
     OPERATION_S,
 )
 from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
 
+HOPPER_KERNELS = ("flash_attention_3", "flash_attention_4")
 CALIBRATE = "zerofit plan --calibrate"
 OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
 STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
@@ -87,13 +90,19 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
         lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]
         return None, f"{' and '.join(lacking)}, in TFLOP/s and GB/s" if len(lacking) > 1 else lacking[0]
     best, of_attention = (gpu.of_peak, gpu.attention_of_peak) if gpu else (OF_PEAK, ATTENTION_OF_PEAK)
-    shape, moved = Curve(OF_BEST_BY_FLOPS), Curve(OF_MEMORY_BY_BYTES).times(memory)
+    is_newer = gpu is not None and gpu.is_newer
+    if is_newer and options.attn_implementation in HOPPER_KERNELS:
+        of_attention = NEWER_ATTENTION
+    moved = Curve(OF_MEMORY_BY_BYTES).times(memory)
     rates = {(kind, width): moved for kind in (MEMORY, MATH, RANDOM) for width in (False, True)}
-    rates[MATRIX, True] = shape.times(half * best)
+    rates[MATRIX, True] = Curve(((1.0, half * best),))
     rates[ATTENTION, True] = Curve(((1.0, half * of_attention),))
     if gpu is not None and gpu.single:
-        rates[MATRIX, False] = rates[ATTENTION, False] = shape.times(gpu.single * best)
+        rates[MATRIX, False] = rates[ATTENTION, False] = Curve(((1.0, gpu.single * best),))
     pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA
-    source = "makers' peaks and published efficiencies (docs/plan.md); not measured"
-    adam = HOST_ADAM * min(1.0, min(options.num_gpus, options.gpus_per_node) / GPUS_OF_A_HOST)
-    return Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source), ""
+    source = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
+    adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(
+        1.0, min(options.num_gpus, options.gpus_per_node) / GPUS_OF_A_HOST
+    )
+    multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
+    return Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source, multiprocessors), ""

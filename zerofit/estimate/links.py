@@ -12,6 +12,7 @@ from zerofit.estimate.time_constants import (
     LL_OF_BANDWIDTH,
     OF_LINK,
     OF_NETWORK,
+    SHARED_BY,
     TREE_HOP_S,
 )
 
@@ -60,7 +61,7 @@ class Links:
         machines, local = -(-world_size // per_machine), min(per_machine, world_size)
         bandwidth = OF_LINK * self.link if local > 1 else math.inf
         if machines > 1:
-            bandwidth = min(bandwidth, OF_NETWORK * self.network * local)
+            bandwidth = min(bandwidth, OF_NETWORK * self.network * local / (1 + machines / SHARED_BY))
         each = exchange.bytes / exchange.count * bus_factor(exchange.kind, world_size)
         rounds = 2 if exchange.kind == ALL_REDUCE else 1
         far, hops = rounds * (machines - 1), rounds * (world_size - 1)
@@ -99,5 +100,6 @@ class MeasuredLinks:
         within = each / self.curves[measured, exchange.half].at(each) / bus_factor(exchange.kind, self.world_size)
         between = 0.0
         if world_size > per_machine:
-            between = each / (OF_NETWORK * self.network * per_machine)
+            shared = 1 + math.ceil(world_size / per_machine) / SHARED_BY
+            between = each * shared / (OF_NETWORK * self.network * per_machine)
         return exchange.count * factor * max(within, between)

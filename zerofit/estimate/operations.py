@@ -42,12 +42,14 @@ class Operation(NamedTuple):
     Attributes:
         half: it computes in half precision.
         bytes: what it reads and writes, each tensor once.
+        shape: of matrix products (products, M, N, K); of attention (rows x heads, queries, keys, width of a head).
     """
 
     kind: str
     half: bool
     flops: int
     bytes: int
+    shape: tuple[int, ...] = ()
 
 
 def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
@@ -62,7 +64,8 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     if name in (EXPERTS, EXPERTS_BACKWARD):
         rows, weight = args[0], args[1]
         flops = 2 * rows.numel() * weight.shape[2] * (1 if name == EXPERTS else 2)
-        return Operation(MATRIX, _is_half(args, result), flops, sum(map(_bytes, _tensors((args, result)))))
+        shape = (weight.shape[0], -(-len(rows) // weight.shape[0]), weight.shape[2], weight.shape[1])
+        return Operation(MATRIX, _is_half(args, result), flops, sum(map(_bytes, _tensors((args, result)))), shape)
     if packet is None or function.namespace != "aten" or function.is_view or name in FREE:  # prim: a question
         return None
     flops, written = _flops(packet, args, kwargs, result), sum(map(_bytes, _tensors((result,))))
@@ -73,8 +76,22 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     kind = RANDOM if name in RANDOMS else MATH if name.rstrip("_") in FUNCTIONS or name in FUNCTIONS else MEMORY
     if flops:
         kind = ATTENTION if "attention" in name else MATRIX
-    factors = args[1:] if packet is aten.addmm else args
-    return Operation(kind, _is_half(factors, result), flops, read + written)
+    factors = args[1:] if packet in (aten.addmm, aten.baddbmm) else args
+    shape = _shape(kind, name, factors) if flops else ()
+    return Operation(kind, _is_half(factors, result), flops, read + written, shape)
+
+
+def _shape(kind: str, name: str, factors: tuple[Any, ...]) -> tuple[int, ...]:
+    """As Operation has it; empty of a product that is neither of matrices nor of attention, such as a convolution."""
+    if kind == ATTENTION:
+        query, keys = (factors[1], factors[2]) if name.endswith("backward") else (factors[0], factors[1])
+        return query.shape[0] * query.shape[1], query.shape[2], keys.shape[2], query.shape[3]
+    if len(factors) < 2 or not all(isinstance(factor, torch.Tensor) for factor in factors[:2]):
+        return ()
+    left, right = factors[0], factors[1]
+    if left.dim() == 2 == right.dim():
+        return 1, left.shape[0], right.shape[1], left.shape[1]
+    return (*left.shape[:2], right.shape[2], left.shape[2]) if left.dim() == 3 == right.dim() else ()
 
 
 def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers.pytorch_utils import Conv1D
 
+import zerofit.model.activations  # noqa: F401
 from zerofit.estimate.every_nth import EveryNth
 from zerofit.estimate.memory_constants import MASTER_BYTES, NF4_BYTES
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage

@@ -2,9 +2,10 @@
 
 import bisect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from zerofit.estimate.operations import BY_FLOPS, MATRIX, MEMORY, Operation
+from zerofit.estimate.operations import ATTENTION, BY_FLOPS, MATRIX, MEMORY, Operation
+from zerofit.estimate.time_constants import ATTENTION_ROWS, FILL, MISALIGNED, NARROW_HEADS, TILES, UNEVEN
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,36 @@ class Curve:
         return Curve(tuple((size, factor * rate) for size, rate in self.points))
 
 
+def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
+    """What a matrix product reaches of a GPU's best, by its tiles, their waves, its depth and its alignment.
+
+    Args:
+        shape: (products, M, N, K).
+    """
+    count, rows, columns, depth = shape
+
+    def filled(height: int, width: int) -> float:
+        tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
+        waves = math.ceil(tiles / multiprocessors)
+        return count * rows * columns / (waves * multiprocessors * height * width)
+
+    best = max(quality * filled(height, width) for height, width, quality in TILES)
+    aligned = 1.0
+    for width in (columns, depth):
+        aligned = min(aligned, MISALIGNED if width % 8 else UNEVEN if width % 64 else 1.0)
+    return best * aligned * depth / (depth + FILL)
+
+
+def attention_efficiency(shape: tuple[int, ...]) -> float:
+    """What attention reaches of its best.
+
+    Args:
+        shape: (rows x heads, queries, keys, width of a head).
+    """
+    _, queries, _, width = shape
+    return queries / (queries + ATTENTION_ROWS) * (NARROW_HEADS if width <= 64 else 1.0)
+
+
 @dataclass(frozen=True)
 class Speeds:
     """What one process of a device reaches.
@@ -36,6 +67,7 @@ class Speeds:
         rates: {(kind, half precision): FLOP/s of matrix products and attention, else bytes/s}.
         operation_s: what starting an operation takes.
         is_queued: operations are started while others run (a GPU); else starting one is added to it (a CPU).
+        multiprocessors: of a GPU whose products and attention reach what their shapes allow; None: rates are measured.
         adam: elements/s of the host's Adam, of all processes of a machine together.
         host_link: bytes/s between the host and this device, in one direction; None: they have the same memory.
         contention: the part of hidden communication that computation loses.
@@ -51,14 +83,19 @@ class Speeds:
     contention: float
     peak_half: float | None
     source: str
-    notes: tuple[str, ...] = field(default=())
+    multiprocessors: int | None = None
 
     def seconds(self, operation: Operation) -> float:
-        kind, half, flops, moved = operation
-        memory = self.memory_seconds(moved, half) if kind in BY_FLOPS else 0.0
-        size = flops if kind in BY_FLOPS else moved
-        work = max(memory, size / self.rates[kind, half].at(size))
-        return max(work, self.operation_s) if self.is_queued else work + self.operation_s
+        """Of its work alone: what starting it takes is not included."""
+        kind, half, flops, moved, shape = operation
+        if kind not in BY_FLOPS:
+            return moved / self.rates[kind, half].at(moved)
+        rate = self.rates[kind, half].at(flops)
+        if self.multiprocessors and kind == MATRIX and shape:
+            rate *= product_efficiency(shape, self.multiprocessors)
+        elif self.multiprocessors and kind == ATTENTION and shape:
+            rate *= attention_efficiency(shape)
+        return max(self.memory_seconds(moved, half), flops / rate)
 
     def memory_seconds(self, moved: float, half: bool = False) -> float:
         """The time in which so many bytes are read and written."""

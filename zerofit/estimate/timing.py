@@ -15,6 +15,7 @@ from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.speeds import Speeds
+from zerofit.estimate.time_constants import WAITED
 from zerofit.estimate.tracer import Tracer
 from zerofit.estimate.update_time import AnyLinks, PassTime, UpdateTime, pass_time, update_time
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
@@ -100,7 +101,7 @@ class Timing:
         def add(size: int) -> None:
             if size not in times:
                 steps = self.subject.steps(*about, stage, size, rows=self.rows)
-                times[size] = pass_time(steps, self.speeds, exchanged)
+                times[size] = pass_time(steps, self.speeds, exchanged, bool(self.subject.recipe.torch_compile))
 
         for size in tracer.traced_sizes:
             add(size)
@@ -131,7 +132,7 @@ class Timing:
 
         def seconds(operation: Operation) -> float:
             exchange = Exchange(operation.kind, operation.bytes, 1, operation.half)
-            return self.links.seconds(exchange, together, self.gpus_per_node)
+            return WAITED * self.links.seconds(exchange, together, self.gpus_per_node)
 
         return seconds
 

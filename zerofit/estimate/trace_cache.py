@@ -84,11 +84,11 @@ def traces_of(content: dict[str, Any]) -> Traces:
     Raises:
         ValueError, TypeError, KeyError, IndexError, AttributeError: it is not what content_of makes.
     """
-    operations = [Operation(*one) for one in content["operations"]]
-    for kind, *sizes in operations:
+    operations = [Operation(*sizes, shape=tuple(shape)) for *sizes, shape in content["operations"]]
+    for kind, *sizes, shape in operations:
         if kind not in (*KINDS, *EXCHANGES):
             raise ValueError(kind)
-        _check_numbers(sizes)
+        _check_numbers([*sizes, *shape])
     found = {
         int(size): [_segment(one, operations) for one in several] for size, several in content["segments"].items()
     }

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from zerofit.estimate.exchanges import Exchanges
 from zerofit.estimate.links import Exchange
-from zerofit.estimate.operations import EXCHANGES, Operation
+from zerofit.estimate.operations import BY_FLOPS, EXCHANGES, Operation
 from zerofit.estimate.speeds import Speeds
-from zerofit.estimate.time_constants import DISK, HOST_STEP
+from zerofit.estimate.time_constants import BACKWARD_STARTS, DISK, FUSED, FUSED_STARTS, HOST_STEP
 from zerofit.estimate.traced_steps import TracedStep, host_inputs
 
 STARTS, COMMUNICATION, OPTIMIZER, HOST, BUBBLE = (
@@ -59,44 +59,55 @@ class UpdateTime:
 
 
 def pass_time(
-    steps: list[TracedStep], speeds: Speeds, exchanged: Callable[[Operation], float] = lambda operation: 0.0
-) -> PassTime:
-    """Sum up the operations of the passes. Where starting one takes longer than its work, that is what counts.
+    steps: list[TracedStep], speeds: Speeds, exchanged: Callable[[Operation], float] = lambda operation: 0.0,
+    is_compiled: bool = False,
+) -> PassTime:  # fmt: skip
+    """Sum up the operations of the passes.
+
+    A GPU's queue is filled while it works: where starting all operations of a pass takes longer than their work, that
+    is what counts. On a CPU both are added.
 
     Args:
         exchanged: seconds of a collective within the passes, which wait for it: that of ranks which share layers or
             rows.
+        is_compiled: by torch.compile, which fuses operations that move bytes.
     """
     times = {"forward": 0.0, "backward": 0.0}
+    starts, waits = times.copy(), times.copy()
     parts: dict[str, float] = {}
-    known: dict[int, tuple[float, dict[str, float]]] = {}
+    known: dict[int, tuple[dict[str, float], int]] = {}
     for step in steps:
         key = id(step.operations)
         if key not in known:
-            known[key] = _segment_time(step.operations, speeds, exchanged)
-        seconds, of_kinds = known[key]
-        times["backward" if step.phase == "backward" else "forward"] += seconds
-        for kind, one in of_kinds.items():
-            parts[kind] = parts.get(kind, 0.0) + one
+            known[key] = _segment_time(step.operations, speeds, exchanged, is_compiled)
+        of_kinds, count = known[key]
+        phase = "backward" if step.phase == "backward" else "forward"
+        starts[phase] += count * speeds.operation_s
+        for kind, seconds in of_kinds.items():
+            parts[kind] = parts.get(kind, 0.0) + seconds
+            (waits if kind == COMMUNICATION else times)[phase] += seconds
+    starts["backward"] *= BACKWARD_STARTS
+    for phase, started in starts.items():
+        started *= FUSED_STARTS if is_compiled else 1.0
+        more = max(0.0, started - times[phase]) if speeds.is_queued else started
+        times[phase] += more + waits[phase]
+        parts[STARTS] = parts.get(STARTS, 0.0) + more
     return PassTime(times["forward"], times["backward"], parts, sum(host_inputs(steps)))
 
 
 def _segment_time(
-    operations: Iterable[Operation], speeds: Speeds, exchanged: Callable[[Operation], float]
-) -> tuple[float, dict[str, float]]:
-    total, parts = 0.0, dict[str, float]()
+    operations: Iterable[Operation], speeds: Speeds, exchanged: Callable[[Operation], float], is_compiled: bool
+) -> tuple[dict[str, float], int]:
+    """({kind: seconds}, operations that are started)."""
+    parts, count = dict[str, float](), 0
     for operation in operations:
         if operation.kind in EXCHANGES:
-            seconds = exchanged(operation)
-            total += seconds
-            parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + seconds
+            parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + exchanged(operation)
             continue
-        seconds = speeds.seconds(operation)
-        started = speeds.operation_s if not speeds.is_queued else seconds * (seconds <= speeds.operation_s)
-        total += seconds
-        parts[STARTS] = parts.get(STARTS, 0.0) + started
-        parts[operation.kind] = parts.get(operation.kind, 0.0) + seconds - started
-    return total, parts
+        count += 1
+        fused = FUSED if is_compiled and operation.kind not in BY_FLOPS else 1.0
+        parts[operation.kind] = parts.get(operation.kind, 0.0) + fused * speeds.seconds(operation)
+    return parts, count
 
 
 def update_time(

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+import zerofit.model.activations  # noqa: F401
 from zerofit.model.configuration import from_hub_or_folder
 from zerofit.model.lora import quantisation
 from zerofit.model.nan_check import check_finite

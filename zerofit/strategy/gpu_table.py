@@ -10,11 +10,13 @@ PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
 # A laptop's or export card, a slower or faster one with the same number, a vGPU (A40-12Q), a name that two GPUs have.
 OTHERS = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
 SLICE = " MIG "
-# The best of a peak in bf16 that torch's matrix products reach. Source: measured by S. Bekman, "Maximum Achievable
-# Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator); of models that he has not, an assumption. Flash
-# attention: Dao 2023, FlashAttention-2 (50 to 73 % on an A100); Shah et al. 2024, FlashAttention-3: the same code
-# reaches 35 % of an H100, which newer ones are taken to do too.
-OF_PEAK, ATTENTION_OF_PEAK, NEWER = 0.8, 0.6, {"attention_of_peak": 0.35}
+# What torch's matrix products and attention reach of the peak in training. Fitted on published runs of V100, A100,
+# H100, H200 and B200 (zerofit/estimate/time_constants.py). Of others an assumption: what S. Bekman, "Maximum
+# Achievable Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator), measured of one product, times 0.8,
+# which is about what is left of his figures of A100 and H100 in training.
+OF_PEAK, ATTENTION_OF_PEAK, NEWER = 0.65, 0.36, {"attention_of_peak": 0.3, "is_newer": True}
+H100 = {"attention_of_peak": 0.18, "is_newer": True}
+V100 = {"of_peak": 0.715, "attention_of_peak": 0.35, "has_bf16": False}
 NO_PEAK = "the table of GPUs has no peak of {}; its data sheet has (dense matrix products in bf16 or fp16)"
 
 
@@ -33,8 +35,9 @@ class Gpu:
         pcie: to the host.
         network: to other machines, of one GPU, in the machine that its maker builds around it.
         sms: its streaming multiprocessors: a MIG slice of it has some of them.
-        of_peak: the best that torch's matrix products reach of `half`.
-        attention_of_peak: the same of flash attention.
+        of_peak: what large matrix products reach of `half` in training.
+        attention_of_peak: the same of flash attention, without the half that a causal mask takes off.
+        is_newer: Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Gpu:
     has_bf16: bool = True
     of_peak: float = OF_PEAK
     attention_of_peak: float = ATTENTION_OF_PEAK
+    is_newer: bool = False
 
 
 def _gpu(
@@ -73,49 +77,105 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA V100 data sheet (1165301-r5)
-        _gpu("v100-16gb", 15.77, "V100-SXM2", 125, 15.7, 897, 150, 3, has_bf16=False),
-        _gpu("v100-32gb", 31.74, "V100-SXM2", 125, 15.7, 897, 150, 3, has_bf16=False),
-        _gpu("v100-pcie-16gb", 15.77, "V100-PCIE", 112, 14, 897, None, 3, has_bf16=False),
-        _gpu("v100-pcie-32gb", 31.74, "V100-PCIE", 112, 14, 897, None, 3, has_bf16=False),
+        _gpu(
+            "v100-16gb",
+            15.77,
+            "V100-SXM2",
+            125,
+            15.7,
+            897,
+            150,
+            3,
+            sms=80,
+            has_bf16=False,
+            of_peak=0.715,
+            attention_of_peak=0.35,
+        ),
+        _gpu(
+            "v100-32gb",
+            31.74,
+            "V100-SXM2",
+            125,
+            15.7,
+            897,
+            150,
+            3,
+            sms=80,
+            has_bf16=False,
+            of_peak=0.715,
+            attention_of_peak=0.35,
+        ),
+        _gpu(
+            "v100-pcie-16gb",
+            15.77,
+            "V100-PCIE",
+            112,
+            14,
+            897,
+            None,
+            3,
+            sms=80,
+            has_bf16=False,
+            of_peak=0.715,
+            attention_of_peak=0.35,
+        ),
+        _gpu(
+            "v100-pcie-32gb",
+            31.74,
+            "V100-PCIE",
+            112,
+            14,
+            897,
+            None,
+            3,
+            sms=80,
+            has_bf16=False,
+            of_peak=0.715,
+            attention_of_peak=0.35,
+        ),
         _gpu("v100s-32gb", 31.74, "V100S-PCIE", 130, 16.4, None, None, 3, has_bf16=False),
-        _gpu("t4-16gb", 14.75, "T4", 65, 8.1, 320, None, 3, has_bf16=False),  # T4 data sheet (951643)
+        _gpu("t4-16gb", 14.75, "T4", 65, 8.1, 320, None, 3, sms=40, has_bf16=False),  # T4 data sheet (951643)
         # Ampere GA102 white paper, v2; A40 and A10 data sheets. An A10G is no A10
-        _gpu("rtx3090-24gb", 23.69, "RTX 3090", 71, 35.6, 936, None, 4),
-        _gpu("a6000-48gb", 47.54, "A6000", 154.8, 38.7, 768, None, 4),
-        _gpu("a40-48gb", 44.43, "A40", 149.7, 37.4, 696, None, 4),
-        _gpu("a10-24gb", 22.06, "A10", 125, 31.2, 600, None, 4),
+        _gpu("rtx3090-24gb", 23.69, "RTX 3090", 71, 35.6, 936, None, 4, sms=82),
+        _gpu("a6000-48gb", 47.54, "A6000", 154.8, 38.7, 768, None, 4, sms=84),
+        _gpu("a40-48gb", 44.43, "A40", 149.7, 37.4, 696, None, 4, sms=84),
+        _gpu("a10-24gb", 22.06, "A10", 125, 31.2, 600, None, 4, sms=72),
         # Ada white paper, appendix A; L4, L40 and L40S data sheets; RTX 6000 Ada data sheet: 1,457 in sparse FP8
-        _gpu("rtx4090-24gb", 23.65, "RTX 4090", 165.2, 82.6, 1008, None, 4),
-        _gpu("rtx6000ada-48gb", 47.38, "RTX 6000 Ada", 364.2, 91.1, 960, None, 4),
-        _gpu("l4-24gb", 22.17, "L4", 121, 30.3, 300, None, 4),
-        _gpu("l40-48gb", 44.43, "L40", 181, 90.5, 864, None, 4),
-        _gpu("l40s-48gb", 44.52, "L40S", 362, 91.6, 864, None, 4),
+        _gpu("rtx4090-24gb", 23.65, "RTX 4090", 165.2, 82.6, 1008, None, 4, sms=128),
+        _gpu("rtx6000ada-48gb", 47.38, "RTX 6000 Ada", 364.2, 91.1, 960, None, 4, sms=142),
+        _gpu("l4-24gb", 22.17, "L4", 121, 30.3, 300, None, 4, sms=58),
+        _gpu("l40-48gb", 44.43, "L40", 181, 90.5, 864, None, 4, sms=142),
+        _gpu("l40s-48gb", 44.52, "L40S", 362, 91.6, 864, None, 4, sms=142),
         # RTX Blackwell white paper; RTX PRO 6000 data sheet: 4,000 in sparse FP4, an eighth of that
-        _gpu("rtx5090-32gb", 31.36, "RTX 5090", 209.5, 104.8, 1792, None, 5),
+        _gpu("rtx5090-32gb", 31.36, "RTX 5090", 209.5, 104.8, 1792, None, 5, sms=170),
         _gpu("rtxpro6000-96gb", 94.97, "RTX PRO 6000 Blackwell Workstation", 500, 125, 1792, None, 5, sms=188),
         # A100 data sheet (1758950-r4)
-        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, of_peak=0.869),
-        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, of_peak=0.869),
-        _gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108),  # an A100 with slower NVLink
+        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, of_peak=0.775),
+        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, of_peak=0.775),
+        _gpu(
+            "a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108, of_peak=0.775
+        ),  # an A100 with slower NVLink
         # H100 data sheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL), all sparse; H200 data sheet: 1,979 and 1,671
-        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, of_peak=0.803, **NEWER),
-        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, of_peak=0.803, **NEWER),
+        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, of_peak=0.6, **H100),
+        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, of_peak=0.6, **H100),
         _gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132, **NEWER),
-        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.803, **NEWER),
+        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.64, **NEWER),
         _gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132, **NEWER),
-        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, **NEWER),  # an H100 with slower NVLink
+        _gpu(
+            "h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, of_peak=0.6, **H100
+        ),  # an H100 with slower NVLink
         _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132, **NEWER),
         _gpu("h20-96gb", 95.1, "H20", 148, 44, 4000, 450, 5, sms=78),
         # Blackwell technical brief, table 3; HGX B300: 36 PFLOPS in sparse FP16 of 8; GB200 and GB300 NVL72: 360 of 72
-        _gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5, of_peak=0.776, **NEWER),
-        _gpu("gb200-186gb", 184, "GB200", 2500, 90, 8000, 900, **NEWER),
-        _gpu("b300-288gb", 268, "B300", 2250, 75, 8000, 900, **NEWER),
-        _gpu("gb300-288gb", 268, "GB300", 2500, None, 8000, 900, **NEWER),
+        _gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5, sms=148, of_peak=0.47, **NEWER),
+        _gpu("gb200-186gb", 184, "GB200", 2500, 90, 8000, 900, sms=148, of_peak=0.47, **NEWER),
+        _gpu("b300-288gb", 268, "B300", 2250, 75, 8000, 900, sms=148, of_peak=0.47, **NEWER),
+        _gpu("gb300-288gb", 268, "GB300", 2500, None, 8000, 900, sms=148, of_peak=0.47, **NEWER),
         # AMD Instinct data sheets. An MI250X is one of its two dies; what links them to others was not found
         _gpu("mi210-64gb", 63.98),
         _gpu("mi250x-64gb", 63.98, "MI250X", 191.5, 23.9, 1640),
-        _gpu("mi300x-192gb", 191.98, "MI300X", 1307.4, 163.4, 5300, 448, 5, of_peak=0.514),
-        _gpu("mi325x-256gb", 255.98, "MI325X", 1307.4, 163.4, 6000, 448, 5),
+        _gpu("mi300x-192gb", 191.98, "MI300X", 1307.4, 163.4, 5300, 448, 5, sms=304, of_peak=0.41),
+        _gpu("mi325x-256gb", 255.98, "MI325X", 1307.4, 163.4, 6000, 448, 5, sms=304, of_peak=0.41),
     )
 }
 CPU = "cpu"
