@@ -140,6 +140,7 @@ GPUS = {
         _gpu("a6000-48gb", 47.54, "A6000", 154.8, 38.7, 768, None, 4, sms=84),
         _gpu("a40-48gb", 44.43, "A40", 149.7, 37.4, 696, None, 4, sms=84),
         _gpu("a10-24gb", 22.06, "A10", 125, 31.2, 600, None, 4, sms=72),
+        _gpu("a10g-24gb", 22.06, "A10G", 70, 35, 600, None, 4, sms=80),  # A10G data sheet (AWS): 70 in dense FP16
         # Ada white paper, appendix A; L4, L40 and L40S data sheets; RTX 6000 Ada data sheet: 1,457 in sparse FP8
         _gpu("rtx4090-24gb", 23.65, "RTX 4090", 165.2, 82.6, 1008, None, 4, sms=128),
         _gpu("rtx6000ada-48gb", 47.38, "RTX 6000 Ada", 364.2, 91.1, 960, None, 4, sms=142),

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
     outcomes = [one for name in names for one in planner.layouts(name, check)]
     halves = {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
-    planner.timing, known = _timing(options, subject, budget, gpu, halves)
+    planner.timing, known = make_timing(options, subject, budget, gpu, halves)
     lengths = possible_lengths(options.lengths, subject.config) if options.lengths else None
     find = (
         LengthPlanner(planner, lengths).find
@@ -153,7 +153,7 @@ def usual_pairs(num_gpus: int) -> list[str]:
     return [SINGLE, *(name for name in names if name != SINGLE and read_pair(name).degrees == Degrees())]
 
 
-def _timing(
+def make_timing(
     options: PlanOptions, subject: PlannedModel, budget: Budget, gpu: Gpu | None, halves: set[bool]
 ) -> tuple[Timing, str]:
     """(the time of updates, what it rests on).

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
 from zerofit.tools.lengths_option import length_problems
+from zerofit.tools.plan.machines import find_machine
 from zerofit.tools.tool_recipe import StrategiesOptions, parse_bytes
 
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
@@ -59,6 +60,12 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
     gpus_per_node: int = option(
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
     )
+    machine: str | None = option(
+        None,
+        "A known machine, such as dgx-h100 or p5.48xlarge, or a .yaml file: what it states of gpu, gpus_per_node, "
+        "gpu_memory, host_memory, link_bandwidth, network_bandwidth, memory_bandwidth and peak_tflops.",
+        common=True,
+    )
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
     gpu_memory: str | None = option(
         None,
@@ -84,6 +91,9 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
     tokens: float | None = option(
         None, "Add the days and GPU-hours of training on this many tokens: 100e9.", positive=True, common=True
     )
+    price: float | None = option(
+        None, "Of a GPU-hour: with --tokens, the report adds what the training costs.", positive=True, common=True
+    )
     mean_length: float | None = option(
         None,
         "Mean length of rows that are padded, for the time; memory takes the recipe's maximum. Of pairs: source and "
@@ -103,6 +113,15 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
         common=True,
     )
     json: str | None = option(None, "Write the predictions to this file; - for standard output.")
+
+    def settle(self) -> None:
+        """What a machine states holds where no option says otherwise."""
+        super().settle()
+        for name, value in find_machine(self.machine).items() if self.machine else ():
+            if not self.source(name):
+                self.adopt(name, value, f"--machine {self.machine}")
+        if self.machine and self.num_gpus == 1 and not self.source("num_gpus"):
+            self.adopt("num_gpus", self.gpus_per_node, f"--machine {self.machine}")
 
     @property
     def sizes(self) -> list[int] | None:
@@ -132,7 +151,10 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
         if is_wrong:
             found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
         if not self.gpu and not self.device_memory:
-            found.append("no device: set --gpu, e.g. --gpu h100-80gb, or --gpu_memory, e.g. --gpu_memory 80GiB")
+            found.append(
+                "no device: set --machine, e.g. --machine dgx-h100, --gpu, e.g. --gpu h100-80gb, or --gpu_memory, "
+                "e.g. --gpu_memory 80GiB"
+            )
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
             found.append(
                 f"num_gpus = {self.num_gpus} is not a multiple of gpus_per_node = {self.gpus_per_node}: set "
@@ -142,6 +164,8 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
         found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
+        if self.price and not self.tokens:
+            found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
         if self.mean_length and not self._pads:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from zerofit.estimate.measured_rows import Comparable, comparable, kind_of, model_of
 from zerofit.model.configuration import usable_positions
 from zerofit.record.terminal import rounded, size, table
+from zerofit.strategy.gpu_table import CPU
 from zerofit.tools.plan.plan_remedies import PlanRemedy
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
 DAY_S = 86400
-_TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours")
+_TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours", "cost")
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 
@@ -39,6 +41,16 @@ class PlanReport:
     remedies: dict[str, list[PlanRemedy]]
     lengths: list[int] | None = None
     is_named: bool = False
+
+    def comparable(self, prediction: Prediction) -> Comparable | None:
+        """Published rows like a prediction; None: there are none, or no GPU was named."""
+        recipe, rows, weights = self.planner.recipe, self.planner.subject.rows, self.planner.subject.weights
+        if not recipe.gpu:
+            return None
+        return comparable(
+            _kind(prediction, recipe.lora), recipe.gpu, weights.trained + weights.frozen, rows.length,
+            rows.length * prediction.micro_batch, prediction.layout.world_size,
+        )  # fmt: skip
 
     @property
     def best(self) -> list[Prediction]:
@@ -77,13 +89,13 @@ class PlanReport:
 
     def _table(self, rows: list[Prediction], width: int | None, tokens: float | None) -> str:
         timed, hosted = any(one.is_timed for one in rows), any(one.host_bytes for one in rows)
-        spans = tokens if timed else None
+        spans, price = tokens if timed else None, self.planner.recipe.price
         head = ("strategy", *["longest rows"] * bool(self.lengths), "batch", "memory", *["host"] * hosted,
-                *_TIMES * timed, *_SPANS * bool(spans))  # fmt: skip
+                *_TIMES * timed, *_SPANS[: 2 + bool(price)] * bool(spans))  # fmt: skip
         cells = [
             (one.label, *[f"{one.length:,}"] * bool(self.lengths), f"{one.micro_batch} x {one.accumulation}",
              _size(one.peak.device), *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
-             *_times(one) * timed, *(_span(one, spans) if spans else ()))
+             *_times(one) * timed, *(_span(one, spans, price) if spans else ()))
             for one in rows
         ]  # fmt: skip
         legend = "  batch: micro-batch x accumulation; memory: of one device"
@@ -95,8 +107,27 @@ class PlanReport:
         lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
         if best.is_timed:
             spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
-            lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}"]
+            lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}", *self._trust(best)]
         return [*lines, ""]
+
+    def _trust(self, best: Prediction) -> list[str]:
+        """How far published seconds were from predictions of this kind."""
+        kind, gpu = _kind(best, self.planner.recipe.lora), self.planner.recipe.gpu
+        if not gpu or gpu == CPU:
+            return []
+        found = self.comparable(best)
+        if found is None:
+            return [f"  nothing comparable has been measured: {kind} on {gpu}"]
+        seconds = best.speed.time.seconds
+        low, high = (rounded(factor * seconds) for factor in (found.low, found.high))
+        near = "; ".join(
+            f"{row.model} on {row.gpus}, {row.micro_batch} x {row.length:,} tokens: {rounded(row.seconds)} measured, "
+            f"{rounded(row.predicted)} predicted" for row in found.nearest
+        )  # fmt: skip
+        return [
+            f"  s/update of {best.label}: {low} to {high}, as 8 of 10 of {found.count} published runs ({kind}, "
+            f"{model_of(gpu)}); nearest: {near}"
+        ]
 
     def _misfits(self) -> list[str]:
         """The smallest of each strategy that nothing fits of, in the layout that lacks least; of named micro-batches,
@@ -163,10 +194,16 @@ class PlanReport:
                 label: [{"options": one.options, "per_device_train_batch_size": one.micro_batch} for one in several]
                 for label, several in self.remedies.items()
             },
+            "comparable": {one.label: _measured(self.comparable(one)) for one in best if one.is_timed},
             "checkpoint_bytes": self.planner.subject.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,
             "trained_parameters": weights.trained,
         }
+
+
+def _kind(prediction: Prediction, is_lora: bool) -> str:
+    layout = prediction.layout
+    return kind_of(prediction.strategy, layout.tensor * layout.pipeline * layout.sequence > 1, is_lora)
 
 
 def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
@@ -177,6 +214,13 @@ def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
         key = (one.size, one.accumulation, one.peak.device, one.host_bytes, one.disk_bytes, seconds, one.degrees)
         groups.setdefault(key, []).append(one)
     return list(groups.values())
+
+
+def _measured(found: Comparable | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    nearest = [{"id": row.id, "seconds": row.seconds, "predicted": row.predicted} for row in found.nearest]
+    return {"low": found.low, "high": found.high, "rows": found.count, "nearest": nearest}
 
 
 def _place(one: Prediction) -> dict[str, Any]:
@@ -194,10 +238,11 @@ def _times(one: Prediction) -> tuple[str, ...]:
     return rounded(one.speed.time.seconds), rounded(one.speed.tokens_per_s), mfu
 
 
-def _span(one: Prediction, tokens: float) -> tuple[str, str]:
-    """(days, GPU-hours) until so many tokens."""
+def _span(one: Prediction, tokens: float, price: float | None) -> tuple[str, ...]:
+    """(days, GPU-hours, and at a price of a GPU-hour the cost) until so many tokens."""
     seconds = tokens / one.speed.tokens_per_s
-    return rounded(seconds / DAY_S), rounded(seconds / 3600 * one.layout.world_size)
+    hours = seconds / 3600 * one.layout.world_size
+    return rounded(seconds / DAY_S), rounded(hours), *[rounded(price * hours)] * bool(price)
 
 
 def _listed(parts: dict[str, float], text) -> str:

@@ -42,7 +42,7 @@ class Planner:
         Args:
             check: says what stands against a resolved strategy on this device; empty if nothing does.
         """
-        pair, recipe, budget = read_pair(name), self._resolved_recipe(), self.budget
+        pair, recipe, budget = read_pair(name), self.resolved_recipe(), self.budget
         outcomes = []
         tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.subject.num_layers)
         for degrees in tried:
@@ -137,7 +137,7 @@ class Planner:
         """The global batch, or the limit to it."""
         return self.recipe.max_global_batch_size or self.recipe.global_batch_size
 
-    def _resolved_recipe(self):
+    def resolved_recipe(self):
         """Without the recipe's own global batch where there is only a limit to it."""
         if not self.recipe.max_global_batch_size:
             return self.recipe

@@ -1,0 +1,151 @@
+"""Published, measured speeds (measured_rows.csv), and how far predictions are from those of the same kind.
+
+A row is one configuration of one source. `seconds` is one update; `predicted` is what benchmarks/published_times.py
+has written.
+"""
+
+import csv
+import math
+import statistics
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("measured_rows.csv")
+LORA, OFFLOADED, DIVIDED, DENSE = "LoRA", "offload", "model parallelism", "data parallelism"
+FEWEST = 5  # rows from which a range is drawn
+BOUNDS = (0.1, 0.9)  # of ten rows eight are within
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """One row.
+
+    Attributes:
+        trust: A: the source prints all that a prediction needs; B: one thing is missing or rounded; C: it serves for
+            orientation.
+        network: GB/s of one GPU to other machines; empty: not printed.
+        seconds: of one update.
+        set_aside: drawn by a seed before constants were fitted: "y" if it was not fitted on.
+        predicted: seconds; 0: not predicted.
+    """
+
+    id: str
+    trust: str
+    source: str
+    gpu: str
+    gpus: int
+    gpus_per_node: int
+    network: str
+    model: str
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    length: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    attention: str
+    recomputed: str
+    strategy: str
+    tensor: int
+    pipeline: int
+    virtual_stages: int
+    activation_offload: str
+    compiled: str
+    lora_r: str
+    seconds: float
+    set_aside: str
+    predicted: float
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.strategy, self.tensor * self.pipeline > 1, bool(self.lora_r))
+
+    @property
+    def parameters(self) -> float:
+        """About; to compare models with."""
+        return self.layers * self.hidden * (4 * self.hidden + 3 * self.ffn) + self.vocab * self.hidden
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted seconds: above 1 the prediction is too fast."""
+        return self.seconds / self.predicted
+
+
+def kind_of(strategy: str, is_divided: bool, is_lora: bool) -> str:
+    """What decides how well seconds are predicted."""
+    if is_lora:
+        return LORA
+    if "offload" in strategy:
+        return OFFLOADED
+    return DIVIDED if is_divided else DENSE
+
+
+@cache
+def measured_rows() -> tuple[MeasuredRow, ...]:
+    kinds = {field.name: field.type for field in fields(MeasuredRow)}
+    with FILE.open(encoding="utf-8", newline="") as file:
+        return tuple(
+            MeasuredRow(**{name: _value(kinds[name], text) for name, text in row.items()})
+            for row in csv.DictReader(file)
+        )
+
+
+def _value(kind: object, text: str) -> str | int | float:
+    if kind is int:
+        return int(text)
+    return float(text or 0) if kind is float else text
+
+
+@dataclass(frozen=True)
+class Comparable:
+    """The published rows that a prediction is compared with.
+
+    Attributes:
+        low, high: between which factors of the predicted seconds eight of ten of these rows were.
+        count: of rows.
+        nearest: the most similar ones.
+    """
+
+    low: float
+    high: float
+    count: int
+    nearest: tuple[MeasuredRow, ...]
+
+
+def comparable(
+    kind: str, gpu: str, parameters: float, length: int, tokens: int, gpus: int, closest: int = 2
+) -> Comparable | None:
+    """The rows of this kind on this GPU, whatever its memory; None: too few have been measured.
+
+    Args:
+        tokens: of a micro-batch.
+    """
+    rows = [
+        row for row in measured_rows()
+        if row.kind == kind and model_of(row.gpu) == model_of(gpu) and row.trust != "C" and row.predicted
+    ]  # fmt: skip
+    if len(rows) < FEWEST:
+        return None
+
+    def distance(row: MeasuredRow) -> float:
+        pairs = ((row.parameters, parameters), (row.length, length), (row.micro_batch * row.length, tokens),
+                 (row.gpus, gpus))  # fmt: skip
+        return sum(math.log(one / other) ** 2 for one, other in pairs)
+
+    low, high = (_quantile([row.ratio for row in rows], bound) for bound in BOUNDS)
+    return Comparable(low, high, len(rows), tuple(sorted(rows, key=distance)[:closest]))
+
+
+def model_of(gpu: str) -> str:
+    """a100-80gb and a100-40gb are one."""
+    return gpu.rpartition("-")[0] or gpu
+
+
+def _quantile(values: list[float], part: float) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * part) - 1]
