@@ -59,6 +59,12 @@ class PlannedModel:
         other._shares = self._shares
         return other
 
+    def with_options(self, recipe: Any, rows: Rows) -> "PlannedModel":
+        """The same with other options that change its passes alone; tracers are shared."""
+        other = replace(self, recipe=recipe, rows=rows)
+        other._shares, other._tracers = self._shares, self._tracers
+        return other
+
     def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
         """Those of the rank that has most, or of a stage; before ZeRO shards them."""
         if stage is None:

@@ -44,7 +44,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     add_lora(full, recipe, task)
     if recipe.gradient_checkpointing:
         check_recomputation(full, recipe.gradient_checkpointing)
-    return PlannedModel(recipe, task, config, full, _rows_of(recipe, task, config, full), on_gpu)
+    return PlannedModel(recipe, task, config, full, rows_of(recipe, task, config, full), on_gpu)
 
 
 def _shape_only(recipe: Any) -> Any:
@@ -80,7 +80,7 @@ def _set_vocabulary(config: Any, recipe: Any) -> None:
     config.vocab_size = -(-size // multiple) * multiple
 
 
-def _rows_of(recipe: Any, task: str, config: Any, full: Any) -> Rows:
+def rows_of(recipe: Any, task: str, config: Any, full: Any) -> Rows:
     if task == "cls":
         return Rows(task, recipe.max_length)
     head = full.get_output_embeddings()

@@ -1,6 +1,7 @@
 """The time of updates of one subject on one device."""
 
 import bisect
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,14 @@ class Timing:
         self.mean_length, self.is_known = mean_length, is_known
         self._times: dict[tuple[Tracer | EveryNth, Stage], dict[int, PassTime]] = {}
         self._flops_per_token: float | None = None
+        self._exchanges: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
+
+    def of(self, subject: PlannedModel) -> "Timing":
+        """The same for a model that shares its tracers; what is known of their passes is shared too."""
+        other = copy.copy(self)
+        other.subject, other._exchanges = subject, {}
+        other.rows = subject.rows.shortened(self.mean_length) if self.mean_length else subject.rows
+        return other
 
     def predict(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int) -> UpdateSpeed | None:
         """The speed of an update; None where it is not known."""
@@ -76,7 +85,7 @@ class Timing:
             return None
         passes = self.passes(resolved, micro_batch)
         time = update_time(
-            passes, self.exchanges(resolved, accumulation > 1), self.speeds, self.links, accumulation,
+            passes, self._exchanges_of(resolved, accumulation > 1), self.speeds, self.links, accumulation,
             layout.shard_size, max(1, self.gpus_per_node // layout.tensor), half, layout.pipeline,
             self._handed_over(layout, self.subject.hidden_bytes(resolved.precision, layout, micro_batch), half),
         )  # fmt: skip
@@ -135,6 +144,13 @@ class Timing:
             return WAITED * self.links.seconds(exchange, together, self.gpus_per_node)
 
         return seconds
+
+    def _exchanges_of(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
+        """Kept with the strategy: as long as it is there, its id is its own."""
+        key = id(resolved), accumulates
+        if key not in self._exchanges:
+            self._exchanges[key] = resolved, self.exchanges(resolved, accumulates)
+        return self._exchanges[key][1]
 
     def exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
         weights, world_size = self.subject.weights_of(resolved.layout), resolved.layout.shard_size

@@ -6,10 +6,10 @@ from typing import Any
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.parsing import read_yaml
 
-# Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA DGX H100,
-# DGX A100 and HGX user guides; AWS, "Accelerated computing instances" (p4d: 400, p4de: 400, p5: 3,200 Gbit/s of EFA,
-# g5.12xlarge: 40 Gbit/s); Google Cloud, "GPU machine types" (a3-highgpu-8g 1,000 and a3-megagpu-8g 1,800 Gbit/s);
-# Azure, ND-H100-v5 and ND A100 v4 series (400 and 200 Gbit/s of InfiniBand a GPU).
+# Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
+# guides of DGX A100, H100, H200 and B200; AWS, "Accelerated computing instances" (p4d and p4de: 400 Gbit/s of EFA, p5:
+# 3,200, g5.12xlarge: 40); Google Cloud, "GPU machine types" (a3-highgpu-8g 1,000, a3-megagpu-8g 1,800 Gbit/s); Azure,
+# ND-H100-v5 and ND A100 v4 series (400 and 200 Gbit/s of InfiniBand a GPU).
 _DGX = {"gpus_per_node": 8, "host_memory": "2TB"}
 MACHINES: dict[str, dict[str, Any]] = {
     "dgx-h100": {**_DGX, "gpu": "h100-80gb", "network_bandwidth": 50},

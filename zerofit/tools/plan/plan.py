@@ -13,6 +13,7 @@ agrees with runs.
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +27,14 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import configs
-from zerofit.record.terminal import say, screen_width, size
+from zerofit.record.terminal import rounded, say, screen_width, size, table
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.lengths_option import possible_lengths
 from zerofit.tools.plan.calibrate import calibrate
+from zerofit.tools.plan.joint_search import find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.length_planner import LengthPlanner
 from zerofit.tools.plan.parallel import find_all
@@ -41,10 +43,11 @@ from zerofit.tools.plan.plan_remedies import find_remedies
 from zerofit.tools.plan.plan_report import PlanReport, wrapped
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
-from zerofit.tools.plan.write import write_pairs
+from zerofit.tools.plan.write import write_pairs, write_recipe
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
 
 SINGLE = "single"  # the pair of one process
+SEARCHED = "outputs/plan"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = [one for name in names for one in planner.layouts(name, check)]
     halves = {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
     planner.timing, known = make_timing(options, subject, budget, gpu, halves)
+    if options.search:
+        return _search(planner, options, recipe, names, check, known)
     lengths = possible_lengths(options.lengths, subject.config) if options.lengths else None
     find = (
         LengthPlanner(planner, lengths).find
@@ -94,6 +99,35 @@ def main(argv: list[str] | None = None) -> int:
     say(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
     say(report.for_terminal(options.top, width, options.tokens))
     say(*(f"written   {script}" for script in scripts))
+    return 0
+
+
+def _search(
+    planner: Planner, options: PlanOptions, recipe: type, names: list[str], check: Callable, known: str
+) -> int:
+    """Print the fastest combinations, and write the first one."""
+    found = find_best(planner, names, check, options.top)
+    if not found:
+        raise UserError("search: nothing fits. Set a larger --num_gpus or another --gpu, or say --lora")
+    folder = Path(options.write or SEARCHED)
+    (best, prediction), *_ = found
+    file = write_recipe(folder, best.planner.recipe, recipe)
+    (script,) = write_pairs([prediction], folder, best.planner.recipe, recipe, file)
+    if options.json:
+        content = [{**one.to_dict(), "options": combination.options} for combination, one in found]
+        text = json.dumps(content, indent=2)
+        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n", encoding="utf-8")
+        if options.json == "-":
+            return 0
+    report = PlanReport([], planner, {})
+    say(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
+    head = ("strategy", "batch", "memory", "s/update", "tokens/s", "with")
+    rows = [
+        (one.label, f"{one.micro_batch} x {one.accumulation}", size(one.peak.device), rounded(one.speed.time.seconds),
+         rounded(one.speed.tokens_per_s), " ".join(words_of(combination.options)) or "-")
+        for combination, one in found
+    ]  # fmt: skip
+    say(table([head, *rows], screen_width()), "", *report.trust(prediction), f"written   {script}")
     return 0
 
 

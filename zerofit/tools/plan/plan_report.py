@@ -107,10 +107,10 @@ class PlanReport:
         lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
         if best.is_timed:
             spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
-            lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}", *self._trust(best)]
+            lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}", *self.trust(best)]
         return [*lines, ""]
 
-    def _trust(self, best: Prediction) -> list[str]:
+    def trust(self, best: Prediction) -> list[str]:
         """How far published seconds were from predictions of this kind."""
         kind, gpu = _kind(best, self.planner.recipe.lora), self.planner.recipe.gpu
         if not gpu or gpu == CPU:

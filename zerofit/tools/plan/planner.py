@@ -84,7 +84,7 @@ class Planner:
         return Prediction(
             resolved.name, resolved.precision, layout, micro_batch, accumulation,
             self.recipe.gradient_checkpointing, peak, host, peak.disk * self.budget.local_ranks, lacking == 0, lacking,
-            self.subject.rows.length, self._speed(resolved, micro_batch),
+            self.subject.rows.length, self.speed(resolved, micro_batch),
         )  # fmt: skip
 
     def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
@@ -118,7 +118,7 @@ class Planner:
     def _cache(self) -> KeyValueCache:
         return cache_of(self.subject.full)
 
-    def _speed(self, resolved: PlannedStrategy, micro_batch: int) -> UpdateSpeed | None:
+    def speed(self, resolved: PlannedStrategy, micro_batch: int) -> UpdateSpeed | None:
         if self.timing is None:
             return None
         accumulation = self.accumulation(micro_batch, resolved.layout.data_size)
@@ -178,7 +178,7 @@ class Planner:
             return
         made = {one.micro_batch for one in outcome.predictions}
         smaller = [size for size in candidates if size < outcome.largest.micro_batch]
-        speeds = {size: self._speed(outcome.resolved, size).tokens_per_s for size in smaller}
+        speeds = {size: self.speed(outcome.resolved, size).tokens_per_s for size in smaller}
         best = outcome.best.speed.tokens_per_s
         for size in sorted(speeds, key=lambda size: (-speeds[size], -size))[:FASTEST_TRIED]:
             if speeds[size] <= best or size in made:
