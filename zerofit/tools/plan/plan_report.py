@@ -15,6 +15,9 @@ from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
 DAY_S = 86400
+LOWERS = {  # the moment of the peak: the option that lowers it
+    "evaluation": "--per_device_eval_batch_size", "generation": "--per_device_eval_batch_size",
+}  # fmt: skip
 _TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours", "cost")
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
@@ -105,6 +108,11 @@ class PlanReport:
     def _parts(self, best: Prediction) -> list[str]:
         """What the first row consists of; --json has that of all."""
         lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
+        limited = [one for one in self.rows if one.peak.phase in LOWERS]
+        lines += [
+            f"  {', '.join(one.label for one in limited)}: the peak is in {limited[0].peak.phase}, not in training; a "
+            f"smaller {LOWERS[limited[0].peak.phase]} than {self.planner.recipe.per_device_eval_batch_size} lowers it"
+        ] * bool(limited)  # fmt: skip
         if best.is_timed:
             spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
             lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}", *self.trust(best)]
@@ -242,7 +250,8 @@ def _span(one: Prediction, tokens: float, price: float | None) -> tuple[str, ...
     """(days, GPU-hours, and at a price of a GPU-hour the cost) until so many tokens."""
     seconds = tokens / one.speed.tokens_per_s
     hours = seconds / 3600 * one.layout.world_size
-    return rounded(seconds / DAY_S), rounded(hours), *[rounded(price * hours)] * bool(price)
+    cost = (rounded(price * hours),) if price else ()
+    return rounded(seconds / DAY_S), rounded(hours), *cost
 
 
 def _listed(parts: dict[str, float], text) -> str:
