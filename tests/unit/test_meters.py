@@ -24,7 +24,7 @@ from zerofit.strategy.gpu_table import GPUS, peak_of
         ("AMD Instinct MI325X", 1307.4), ("AMD Instinct MI250X/MI250", None), ("NVIDIA A40-12Q", None),
         ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA H800 PCIe", None),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 5090 D", None), ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 5090 D", None), ("NVIDIA A10G", 70),
         ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("Some future device", None),
     ],
 )  # fmt: skip
@@ -41,7 +41,11 @@ def test_every_peak_belongs_to_one_record():
 
 @pytest.mark.parametrize(
     ("name", "tera"),
-    [("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 312 * 14 / 108), ("NVIDIA B200 MIG 1g.23gb", 2250 * 14 / 148), ("NVIDIA L4", 121)],
+    [
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 312 * 14 / 108),
+        ("NVIDIA B200 MIG 1g.23gb", 2250 * 14 / 148),
+        ("NVIDIA L4", 121),
+    ],
 )
 def test_a_slice_of_a_gpu_reaches_as_much_as_it_has_of_its_multiprocessors(name, tera, monkeypatch):
     device, properties = torch.device("cuda", 0), lambda device: SimpleNamespace(multi_processor_count=14)

@@ -444,7 +444,7 @@ def test_a_cpu_without_kernels_for_bf16_is_said(capsys, monkeypatch):
         (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
         (["--gpu_memory", "100MiB"], "CUDA context"),
         (["--gpu", "cpu"], "Set --gpu_memory"),
-        ([], "set --gpu"),
+        ([], "set --machine"),
         (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
         (["--gpu", "h100-80gb", "--num_gpus", "3", "--global_batch_size", "16"], "global_batch_size = 16"),
         (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),

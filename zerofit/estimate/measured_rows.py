@@ -10,6 +10,7 @@ import statistics
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("measured_rows.csv")
 LORA, OFFLOADED, DIVIDED, DENSE = "LoRA", "offload", "model parallelism", "data parallelism"
@@ -90,10 +91,10 @@ def kind_of(strategy: str, is_divided: bool, is_lora: bool) -> str:
 def measured_rows() -> tuple[MeasuredRow, ...]:
     kinds = {field.name: field.type for field in fields(MeasuredRow)}
     with FILE.open(encoding="utf-8", newline="") as file:
-        return tuple(
-            MeasuredRow(**{name: _value(kinds[name], text) for name, text in row.items()})
-            for row in csv.DictReader(file)
-        )
+        rows: list[dict[str, Any]] = [
+            {name: _value(kinds[name], text) for name, text in row.items()} for row in csv.DictReader(file)
+        ]
+    return tuple(MeasuredRow(**row) for row in rows)
 
 
 def _value(kind: object, text: str) -> str | int | float:

@@ -77,8 +77,8 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     if flops:
         kind = ATTENTION if "attention" in name else MATRIX
     factors = args[1:] if packet in (aten.addmm, aten.baddbmm) else args
-    shape = _shape(kind, name, factors) if flops else ()
-    return Operation(kind, _is_half(factors, result), flops, read + written, shape)
+    is_half, moved = _is_half(factors, result), read + written
+    return Operation(kind, is_half, flops, moved, _shape(kind, name, factors) if flops else ())
 
 
 def _shape(kind: str, name: str, factors: tuple[Any, ...]) -> tuple[int, ...]:

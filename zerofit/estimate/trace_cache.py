@@ -84,7 +84,9 @@ def traces_of(content: dict[str, Any]) -> Traces:
     Raises:
         ValueError, TypeError, KeyError, IndexError, AttributeError: it is not what content_of makes.
     """
-    operations = [Operation(*sizes, shape=tuple(shape)) for *sizes, shape in content["operations"]]
+    operations = [
+        Operation(kind, half, flops, moved, tuple(shape)) for kind, half, flops, moved, shape in content["operations"]
+    ]
     for kind, *sizes, shape in operations:
         if kind not in (*KINDS, *EXCHANGES):
             raise ValueError(kind)

@@ -109,10 +109,13 @@ class PlanReport:
         """What the first row consists of; --json has that of all."""
         lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
         limited = [one for one in self.rows if one.peak.phase in LOWERS]
-        lines += [
-            f"  {', '.join(one.label for one in limited)}: the peak is in {limited[0].peak.phase}, not in training; a "
-            f"smaller {LOWERS[limited[0].peak.phase]} than {self.planner.recipe.per_device_eval_batch_size} lowers it"
-        ] * bool(limited)  # fmt: skip
+        if limited:
+            labels, phase = ", ".join(one.label for one in limited), limited[0].peak.phase
+            size_of_batch = self.planner.recipe.per_device_eval_batch_size
+            lines.append(
+                f"  {labels}: the peak is in {phase}, not in training; a smaller {LOWERS[phase]} than {size_of_batch} "
+                "lowers it"
+            )
         if best.is_timed:
             spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
             lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}", *self.trust(best)]
