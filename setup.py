@@ -13,6 +13,7 @@ setup(
     package_data={
         **{package: ["*.yaml", "*.json", "*.py"] for package in data},
         "zerofit": ["py.typed"],
+        "zerofit.estimate": ["measured_rows.csv"],
         "zerofit.model": ["architectures/*.json", "templates/*.jinja"],
         "zerofit.tools.convert.megatron_args": ["stubs.sh"],
         "zerofit.tools.simulate": ["csrc/*", "device/*.py"],

@@ -57,13 +57,13 @@ def test_a_healthy_machine():
     assert check(change(CPU, bf16_slowdown=12.4), Needs(precision="fp32")) == []
 
 
-BUSY, UNKNOWN = dataclasses.replace(A100, free=10 * GIB), dataclasses.replace(A100, name="NVIDIA A10G")
+BUSY, UNKNOWN = dataclasses.replace(A100, free=10 * GIB), dataclasses.replace(A100, name="NVIDIA RTX A4000")
 
 
 @pytest.mark.parametrize(
     ("changes", "needs", "level", "words"),
     [
-        ({"devices": (A100, UNKNOWN)}, {}, "note", ["no peak of NVIDIA A10G", "--peak_tflops"]),
+        ({"devices": (A100, UNKNOWN)}, {}, "note", ["no peak of NVIDIA RTX A4000", "--peak_tflops"]),
         ({}, {"processes": 4}, "error", ["4 processes", "2 devices", "--num_processes 2"]),
         ({}, {"processes": 1}, "note", ["--num_processes 2"]),
         ({"output": None}, {"visible": 1, "num_machines": 2}, "error", ["Use --num_processes 2"]),

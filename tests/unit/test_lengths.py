@@ -50,7 +50,7 @@ def test_every_1024th_length_up_to_the_models_positions():
 
 def test_the_longest_rows_fit_and_the_next_do_not(capsys, tmp_path, monkeypatch):
     """The prediction of a length is that of the plan for rows of this length, and the first guess of a comparison."""
-    found = planned(capsys, "--gpu_memory", "125MiB", "--lengths", "1000,2000,3000")
+    found = planned(capsys, "--gpu_memory", "100MiB", "--lengths", "1000,2000,3000")
     longest = {one["strategy"]: one["length"] for one in found["largest"]}
     assert 1000 <= longest["zero3"] < longest["sp"]
     for strategy, length in longest.items():
@@ -58,7 +58,7 @@ def test_the_longest_rows_fit_and_the_next_do_not(capsys, tmp_path, monkeypatch)
         assert fits[length]
         assert not any(fits[other] for other in fits if other > length)
         assert length == 3000 or length + 1000 in fits
-    alone = planned(capsys, "--gpu_memory", "125MiB", "--block_size", str(longest["sp"]), "--batch_sizes", "1")
+    alone = planned(capsys, "--gpu_memory", "100MiB", "--block_size", str(longest["sp"]), "--batch_sizes", "1")
     (same,) = (one for one in alone["predictions"] if one["strategy"] == "sp")
     assert same in found["predictions"]
     recipe = tmp_path / "recipe.yaml"
@@ -68,7 +68,7 @@ def test_the_longest_rows_fit_and_the_next_do_not(capsys, tmp_path, monkeypatch)
     }))  # fmt: skip
     monkeypatch.setattr(guess, "_programs", lambda request: {False: 0, True: 0})
     guesses = guess._predictions({
-        "task": "clm", "recipe": str(recipe), "num_processes": 2, "kind": "cpu", "limit": 125 * MIB, "by_length": True,
+        "task": "clm", "recipe": str(recipe), "num_processes": 2, "kind": "cpu", "limit": 100 * MIB, "by_length": True,
         "sizes": [1000, 2000, 3000], "has_gpu_kernels": False,
         "candidates": {"zero3": ["zero3", []], "sp": ["sp", []]},
     })  # fmt: skip

@@ -63,7 +63,8 @@ def explain(
     try:
         return _report(error, phase, at, task, recipe, facts)
     except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
-        return f"out of memory: {at}: {first_line(error)}\n  (no more can be said of it: {first_line(problem)})"
+        said = first_line(error) if isinstance(error, Exception) else str(error)
+        return f"out of memory: {at}: {said}\n  (no more can be said of it: {first_line(problem)})"
 
 
 def host_advice(recipe: TaskRecipe, facts: RunFacts) -> list[str]:
@@ -163,7 +164,8 @@ def _report(error: BaseException, phase: str, at: str, task: str, recipe: TaskRe
         lines.append("  cuBLAS could not be started: usually because memory ran out, but not always")
     lines += [f"  {line}" for line in (*_amounts(found, figures), *found.about_the_model())]
     if found.held.total + found.rest:
-        rows = table(found.rows(phase)).splitlines()
+        held: list[tuple[str, ...]] = [*found.rows(phase)]
+        rows = table(held).splitlines()
         lines += [f"  held by this rank{_of_batch(phase, recipe, facts)}:", *(f"  {line}" for line in rows)]
     if helpful := found.remedies:
         lines.append("  what would help, by what it saves:")

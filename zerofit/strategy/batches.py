@@ -109,7 +109,9 @@ def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
     """
     if recipe.global_batch_warmup is None:
         return sizes
-    first, updates = read_growth(recipe.global_batch_warmup)
+    growth = read_growth(recipe.global_batch_warmup)
+    assert growth is not None  # the recipe's own check has read it
+    first, updates = growth
     stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
     possible = [
         size

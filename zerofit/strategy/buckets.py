@@ -1,12 +1,14 @@
 """How many gradients go round at once under ZeRO-1 and ZeRO-2."""
 
+from typing import Any
+
 import torch
 
 SHARE_OF_MODEL = 16
 MOST = 200_000_000  # elements; beyond this a bucket only takes memory
 
 
-def fill_bucket_size(zero: dict, model: torch.nn.Module) -> None:
+def fill_bucket_size(zero: dict[str, Any], model: torch.nn.Module) -> None:
     """Set `reduce_bucket_size` (elements) of ZeRO-1 and ZeRO-2 in place, where "auto" or nothing stands there.
 
     accelerate would make the square of the hidden size of "auto", so that each matrix is sent for itself; DeepSpeed
@@ -18,7 +20,7 @@ def fill_bucket_size(zero: dict, model: torch.nn.Module) -> None:
     fill_by_sizes(zero, sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes))
 
 
-def fill_by_sizes(zero: dict, trained: int, total: int) -> None:
+def fill_by_sizes(zero: dict[str, Any], trained: int, total: int) -> None:
     """The same for a rank's elements: of what is trained, and of all."""
     if zero.get("stage") in (1, 2) and zero.get("reduce_bucket_size", "auto") == "auto":
         zero["reduce_bucket_size"] = max(1, min(trained, total // SHARE_OF_MODEL, MOST))

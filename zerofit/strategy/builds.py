@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.paths import not_ones_own
@@ -55,7 +56,7 @@ def announce_builds() -> None:
         return
 
     @functools.wraps(build)
-    def announced(build_directory: str, *args, **kwargs) -> None:
+    def announced(build_directory: str, *args: Any, **kwargs: Any) -> None:
         if not is_built(build_directory):
             print(
                 f"note: DeepSpeed's {Path(build_directory).name} is being compiled, once for this machine: up to two "
@@ -67,7 +68,7 @@ def announce_builds() -> None:
     cpp_extension._run_ninja_build = announced
 
 
-def is_built(folder: str | os.PathLike) -> bool:
+def is_built(folder: str | os.PathLike[str]) -> bool:
     """Whether ninja finds nothing to do there."""
     with suppress(OSError):
         asked = subprocess.run(["ninja", "-n"], cwd=folder, capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import Any
 
 from zerofit.recipe.errors import Problems
 from zerofit.strategy.batches import BatchSizes, resolve_batches
@@ -13,7 +14,9 @@ ADAM_NAMES = ("adam", "adamw")
 HIERARCHY = "zero_hpz_partition_size"
 
 
-def resolve_config(config: dict, source: str, recipe, layout: ParallelLayout) -> tuple[dict, BatchSizes]:
+def resolve_config(
+    config: dict[str, Any], source: str, recipe: Any, layout: ParallelLayout
+) -> tuple[dict[str, Any], BatchSizes]:
     """Fill every "auto" that the recipe owns, in a copy.
 
     The number of updates and so the scheduler's own "auto" are not known yet: see `resolve_scheduler`.
@@ -61,7 +64,7 @@ def resolve_config(config: dict, source: str, recipe, layout: ParallelLayout) ->
     return config, batches
 
 
-def _resolve_hierarchy(resolver: OptionResolver, zero: dict, world_size: int) -> None:
+def _resolve_hierarchy(resolver: OptionResolver, zero: dict[str, Any], world_size: int) -> None:
     """ZeRO++'s partitions within a machine: "auto" is as many processes as a machine has."""
     if zero.get(HIERARCHY) == "auto":
         zero[HIERARCHY] = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -2,19 +2,24 @@
 
 import contextlib
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate.utils import DummyOptim, DummyScheduler
 
 from zerofit.model.parameters import decay_groups
 from zerofit.model.tensor_parallel.cut import join_shares
+from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.buckets import fill_bucket_size
 from zerofit.strategy.disk import keeps_optimizer_on_disk, own_folder, remove
 from zerofit.strategy.disk_state import DiskState
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.grid import initializing_deepspeed
 from zerofit.strategy.optimizers import adamw
-from zerofit.strategy.state import FlatState, ShardedState
+from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
 
 
 class DeepSpeedEngine(Engine):
@@ -22,8 +27,8 @@ class DeepSpeedEngine(Engine):
 
     _folder: Path | None = None  # of this process, for an optimizer on a disk
 
-    def _prepare(self, model, recipe):
-        config, plugin = self.strategy.deepspeed, self.accelerator.deepspeed_plugin.deepspeed_config
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+        config, plugin = self.strategy.deepspeed or {}, self.accelerator.deepspeed_plugin.deepspeed_config
         zero = plugin["zero_optimization"]
         fill_bucket_size(zero, model)
         if keeps_optimizer_on_disk(zero):
@@ -44,7 +49,7 @@ class DeepSpeedEngine(Engine):
         self._decide_before_step(self.engine.optimizer)
         return self.engine
 
-    def _decide_before_step(self, optimizer) -> None:
+    def _decide_before_step(self, optimizer: Any) -> None:
         """DeepSpeed takes the norm, and decides whether to step, within its optimizer's `step`. Let that use the norm
         that `gradient_norm` has taken before, and end, where `discard` says so, as it ends after an overflow: every
         ZeRO optimizer decides in `_update_scale`, and drops the gradients; only the loss scale stays here."""
@@ -63,7 +68,7 @@ class DeepSpeedEngine(Engine):
             norms = self._norm if isinstance(self._norm, list) else [self._norm]
             return float(combine_grad_norm_groups(norms)) / optimizer.loss_scale
 
-        def update_scale_unless_discarded(has_overflow=False) -> None:
+        def update_scale_unless_discarded(has_overflow: bool = False) -> None:
             if self._discards:
                 optimizer.overflow = True
             else:
@@ -73,7 +78,7 @@ class DeepSpeedEngine(Engine):
         setattr(optimizer, name, lambda *args, **kwargs: self._norm)
         optimizer._update_scale = update_scale_unless_discarded
 
-    def _decide_before_bf16_step(self, optimizer) -> None:
+    def _decide_before_bf16_step(self, optimizer: Any) -> None:
         """The same of the BF16_Optimizer, which adds gradients up in fp32 (under ZeRO-1 and bf16, where the JSON's
         data_types.grad_accum_dtype says so). It steps unless the norm is no number, of which DeepSpeed makes -1
         (runtime/utils.py, get_global_norm_of_tensors)."""
@@ -90,17 +95,17 @@ class DeepSpeedEngine(Engine):
         bf16_optimizer.get_global_norm_of_tensors = lambda **_: self._norm
         bf16_optimizer.is_invalid_grad_norm = lambda _: self._discards
 
-    def accumulate(self, last):
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
         return contextlib.nullcontext()
 
-    def backward(self, loss):
+    def backward(self, loss: torch.Tensor) -> None:
         if self.strategy.shards_parameters and self.layout.sequence > 1:
             # ZeRO-1 and ZeRO-2 average gradients over replicas, ZeRO-3 over all ranks (coalesced_collectives.py).
             loss = loss * self.layout.sequence
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def set_learning_rate(self, index):
+    def set_learning_rate(self, index: int) -> None:
         rate = self.schedule(index)
         if self.has_scheduler:
             self.engine.lr_scheduler.step(index)  # its own start lags one update behind, and it misses dropped steps
@@ -113,14 +118,14 @@ class DeepSpeedEngine(Engine):
                 f"update {index + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
             )
 
-    def gradient_norm(self):
+    def gradient_norm(self) -> float:
         return self._take_norm()
 
-    def apply(self):
+    def apply(self) -> None:
         self._discards = False
         self._take_step()
 
-    def discard(self):
+    def discard(self) -> None:
         self._discards = True
         self._take_step()
 
@@ -128,40 +133,40 @@ class DeepSpeedEngine(Engine):
         self.engine.step()
 
     @property
-    def learning_rate(self):
+    def learning_rate(self) -> float:
         return self._rate
 
     @property
-    def torch_optimizer(self):
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
         return self.engine.optimizer.optimizer
 
-    def _state(self):
+    def _state(self) -> OptimizerState | None:
         if self._folder is not None:
             return DiskState(self, self._folder)
         return ShardedState(self) if self.strategy.shards_parameters else FlatState(self)
 
-    def close(self):
+    def close(self) -> None:
         super().close()
         if self._folder is not None:
             remove(self._folder)
 
-    def loss_scale(self):
+    def loss_scale(self) -> dict[str, Any]:
         if self.strategy.precision != "fp16":
             return {}
         scaler = vars(self.engine.optimizer.loss_scaler)
         return {name: value for name, value in scaler.items() if isinstance(value, (int, float))}
 
-    def continue_from(self, loss_scale):
+    def continue_from(self, loss_scale: dict[str, Any]) -> None:
         if loss_scale and self.strategy.precision == "fp16":
             vars(self.engine.optimizer.loss_scaler).update(loss_scale)
 
-    def _before_gathering(self):
+    def _before_gathering(self) -> None:
         # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
         # uses; weights on their way cannot be put away again ("Cannot partition a param in flight").
         if self.strategy.shards_parameters:
             self.engine.empty_partition_cache()
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
         if self.layout.model_size > 1:
             return dict(self.weights()) or None
         if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
@@ -170,12 +175,12 @@ class DeepSpeedEngine(Engine):
         state = self.accelerator.get_state_dict(self.model)
         return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
 
-    def weights(self):
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         if self.layout.model_size == 1:
             return super().weights()
         return self._joined_weights()
 
-    def _joined_weights(self):
+    def _joined_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """One parameter after another is joined, on every rank for a moment."""
         self._before_gathering()
         for name, parameter in self.module.named_parameters():
@@ -186,7 +191,7 @@ class DeepSpeedEngine(Engine):
         if self.is_main:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
-    def _joined(self, parameter):
+    def _joined(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The full parameter, on all ranks that share its layer."""
         share, cut = parameter.detach(), getattr(parameter, "cut", None)
         return share if cut is None else join_shares(share, cut, self.strategy.tensor_group())

@@ -153,7 +153,7 @@ def _zero_problems(section: Any) -> list[str]:
     return []
 
 
-def _zero_problem(detail: dict, parts: dict[str, type], whole: type) -> str:
+def _zero_problem(detail: Any, parts: dict[str, Any], whole: Any) -> str:
     """One of pydantic's findings in words; it may be about a field, or about the section as a whole."""
     path = [str(step) for step in detail["loc"]]
     where = ".".join(("zero_optimization", *path))
@@ -165,7 +165,7 @@ def _zero_problem(detail: dict, parts: dict[str, type], whole: type) -> str:
     return f"DeepSpeed knows no {where}. " + (f"Did you mean {close}?" if close else "Remove it")
 
 
-def _unknown_keys(config: dict) -> list[str]:
+def _unknown_keys(config: dict[str, Any]) -> list[str]:
     problems = []
     problems += [f"{key} is not supported: {REFUSED_KEYS[key]}. Remove it" for key in config.keys() & REFUSED_KEYS]
     for key in config.keys() - KNOWN_KEYS - REFUSED_KEYS.keys():
@@ -175,7 +175,7 @@ def _unknown_keys(config: dict) -> list[str]:
     return sorted(problems)
 
 
-def stated_precision(config: dict, source: str) -> str | None:
+def stated_precision(config: dict[str, Any], source: str) -> str | None:
     """The precision that a DeepSpeed configuration states; None if it leaves it open.
 
     Raises:

@@ -19,7 +19,7 @@ SCHEDULERS = {  # DeepSpeed's names -> the recipe's
 LEAST_WARMUP = 2  # of each of them (deepspeed/runtime/lr_schedules.py): 0 is an error there, and 1 becomes 2
 
 
-def adopt_scheduler(config: dict, source: str, recipe) -> None:
+def adopt_scheduler(config: dict[str, Any], source: str, recipe: Any) -> None:
     """Take shape and warm-up from a scheduler block where the recipe leaves them open.
 
     Raises:
@@ -43,7 +43,7 @@ def adopt_scheduler(config: dict, source: str, recipe) -> None:
         recipe.adopt("num_warmup_steps", warmup, source)
 
 
-def with_schedule(strategy: Strategy, recipe, schedule: Schedule) -> tuple[Strategy, list[str]]:
+def with_schedule(strategy: Strategy, recipe: Any, schedule: Schedule) -> tuple[Strategy, list[str]]:
     """The strategy with the recipe's schedule in its scheduler block, if it has one; and notes for the log.
 
     Raises:
@@ -58,7 +58,7 @@ def with_schedule(strategy: Strategy, recipe, schedule: Schedule) -> tuple[Strat
 
 
 def resolve_scheduler(
-    config: dict, source: str, recipe, num_updates: int, warmup: int
+    config: dict[str, Any], source: str, recipe: Any, num_updates: int, warmup: int
 ) -> tuple[dict[str, Any], list[str]]:
     """The configuration with its scheduler block filled in from the recipe, counted in updates; and notes.
 
@@ -91,7 +91,7 @@ def resolve_scheduler(
     ]
 
 
-def check_deepspeed_schedule(config: dict, source: str, schedule: Schedule) -> None:
+def check_deepspeed_schedule(config: dict[str, Any], source: str, schedule: Schedule) -> None:
     """Run DeepSpeed's scheduler over the whole run without a model, and hold it against the recipe's curve.
 
     Raises:

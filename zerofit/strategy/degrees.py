@@ -83,7 +83,7 @@ def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: i
     return {key: degrees.get(key, value) for key, value in config.items()}
 
 
-def check_degrees(config: dict[str, Any], source: str, recipe, precision: str, layout: ParallelLayout) -> None:
+def check_degrees(config: dict[str, Any], source: str, recipe: Any, precision: str, layout: ParallelLayout) -> None:
     """Check that nothing is asked for that does not go together with the degrees.
 
     Raises:
@@ -122,7 +122,7 @@ def check_degrees(config: dict[str, Any], source: str, recipe, precision: str, l
         raise UserError(problems)
 
 
-def _check_sequence(config: dict[str, Any], recipe, precision: str, refuse: Callable[[str, str], None]) -> None:
+def _check_sequence(config: dict[str, Any], recipe: Any, precision: str, refuse: Callable[[str, str], None]) -> None:
     zero = config["zero_optimization"]
     attention = getattr(recipe, "attn_implementation", None)
     if attention in MASKS_ONLY:
@@ -137,7 +137,7 @@ def _check_sequence(config: dict[str, Any], recipe, precision: str, refuse: Call
         refuse(f"data_types.grad_accum_dtype in {precision}", "Remove it")
 
 
-def _check_pipeline(config: dict[str, Any], recipe, precision: str, refuse: Callable[[str, str], None]) -> None:
+def _check_pipeline(config: dict[str, Any], recipe: Any, precision: str, refuse: Callable[[str, str], None]) -> None:
     zero = config["zero_optimization"]
     stage = zero.get("stage")
     if stage in (2, 3):

@@ -53,7 +53,8 @@ def device_names(device: torch.device) -> list[str]:
     """The names of all devices of this kind that this process sees; none of a CPU."""
     if device.type == "cpu":
         return []
-    return [device_name(torch.device(device.type, index)) for index in range(torch.accelerator.device_count())]
+    names = (device_name(torch.device(device.type, index)) for index in range(torch.accelerator.device_count()))
+    return [name for name in names if name]
 
 
 def has_bf16(device: torch.device) -> bool | None:

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import is_shared, open_without_links
@@ -13,7 +14,7 @@ PREFIX = "zerofit-"
 _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
 
-def look_at_disk(zero: dict) -> list[str]:
+def look_at_disk(zero: dict[str, Any]) -> list[str]:
     """The problems of a zero_optimization section that puts something on disk."""
     problems = []
     weights, optimizer = (zero.get(part) for part in ("offload_param", "offload_optimizer"))
@@ -40,12 +41,12 @@ def look_at_disk(zero: dict) -> list[str]:
     return problems
 
 
-def keeps_optimizer_on_disk(zero: dict) -> bool:
+def keeps_optimizer_on_disk(zero: dict[str, Any]) -> bool:
     """Whether a resolved zero_optimization section does."""
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
 
 
-def shared_disk_note(zero: dict) -> str | None:
+def shared_disk_note(zero: dict[str, Any]) -> str | None:
     """Of a resolved zero_optimization section whose optimizer is on a file system of several machines."""
     path = keeps_optimizer_on_disk(zero) and zero["offload_optimizer"]["nvme_path"]
     if not path or not is_shared(Path(path).expanduser()):

@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from zerofit.strategy.state import Piece, ShardedState
+from zerofit.strategy.state import Piece, Read, ShardedState
 
 SAVED = "saved.bin"
 
@@ -18,15 +19,15 @@ class DiskState(ShardedState):
         folder: of this process, on the disk. What a checkpoint is written from lies in a file there, not in memory.
     """
 
-    def __init__(self, engine, folder: Path):
+    def __init__(self, engine: Any, folder: Path) -> None:
         super().__init__(engine)
         self.folder = folder
 
     @property
-    def _zero(self):
+    def _zero(self) -> Any:
         return self.engine.engine.optimizer
 
-    def tensors(self):
+    def tensors(self) -> dict[str, torch.Tensor]:
         pieces = self.own()
         size = len(self.kinds) * sum(piece.stop - piece.start for piece in pieces)
         file = self.folder / SAVED
@@ -43,7 +44,7 @@ class DiskState(ShardedState):
                         start += len(values)
         return saved
 
-    def get(self, kind, piece):
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
         """Of a sub-group that is in memory."""
         parameter = self.parameters[piece.name]
         number, offset, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
@@ -51,17 +52,17 @@ class DiskState(ShardedState):
         held = flat if kind == "weight" else self.optimizer.state[flat][kind]
         return held.detach().narrow(0, offset, length)[: piece.stop - piece.start]
 
-    def set(self, kind, piece, values):
+    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
         self.get(kind, piece).copy_(values)
 
-    def _take(self, read):
+    def _take(self, read: Read) -> None:
         for number, several in self._by_sub_group(self.held()):
             with self._swapped_in(number, written=True):
                 for piece in several:
                     for kind in self.kinds:
                         self.set(kind, piece, read(kind, piece))
 
-    def _step(self):
+    def _step(self) -> None:
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             with self._swapped_in(number, written=True):
                 flat.grad = torch.zeros_like(flat)

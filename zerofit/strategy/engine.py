@@ -48,14 +48,21 @@ class Engine:
         model: what is called: the module, wrapped as the strategy says.
     """
 
-    def __init__(self, strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: "Schedule"):
+    def __init__(
+        self, strategy: Strategy, accelerator: Any, model: Any, recipe: OptimizerOptions, schedule: "Schedule | None"
+    ) -> None:
         self.strategy, self.accelerator, self.module = strategy, accelerator, model
         self.whole = whole_model(model)
-        self.max_grad_norm, self.schedule = recipe.max_grad_norm, schedule
+        self.max_grad_norm = recipe.max_grad_norm
+        self.schedule: Any = schedule  # None where nothing is trained
         self.alive: Callable[[], None] = lambda: None  # a sign of life within what may take long
         self.split_rows = SplitRows(model, self.layout) if self.layout.sequence > 1 else None
         self.model = self._prepare(model, recipe)
-        self.state = self._state()
+        self.state: Any = self._state()  # an OptimizerState; None where nothing is trained
+
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+        """Make the optimizer, and what `model` is: the module, wrapped, sharded and on its device."""
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +104,7 @@ class Engine:
         for batch in batches:
             yield batch, loss_sum(self.model, batch).float()
 
-    def accumulate(self, last: bool) -> AbstractContextManager:
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch's forward and backward pass; `last` of an update brings the ranks together."""
         raise NotImplementedError
 
@@ -107,6 +114,7 @@ class Engine:
 
     def set_learning_rate(self, index: int) -> None:
         """Give the optimizer the schedule's rate of update `index`, counted from 0."""
+        assert self.torch_optimizer is not None
         for group in self.torch_optimizer.param_groups:
             group["lr"] = self.schedule(index)
 
@@ -129,7 +137,7 @@ class Engine:
         """The rate that the optimizer holds now."""
         raise NotImplementedError
 
-    def _state(self) -> OptimizerState:
+    def _state(self) -> OptimizerState | None:
         """The optimizer's state, in the form in which checkpoints have it."""
         raise NotImplementedError
 
@@ -207,12 +215,14 @@ class Engine:
         row = torch.tensor([list(values)], dtype=wide)
         return row if self.layout.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
 
-    def rows_in_full(self) -> AbstractContextManager:
+    def rows_in_full(self) -> AbstractContextManager[Any]:
         """The context in which each rank computes rows in full, also where the ranks of a replica split them."""
         return nullcontext() if self.split_rows is None else self.split_rows.in_full()
 
     @torch.no_grad()
-    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         """`generate` of the model on this rank's rows (B, T), on all ranks together.
 
         Under ZeRO-3 and FSDP2 every rank takes part in every forward pass, so ranks that have finished continue until

@@ -7,6 +7,7 @@ says which modules are experts. Ranks have different samples, as in data paralle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,7 +18,7 @@ from zerofit.recipe.errors import UserError
 DISPATCHED = "ep_dispatch_experts"  # the plan's word for modules whose tokens come from other ranks
 
 
-def check_experts(config, ranks: int, source: str) -> None:
+def check_experts(config: Any, ranks: int, source: str) -> None:
     """Check that the experts of a model can be divided among so many ranks.
 
     Raises:
@@ -35,7 +36,7 @@ def check_experts(config, ranks: int, source: str) -> None:
         )
 
 
-def _patterns(config) -> list[str]:
+def _patterns(config: Any) -> list[str]:
     plan = getattr(config, "base_model_ep_plan", None) or {}
     return [name for name, style in plan.items() if style == DISPATCHED]
 
@@ -52,7 +53,7 @@ def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
 
 
-def dispatch(experts: torch.nn.Module, mesh, alone, half: torch.dtype | None) -> None:
+def dispatch(experts: torch.nn.Module, mesh: Any, alone: Any, half: torch.dtype | None) -> None:
     """Let a module's tokens travel: its parameters are, or will be, DTensors with this rank's experts.
 
     Args:
@@ -75,7 +76,7 @@ def dispatch(experts: torch.nn.Module, mesh, alone, half: torch.dtype | None) ->
 @contextmanager
 def _local_parameters(module: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """This rank's experts in the place of the DTensors, in the precision of the products."""
-    sharded = dict(module._parameters)
+    sharded: dict[str, Any] = dict(module._parameters)
     for name, parameter in sharded.items():
         local = own_experts(parameter)
         module.__dict__[name] = local if dtype is None else local.to(dtype)

@@ -102,7 +102,7 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
     return problems
 
 
-def check_fsdp(source: str, recipe, precision: str | None) -> None:
+def check_fsdp(source: str, recipe: Any, precision: str | None) -> None:
     """Check that nothing is asked for that does not go together with FSDP2.
 
     Raises:

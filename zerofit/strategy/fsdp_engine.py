@@ -8,7 +8,9 @@ alone, or MULTI_CPU), and it loads the full model before it shards it. So the en
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,10 +21,11 @@ from zerofit.model.compilation import blocks_of
 from zerofit.model.parameters import true_shape
 from zerofit.model.rows import ends_of, rows_of
 from zerofit.model.stages import without_weights
+from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine, checksums, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.optimizers import adamw
-from zerofit.strategy.state import RowState
+from zerofit.strategy.state import OptimizerState, RowState
 from zerofit.strategy.torch_engine import gradient_norm
 
 
@@ -34,19 +37,19 @@ class FullyShardedEngine(Engine):
         experts: those of the parameters that are never gathered, as tokens travel to them.
     """
 
-    def _prepare(self, model, recipe):
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
         self.whole = without_weights(model)
         if not recipe.trains:
             model.requires_grad_(False)
         modules = experts_of(model) if self.strategy.divides_experts else []
         self._shard(model, modules)
-        self.sharded = dict(model.named_parameters())
-        self.experts = [parameter for module in modules for parameter in module.parameters()]
-        self.parameters = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
-        self.optimizer = adamw(model, recipe, self.device) if recipe.trains else None
+        self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
+        self.experts: list[Any] = [parameter for module in modules for parameter in module.parameters()]
+        self.parameters: list[Any] = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
+        self.optimizer: Any = adamw(model, recipe, self.device) if recipe.trains else None
         return model
 
-    def _shard(self, model, experts: list[torch.nn.Module]) -> None:
+    def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:
         """Shard each block, and what is in none of them; divide the experts. The rows that this rank has are put in
         their place, so that no weight has to be there in full."""
         half = self.strategy.frozen_dtype if self.strategy.precision != "fp32" else None
@@ -60,13 +63,13 @@ class FullyShardedEngine(Engine):
         })  # fmt: skip
         blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
         self.blocks, (embedding, last) = len(blocks), ends_of(model)
-        common = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
+        common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
         for block in [*blocks, *embedding]:
             fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)
         if last:
             fully_shard(last, reshard_after_forward=False, **common)  # the backward pass begins with it
         for table in embedding:
-            table.set_unshard_in_backward(False)  # its gradient needs the tokens only
+            cast(FSDPModule, table).set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(model, **common)
         alone = mesh_of_one(mesh) if experts else None
         for module in experts:
@@ -76,7 +79,7 @@ class FullyShardedEngine(Engine):
             for name, each in model.named_parameters()
         })  # fmt: skip
         # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
-        fully_shard.state(model)._lazy_init()
+        cast(Any, fully_shard).state(model)._lazy_init()
 
     def _mesh(self) -> DeviceMesh:
         """Of all ranks; with replicas (replicas, ranks that share one), the latter side by side, as in a machine."""
@@ -98,33 +101,33 @@ class FullyShardedEngine(Engine):
             rows.to(self.device), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
-    def accumulate(self, last):
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if not self.strategy.syncs_each_batch:
             self.module.set_requires_gradient_sync(last)
         elif self.layout.replicas > 1:  # sharded gradients are summed up, and travel between machines once
             self.module.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
-    def backward(self, loss):
+    def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    def gradient_norm(self):
+    def gradient_norm(self) -> float:
         for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self.layout.world_size)
         self._norm = self._norm_of_all(self.gradients())
         return float(self._norm)
 
-    def apply(self):
+    def apply(self) -> None:
         if self.max_grad_norm > 0:
             torch._foreach_mul_(self.gradients(), (self.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
         self.discard()
 
-    def discard(self):
+    def discard(self) -> None:
         self.optimizer.zero_grad()
 
-    def gradients(self):
+    def gradients(self) -> list[torch.Tensor]:
         return [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
 
     def _norm_of_all(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -134,14 +137,14 @@ class FullyShardedEngine(Engine):
         return (square / self.layout.replicas).sqrt()
 
     @property
-    def learning_rate(self):
+    def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
     @property
-    def torch_optimizer(self):
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
         return self.optimizer
 
-    def _state(self):
+    def _state(self) -> OptimizerState | None:
         return RowState(self) if self.optimizer is not None else None
 
     def forget_gathered(self) -> None:
@@ -150,18 +153,18 @@ class FullyShardedEngine(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def weights(self):
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         yield from self._gathered_weights(self.sharded)
         if self.is_main:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
-    def live_tensors(self):
+    def live_tensors(self) -> list[torch.Tensor]:
         return [*self._shards().values(), *self.module.buffers()]
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
         return dict(self.weights()) or None
 
-    def trained_state(self):
+    def trained_state(self) -> dict[str, torch.Tensor] | None:
         trained = {name: each for name, each in self.sharded.items() if each.requires_grad}
         return dict(self._gathered_weights(trained)) or None
 
@@ -173,21 +176,23 @@ class FullyShardedEngine(Engine):
             if self.is_main:
                 yield name, full.to("cpu", copy=True)
 
-    def generate(self, input_ids, attention_mask=None, **kwargs):
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         self.module.unshard()  # what is in no block: generate calls an encoder past the model's own forward
         try:
             return super().generate(input_ids, attention_mask, **kwargs)
         finally:
             self.forget_gathered()
 
-    def held_bytes(self):
+    def held_bytes(self) -> dict[str, int]:
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         moments = [each for entry in state for each in entry.values() if torch.is_tensor(each)]
         moments = [each.to_local() if isinstance(each, DTensor) else each for each in moments]
         weights = self._shards().values()
         return {"parameters": sum(storages(weights).values()), "optimizer": sum(storages(moments).values())}
 
-    def frozen_checksum(self):
+    def frozen_checksum(self) -> list[int]:
         shards = self._shards()
         return checksums(shards[name] for name, each in self.sharded.items() if not each.requires_grad)
 
@@ -195,7 +200,7 @@ class FullyShardedEngine(Engine):
         """This rank's rows of each parameter."""
         return {name: parameter.detach().to_local() for name, parameter in self.sharded.items()}
 
-    def effective_strategy(self):
+    def effective_strategy(self) -> dict[str, Any]:
         fsdp = {"version": 2, "reshard_after_forward": self.strategy.reshards, "blocks": self.blocks,
                 "replicas": self.layout.replicas, "sync_each_batch": self.strategy.syncs_each_batch,
                 "gathered_in": self.strategy.precision, "reduced_in": "fp32",

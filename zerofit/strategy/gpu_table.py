@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from zerofit.recipe.errors import UserError, nearest
 
@@ -14,9 +15,10 @@ SLICE = " MIG "
 # H100, H200 and B200 (zerofit/estimate/time_constants.py). Of others an assumption: what S. Bekman, "Maximum
 # Achievable Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator), measured of one product, times 0.8,
 # which is about what is left of his figures of A100 and H100 in training.
-OF_PEAK, ATTENTION_OF_PEAK, NEWER = 0.65, 0.36, {"attention_of_peak": 0.3, "is_newer": True}
-H100 = {"attention_of_peak": 0.18, "is_newer": True}
-V100 = {"of_peak": 0.715, "attention_of_peak": 0.35, "has_bf16": False}
+OF_PEAK, ATTENTION_OF_PEAK = 0.65, 0.36
+NEWER: dict[str, Any] = {"attention_of_peak": 0.3, "is_newer": True}
+H100: dict[str, Any] = {"attention_of_peak": 0.18, "is_newer": True}
+V100: dict[str, Any] = {"of_peak": 0.715, "attention_of_peak": 0.35, "has_bf16": False}
 NO_PEAK = "the table of GPUs has no peak of {}; its data sheet has (dense matrix products in bf16 or fp16)"
 
 
@@ -57,11 +59,21 @@ class Gpu:
 
 
 def _gpu(
-    name: str, gib: float, model="", half=None, single=None, memory=None, link=None, pcie=None, network=None, **others
-):
+    name: str,
+    gib: float,
+    model: str = "",
+    half: float | None = None,
+    single: float | None = None,
+    memory: float | None = None,
+    link: float | None = None,
+    pcie: int | None = None,
+    network: float | None = None,
+    **others: Any,
+) -> Gpu:
+    to_host = PCIE.get(pcie or 0)
     return Gpu(
         name, int(gib * 2**30), model, half and half * TERA, single and single * TERA, memory and memory * GIGA,
-        (link and link * GIGA) or PCIE.get(pcie), PCIE.get(pcie), network and network * GIGA, **others,
+        (link and link * GIGA) or to_host, to_host, network and network * GIGA, **others,
     )  # fmt: skip
 
 
@@ -202,8 +214,8 @@ def peak_of(device_name: str, num_sms: int | None = None) -> float | None:
     """
     gpu = gpu_of(device_name)
     if gpu is None or SLICE not in device_name:
-        return gpu and gpu.half
-    return gpu.half * num_sms / gpu.sms if num_sms and gpu.sms else None
+        return gpu.half if gpu else None
+    return gpu.half * num_sms / gpu.sms if gpu.half and num_sms and gpu.sms else None
 
 
 def find_gpu(name: str) -> Gpu:

@@ -8,6 +8,7 @@ scripts/setup.sh runs this file before anything is installed: the top of it impo
 
 import os
 from pathlib import Path
+from typing import Any
 
 ROOT = Path("/")  # tests have their own
 VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES"}
@@ -111,7 +112,7 @@ def _why(maker: str) -> str:
     )
 
 
-def describe_device(device) -> str:
+def describe_device(device: Any) -> str:
     """For the log: what the processes of this machine train on.
 
     Args:

@@ -11,7 +11,7 @@ from zerofit.strategy.layout import ParallelLayout
 
 
 @functools.cache
-def sequence_groups(layout: ParallelLayout):
+def sequence_groups(layout: ParallelLayout) -> Any:
     """DeepSpeed's module of the groups that split rows; the first call makes them, on all ranks together."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
@@ -20,7 +20,7 @@ def sequence_groups(layout: ParallelLayout):
 
 
 @functools.cache
-def layer_groups(layout: ParallelLayout):
+def layer_groups(layout: ParallelLayout) -> Any:
     """DeepSpeed's grid of the groups that share layers; the first call makes them, on all ranks together."""
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
@@ -29,7 +29,7 @@ def layer_groups(layout: ParallelLayout):
         return PipelineParallelGrid(topology=topology)
 
 
-def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager:
+def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager[Any]:
     """The context in which accelerate builds the engine: DeepSpeed learns there which ranks hold the same weights."""
     if layout.replica_size == 1 or layout.pipeline > 1:  # a pipeline's module brings the groups itself
         return contextlib.nullcontext()

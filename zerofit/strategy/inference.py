@@ -1,7 +1,13 @@
 """The prepared model where nothing is trained: no optimizer, no gradients, nothing to shard but weights."""
 
+from typing import Any
+
+import torch
+
+from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.grid import initializing_deepspeed
+from zerofit.strategy.state import OptimizerState
 
 
 class InferenceEngine(Engine):
@@ -11,7 +17,7 @@ class InferenceEngine(Engine):
     optimizer: each rank has the full model, as in training. ZeRO-3 shards the weights here as well.
     """
 
-    def _prepare(self, model, recipe):
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
         model.requires_grad_(False)
         if self.strategy.shards_parameters:
             with initializing_deepspeed(self.layout):
@@ -21,9 +27,9 @@ class InferenceEngine(Engine):
             return model if getattr(model, "hf_quantizer", None) is not None else model.to(self.device)
         return self.accelerator.prepare_model(model, evaluation_mode=True)
 
-    def _state(self):
+    def _state(self) -> OptimizerState | None:
         return None
 
     @property
-    def torch_optimizer(self):
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
         return None

@@ -133,7 +133,7 @@ def _launcher() -> tuple[list[str], str | None, bool]:
     return words, named if named and Path(named).is_file() else None, threads
 
 
-def launcher_process():
+def launcher_process() -> Any:
     """The `accelerate launch` above this process as a psutil.Process; None if there is none, or it cannot be seen."""
     import psutil
 

@@ -28,7 +28,7 @@ class ParallelLayout:
     sequence: int = 1
     replicas: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.world_size % self.replica_size:
             raise UserError(
                 f"num_processes = {self.world_size} is not a multiple of tensor x pipeline x sequence = {self.tensor} "

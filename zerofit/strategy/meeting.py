@@ -49,11 +49,14 @@ class Meeting:
         limit_s: a member without a sign of life for so long ends the meeting.
     """
 
-    def __init__(self, store, kind: str, number: int, count: int, here: int, machine: int, limit_s: float):
+    def __init__(
+        self, store: Any, kind: str, number: int, count: int, here: int, machine: int, limit_s: float
+    ) -> None:
         self.store, self.kind, self.number, self.count, self.here = store, kind, number, count, here
         self.machine, self.limit_s = machine, limit_s
         self.machines: dict[str, dict[str, Any]] = {}  # when all have met: {number: what `_card` says}
-        self.is_ready, self._has_left, self._beats = False, False, {}
+        self.is_ready, self._has_left = False, False
+        self._beats: dict[Any, Any] = {}
 
     def come(self) -> None:
         """Say that this member is there.
@@ -145,7 +148,7 @@ class Meeting:
         return f"{self.kind} {number} on host {card['host']}"
 
     def _end(self, message: str, missing: int = 0) -> None:
-        end = {"message": message, "code": EXIT_USER_ERROR, "machine": None}
+        end: dict[str, Any] = {"message": message, "code": EXIT_USER_ERROR, "machine": None}
         self.store.compare_set("end", "", json.dumps(end))
         self._leave(missing)
         raise Ended(**end)
@@ -207,7 +210,7 @@ def reach(address: str, port: int, limit_s: float) -> None:
             time.sleep(min(1.0, limit_s / 10))
 
 
-def open_store(address: str, port: int):
+def open_store(address: str, port: int) -> Any:
     """A connection to the store of machine 0.
 
     Raises:
@@ -224,7 +227,7 @@ def open_store(address: str, port: int):
         ) from error
 
 
-def serve_store(port: int, everywhere: bool):
+def serve_store(port: int, everywhere: bool) -> Any:
     """Serve a store in this process, which the next TCPStore of this process and port uses as well.
 
     Args:

@@ -49,7 +49,7 @@ class StrategyFlag:
     json_path: str | None = None
 
 
-def take_named(recipe) -> StrategyFlag | None:
+def take_named(recipe: Any) -> StrategyFlag | None:
     """What the recipe's flags name, and no more in the recipe from here on: it says what is trained, and not how.
 
     Raises:
@@ -87,7 +87,7 @@ def export_environment(named: StrategyFlag, config_file: str | None) -> None:
         UserError: the launcher has a strategy of its own, and it is another.
     """
     environment, told = os.environ, config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    ours = named.config_file or named.json_path
+    ours = named.config_file or named.json_path or ""
     if told and Path(told).is_file() and Path(told).samefile(ours):
         return
     if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
@@ -99,7 +99,7 @@ def export_environment(named: StrategyFlag, config_file: str | None) -> None:
     if named.config_file:
         made = environment_of(read_yaml(Path(named.config_file)) or {}, named.config_file)
     else:
-        made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": named.json_path}
+        made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ours}
     if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         made.pop("ACCELERATE_MIXED_PRECISION", None)  # a flag of the launcher goes before the file
     environment.update(made)

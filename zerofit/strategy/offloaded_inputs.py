@@ -44,10 +44,11 @@ def offload_inputs(model: torch.nn.Module, store: Store) -> None:
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None:
-            module._gradient_checkpointing_func = functools.partial(_checkpoint, checkpoint, store)
+            keeping = functools.partial(_checkpoint, checkpoint, store)
+            module._gradient_checkpointing_func = keeping  # type: ignore[assignment]  # a Module's setter wants tensors
 
 
-def _checkpoint(checkpoint, store: Store, layer, *args, **kwargs) -> Any:
+def _checkpoint(checkpoint: Any, store: Store, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """torch.utils.checkpoint of a layer. What the layer saves within has hooks of its own."""
     if not torch.is_grad_enabled():
         return checkpoint(layer, *args, **kwargs)

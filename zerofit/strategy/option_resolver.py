@@ -10,7 +10,7 @@ from zerofit.recipe.errors import UserError
 class OptionResolver:
     """Fills "auto" from the recipe, lets the recipe adopt what it leaves unset, and collects contradictions."""
 
-    def __init__(self, config: dict, source: str, recipe):
+    def __init__(self, config: dict[str, Any], source: str, recipe: Any) -> None:
         self.config, self.source, self.recipe = config, source, recipe
         self.problems: list[str] = []
 
@@ -56,7 +56,7 @@ class OptionResolver:
             raise UserError(self.problems)
 
 
-def _node(config: dict, key: str) -> tuple[dict, str]:
+def _node(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     *parents, name = key.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})

@@ -1,14 +1,18 @@
 """A pipeline: each rank has some of the layers, and an update's micro-batches pass through all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from zerofit.data.collate import Batch
+from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
+from zerofit.strategy.engine import LossSum
 from zerofit.strategy.stage_module import GradientSchedule, StageModule
+from zerofit.strategy.state import OptimizerState
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
 
@@ -18,15 +22,17 @@ class PipelineEngine(DeepSpeedEngine):
 
     _shapes: frozenset[torch.Size] = frozenset()  # (B, T) of the micro-batches that passed through last
 
-    def _prepare(self, model, recipe):
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
         self.stage = StageModule(model, self.layout)
         super()._prepare(self.stage, recipe)
         return PipelinedModel(self)
 
-    def run(self, batches, loss_sum, scale, phase):
+    def run(
+        self, batches: Sequence[Batch], loss_sum: LossSum, scale: float, phase: Callable[[str], None]
+    ) -> list[torch.Tensor]:
         losses = []
 
-        def scaled_loss(model, batch):
+        def scaled_loss(model: Any, batch: Batch) -> torch.Tensor:
             loss = loss_sum(model, batch)
             losses.append(loss.detach().float())
             return loss * (scale * self.engine.gradient_accumulation_steps())  # which DeepSpeed divides by
@@ -34,9 +40,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._pass_through(GradientSchedule, batches, scaled_loss, phase)
         return losses or [torch.zeros((), device=self.device) for _ in batches]
 
-    def losses(self, batches, loss_sum):
-        batches, most = iter(batches), EVALUATED_TOGETHER * self.layout.pipeline
-        while chunk := list(islice(batches, most)):
+    def losses(self, batches: Iterable[Batch], loss_sum: LossSum) -> Iterator[tuple[Batch, torch.Tensor]]:
+        remaining, most = iter(batches), EVALUATED_TOGETHER * self.layout.pipeline
+        while chunk := list(islice(remaining, most)):
             found = self.evaluate(chunk, lambda model, batch: loss_sum(model, batch).float())
             yield from zip(chunk, found or [torch.zeros((), device=self.device) for _ in chunk])
 
@@ -49,7 +55,7 @@ class PipelineEngine(DeepSpeedEngine):
 
         found, training = [], self.stage.training
 
-        def noted(model, batch):
+        def noted(model: Any, batch: Batch) -> torch.Tensor:
             found.append(at_the_end(model, batch))
             return found[-1]
 
@@ -59,31 +65,35 @@ class PipelineEngine(DeepSpeedEngine):
         self.stage.train(training)
         return found
 
-    def _pass_through(self, schedule, batches: Sequence[Batch], at_the_end, phase) -> None:
+    def _pass_through(
+        self, schedule: Any, batches: Sequence[Batch], at_the_end: Any, phase: Callable[[str], None]
+    ) -> None:
         """All stages have the same micro-batches. So they agree, without a word, on when to exchange shapes, for which
         the host waits: before the first one where all have a new shape in common, before each where they differ."""
         engine = self.engine
-        shapes = frozenset(batch.inputs["input_ids"].shape for batch in batches)
+        ids: list[Any] = [batch.inputs["input_ids"] for batch in batches]
+        shapes = frozenset(each.shape for each in ids)
         if shapes != self._shapes:
             engine.reset_activation_shape()
         engine.dynamic_shape, self._shapes = len(shapes) > 1, shapes
         self.stage.feed(batches, at_the_end, phase)
-        ids = (batch.inputs["input_ids"] for batch in batches)  # DeepSpeed would wait for them to be copied
+        # DeepSpeed would wait for them to be copied.
         engine.set_dataiterator((each.to(self.device, non_blocking=True), None) for each in ids)
         engine.total_loss, engine._compute_loss = None, True
         engine._exec_schedule(schedule(len(batches), engine.num_stages, engine.stage_id))
 
-    def _take_step(self):
+    def _take_step(self) -> None:
         self.engine._exec_optimizer_step()
 
     def from_last_stage(self, found: torch.Tensor | None) -> torch.Tensor:
         """What the last stage of this replica has, on all of its stages."""
-        grid, held = self.engine.grid, [None if found is None else found.cpu()]
+        grid = self.engine.grid
+        held: list[Any] = [None if found is None else found.cpu()]
         last = grid.stage_to_global(self.layout.pipeline - 1)
         torch.distributed.broadcast_object_list(held, last, grid.get_pipe_parallel_group(), self.device)
         return held[0].to(self.device)
 
-    def _joined_weights(self):
+    def _joined_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """In the order of the whole model; each goes to the main process by itself."""
         own = {name: each for name, each in self.module.named_parameters() if not each.ds_pipe_replicated}
         sends = self.layout.data_rank == 0 and self.layout.tensor_rank == 0 and not self.is_main
@@ -101,14 +111,16 @@ class PipelineEngine(DeepSpeedEngine):
         if self.is_main:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
-    def generate(self, input_ids, attention_mask=None, **kwargs):
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
         raise NotImplementedError("the layers are on several ranks: generate with the exported model")
 
 
 class PipelineInference(PipelineEngine):
     """Evaluates where nothing is trained."""
 
-    def _prepare(self, model, recipe):
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
         model.requires_grad_(False)
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         config["zero_optimization"] = {"stage": 0}  # other stages need an optimizer
@@ -116,11 +128,11 @@ class PipelineInference(PipelineEngine):
         self.engine = self.accelerator.prepare(self.stage)
         return PipelinedModel(self)
 
-    def _state(self):
+    def _state(self) -> OptimizerState | None:
         return None
 
     @property
-    def torch_optimizer(self):
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
         return None
 
 
@@ -138,11 +150,12 @@ class PipelinedModel:
     def eval(self) -> "PipelinedModel":
         return self.train(False)
 
-    def __call__(self, **inputs):
-        def found(model, batch):
+    def __call__(self, **inputs: Any) -> Any:
+        def found(model: Any, batch: Batch) -> Any:
             output = model(**batch.inputs)
             return output if torch.is_tensor(output) else output.logits
 
-        (own,) = self._engine.evaluate([Batch(inputs, 0, 0, 0, [])], found) or [None]
+        several = self._engine.evaluate([Batch(inputs, 0, 0, 0, [])], found)
+        own = several[0] if several else None
         output = self._engine.from_last_stage(own)
         return output if output.dim() == 0 else SimpleNamespace(logits=output)

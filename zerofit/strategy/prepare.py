@@ -1,5 +1,7 @@
 """The engine that a strategy asks for."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from zerofit.recipe.options import OptimizerOptions
@@ -11,6 +13,9 @@ from zerofit.strategy.inference import InferenceEngine
 from zerofit.strategy.strategy import Strategy
 from zerofit.strategy.torch_engine import TorchEngine
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 # Freeing a DDP model frees its process group, and torch's destructor of a gloo group waits, with the interpreter's
 # lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some
 # hundreds of launches. So neither is ever freed nor the group destroyed; zerofit.recipe.errors.leave ends the process.
@@ -18,10 +23,10 @@ NEVER_FREED: list[Engine] = []
 
 
 def prepare_engine(
-    strategy: Strategy, accelerator, model, recipe: OptimizerOptions, schedule: Schedule | None
+    strategy: Strategy, accelerator: "Accelerator", model: Any, recipe: OptimizerOptions, schedule: Schedule | None
 ) -> Engine:
     """Shard, wrap and place the model and its optimizer as the strategy says."""
-    kind = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
+    kind: type[Engine] = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     if strategy.fully_shards:
         kind = FullyShardedEngine
     elif not recipe.trains:

@@ -5,6 +5,7 @@ import importlib
 import os
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -28,7 +29,7 @@ FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=
 
 
 def start_processes(
-    strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, **kwargs
+    strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, **kwargs: Any
 ) -> tuple[Accelerator, list[str]]:
     """Start the process group and build the Accelerator.
 
@@ -48,7 +49,8 @@ def start_processes(
     strategy.check_precision()
     # What a group without a timeout of its own has, as DeepSpeed makes them: NCCL's is 10 minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    launch, notes, on_cpu = strategy.launch, [], not torch.accelerator.is_available()
+    launch, on_cpu = strategy.launch, not torch.accelerator.is_available()
+    notes: list[str] = []
     if on_cpu:
         tell_deepspeed_of_a_cpu()
     sharing = None
@@ -96,7 +98,7 @@ def start_processes(
     return accelerator, notes
 
 
-def store_of_one_process():
+def store_of_one_process() -> Any:
     """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
     store, or it is another's."""
     environment = os.environ
@@ -134,7 +136,7 @@ def spare_deepspeed_on_a_cpu() -> None:
     """
     from deepspeed.accelerator import get_accelerator
 
-    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
     backend.build_shm_op = lambda: None
     get_accelerator().device_count = functools.cache(get_accelerator().device_count)
 

@@ -40,7 +40,7 @@ def read_quoted(config: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _read(parser: type, key: str, value: str) -> Any:
+def _read(parser: Any, key: str, value: str) -> Any:
     """The value as DeepSpeed has it; the string itself where it refuses it."""
     from pydantic import ValidationError
 

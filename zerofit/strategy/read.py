@@ -49,10 +49,11 @@ def read_strategy(
     read = _read_deepspeed if launch.deepspeed else _read_torch
     strategy = read(launch, recipe, problems, on_layout)
     problems.raise_found()
+    assert strategy is not None  # else there were problems
     return strategy
 
 
-def _read_torch(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
+def _read_torch(launch: Launch, recipe: Any, problems: Problems, on_layout: OnLayout) -> Strategy | None:
     """One process, DDP or FSDP2. None: there are problems."""
     precision, stated = None, [_of_launcher(launch)]
     with problems.collected():
@@ -75,7 +76,7 @@ def _read_torch(launch: Launch, recipe: Recipe, problems: Problems, on_layout: O
     return Strategy(launch, batches, precision, None, launch.source, notes, tuple(stated), fsdp=fsdp)
 
 
-def _read_deepspeed(launch: Launch, recipe: Recipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
+def _read_deepspeed(launch: Launch, recipe: Any, problems: Problems, on_layout: OnLayout) -> Strategy | None:
     """ZeRO of any stage. None: there are problems."""
     config = precision = None
     with problems.collected():
@@ -133,7 +134,7 @@ def _of_json(config: dict[str, Any], source: str) -> PrecisionSetting:
     return PrecisionSetting(value, source, f"{source}: {value}.enabled = true", 'Write "auto"')
 
 
-def _agreed_precision(recipe, statements: list[PrecisionSetting]) -> tuple[str, list[PrecisionSetting]]:
+def _agreed_precision(recipe: Any, statements: list[PrecisionSetting]) -> tuple[str, list[PrecisionSetting]]:
     """(the precision, those who state it)."""
     stated = [each for each in statements if each.value]
     source = recipe.source("precision")
@@ -146,4 +147,4 @@ def _agreed_precision(recipe, statements: list[PrecisionSetting]) -> tuple[str, 
             f"precision is {sides}: make them agree. The recipe's `precision` is its place, "
             "the others may leave it open"
         )
-    return (stated[0].value if stated else "fp32"), stated
+    return (stated[0].value if stated else None) or "fp32", stated

@@ -30,7 +30,7 @@ FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
 BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
 
 
-def check_model(config, degree: int, source: str) -> None:
+def check_model(config: Any, degree: int, source: str) -> None:
     """Before data is read: check that `degree` ranks can split the rows of such a model.
 
     Raises:
@@ -66,12 +66,12 @@ class SplitRows:
         model: called with rows in full from here on, the same on all ranks of a replica.
     """
 
-    def __init__(self, model, layout: ParallelLayout):
+    def __init__(self, model: Any, layout: ParallelLayout) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.model, self.size, self.rank, self.active = model, layout.sequence, layout.sequence_rank, True
         self.group = sequence_groups(layout).get_sequence_parallel_group()
-        self._exchanges: dict[tuple, Callable] = {}
+        self._exchanges: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._forward_in_full = model.forward
         model.forward = self._forward
         # sdpa, too: the run falls back to it where a flash kernel does not tell packed documents apart.
@@ -88,7 +88,7 @@ class SplitRows:
         finally:
             self.active = True
 
-    def _forward(self, *args, **inputs):
+    def _forward(self, *args: Any, **inputs: Any) -> Any:
         if not self.active:
             return self._forward_in_full(*args, **inputs)
         width = inputs["input_ids"].shape[1]
@@ -117,7 +117,7 @@ class SplitRows:
         inputs["attention_mask"] = self._mask(mask, positions, packed, fill)
         return inputs
 
-    def _mask(self, mask, positions: torch.Tensor, packed: bool, fill: int) -> torch.Tensor | None:
+    def _mask(self, mask: Any, positions: torch.Tensor, packed: bool, fill: int) -> torch.Tensor | None:
         """The mask (B, 1, T, T) of rows in full; None where each position sees all before it. Padding is on the right
         of a row, and so no mask hides it: nothing is trained on what sees it."""
         if packed:
@@ -134,7 +134,10 @@ class SplitRows:
         torch.distributed.all_gather(parts, part.detach().contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
 
-    def _attend(self, attention: Callable, module, query, key, value, attention_mask, *args, **kwargs):
+    def _attend(
+        self, attention: Callable[..., Any], module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Attention for transformers' AttentionInterface, over rows in full.
 
         Shapes: query (B, H, T / ranks, D), key and value alike -> ((B, T / ranks, H, D), None).
@@ -155,7 +158,7 @@ class SplitRows:
             module.num_key_value_groups = groups
         return output.view(rows, width, heads, -1), weights
 
-    def _exchange(self, attention: Callable, query: torch.Tensor, key: torch.Tensor) -> Callable:
+    def _exchange(self, attention: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> Callable[..., Any]:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         made = (attention, query.shape[0])

@@ -4,6 +4,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -23,7 +24,7 @@ class GradientSchedule(TrainSchedule):
     """Forward and backward passes in turn (1F1B, Narayanan et al. 2021), and the sum of gradients over replicas; the
     optimizer's step waits for the decision about the update."""
 
-    def steps(self):
+    def steps(self) -> Any:
         for commands in super().steps():
             yield [command for command in commands if not isinstance(command, OptimizerStep)]
 
@@ -44,7 +45,7 @@ class StageModule(PipelineModule):
         self._batches: Iterator[Batch] = iter(())
         self._parts = getattr(model, "token_parts", None)  # under tensor parallelism
 
-    def _share_tied_weight(self, model: torch.nn.Module, layout: ParallelLayout) -> None:
+    def _share_tied_weight(self, model: Any, layout: ParallelLayout) -> None:
         """Let the first stage and the last add up the gradients of a weight that both of them hold."""
         self._tied = []
         if not is_tied(whole_model(model)):
@@ -58,7 +59,7 @@ class StageModule(PipelineModule):
                 weight.ds_pipe_replicated = layout.stage > 0  # DeepSpeed's mark: its norm counts the weight once
                 self._tied = [(weight, group)]
 
-    def get_tied_weights_and_groups(self):
+    def get_tied_weights_and_groups(self) -> Any:
         return self._tied
 
     def feed(self, batches: Iterable[Batch], at_the_end: AtTheEnd, phase: Callable[[str], None]) -> None:
@@ -75,7 +76,7 @@ class StageModule(PipelineModule):
         `at_the_end` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
         self._phase("forward")
         model, batch = self.forward_funcs[0], next(self._batches).to(incoming.device)
-        inputs = dict(batch.inputs)
+        inputs: dict[str, Any] = dict(batch.inputs)
         if not self._is_first:
             shape = inputs.pop("input_ids").shape
             inputs["inputs_embeds"] = incoming if self._parts is None else self._parts.receive(incoming, shape)

@@ -8,6 +8,7 @@ what N ranks wrote under one strategy, M ranks read under another.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,8 @@ class Piece:
         """(first elements in the flattened parameter, first elements in the piece, lengths) of what is contiguous in
         both, in ascending order."""
         if self.cut is None:
-            return tuple(np.array([value]) for value in (self.start, 0, self.stop - self.start))
+            first, last, length = (np.array([value]) for value in (self.start, 0, self.stop - self.start))
+            return first, last, length
         starts, lengths = self.cut.runs()
         stops = np.cumsum(lengths)
         first, last = np.maximum(stops - lengths, self.start), np.minimum(stops, self.stop)
@@ -69,11 +71,11 @@ class OptimizerState:
         engine: the engine; `module` has the trained parameters, `torch_optimizer` is the innermost optimizer.
     """
 
-    kinds = KINDS
+    kinds: tuple[str, ...] = KINDS
 
-    def __init__(self, engine):
+    def __init__(self, engine: Any) -> None:
         self.engine, self.optimizer = engine, engine.torch_optimizer
-        self.parameters = _trained(engine.module)
+        self.parameters: dict[str, Any] = _trained(engine.module)  # with what DeepSpeed hangs on them
         self.whole = _trained(engine.whole)  # of all stages of a pipeline
 
     def bytes_of_own(self) -> int:
@@ -172,7 +174,7 @@ class OptimizerState:
             else:
                 holder["step"] = steps
 
-    def _step_holders(self) -> Iterator[dict]:
+    def _step_holders(self) -> Iterator[dict[str, Any]]:
         """Where the optimizer counts: in the state of each tensor, or (DeepSpeed's fused Adam) in its groups."""
         for holder in (*self.optimizer.state.values(), *self.optimizer.param_groups):
             if "step" in holder:
@@ -192,15 +194,15 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class ReplicatedState(OptimizerState):
     """One process, or DDP: every rank holds everything, and writes a part."""
 
-    def held(self):
+    def held(self) -> list[Piece]:
         return [Piece(name, tuple(p.shape), 0, p.numel()) for name, p in self.parameters.items()]
 
-    def own(self):
+    def own(self) -> list[Piece]:
         rank, world = self.engine.layout.rank, self.engine.layout.world_size
         cuts = [(piece, piece.stop * rank // world, piece.stop * (rank + 1) // world) for piece in self.held()]
         return [Piece(piece.name, piece.shape, start, stop) for piece, start, stop in cuts if start < stop]
 
-    def get(self, kind, piece):
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
         parameter = self.parameters[piece.name]
         whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
         return whole.view(-1)[piece.start : piece.stop]
@@ -216,23 +218,24 @@ class ReplicatedOptimizerState(ReplicatedState):
 
     kinds = ("weight",)
 
-    def __init__(self, engine, kept: tuple[str, ...], bytes_of: Callable[[torch.Size], int]):
+    def __init__(self, engine: Any, kept: tuple[str, ...], bytes_of: Callable[[torch.Size], int]) -> None:
         super().__init__(engine)
         self._kept, self._bytes_of = kept, bytes_of
 
-    def bytes_of_own(self):
+    def bytes_of_own(self) -> int:
         return super().bytes_of_own() + (self._kept_bytes() if self.engine.layout.is_main else 0)
 
-    def bytes_of_all(self):
+    def bytes_of_all(self) -> int:
         return super().bytes_of_all() + self._kept_bytes()
 
     def _kept_bytes(self) -> int:
         return sum(self._bytes_of(parameter.shape) for parameter in self.parameters.values())
 
-    def whole_tensors(self):
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
         return dict(self._tensors()) if self.engine.layout.is_main else {}
 
-    def _load_whole(self, read_whole):
+    def _load_whole(self, read_whole: ReadWhole | None) -> None:
+        assert read_whole is not None  # a checkpoint of such an optimizer has whole tensors
         for name, tensor in self._tensors():
             tensor.copy_(read_whole(name))
 
@@ -246,10 +249,10 @@ class ReplicatedOptimizerState(ReplicatedState):
 class RowState(OptimizerState):
     """FSDP2: each rank holds some rows of each parameter; of several replicas the first one writes."""
 
-    def own(self):
+    def own(self) -> list[Piece]:
         return super().own() if self.engine.layout.rank < self.engine.layout.shard_size else []
 
-    def held(self):
+    def held(self) -> list[Piece]:
         pieces = []
         for name, parameter in self.parameters.items():
             layout, inner = self.engine.layout, parameter.shape[1:].numel()
@@ -258,19 +261,19 @@ class RowState(OptimizerState):
                 pieces.append(self.piece(name, start, stop))
         return pieces
 
-    def get(self, kind, piece):
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
         parameter = self.parameters[piece.name]
         held = parameter if kind == "weight" else self.optimizer.state[parameter][kind]
         return held.detach().to_local().view(-1)
 
-    def _weights_follow(self, read):
+    def _weights_follow(self, read: Read) -> None:
         self.engine.forget_gathered()
 
 
 class FlatState(OptimizerState):
     """ZeRO-1 and ZeRO-2: each rank holds a range of all parameters laid end to end."""
 
-    def held(self):
+    def held(self) -> list[Piece]:
         pieces = []
         for name, parameter in self.parameters.items():
             if parameter._hp_mapping is not None:
@@ -278,7 +281,7 @@ class FlatState(OptimizerState):
                 pieces.append(self.piece(name, address.start, address.start + address.numel))
         return pieces
 
-    def get(self, kind, piece):
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
         fragment = self.parameters[piece.name]._hp_mapping
         if kind != "weight" and not fragment.optim_fragment:
             self._link()
@@ -289,7 +292,7 @@ class FlatState(OptimizerState):
         self.engine.engine.optimizer._hp_optimizer_states_linked = False
         self.engine.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _weights_follow(self, read):
+    def _weights_follow(self, read: Read) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(read("weight", self.piece(name, 0, parameter.numel())).view(parameter.shape))
 
@@ -297,7 +300,7 @@ class FlatState(OptimizerState):
 class ShardedState(OptimizerState):
     """ZeRO-3: each rank holds an equal shard of each parameter, the last one's filled up."""
 
-    def held(self):
+    def held(self) -> list[Piece]:
         pieces = []
         for name, parameter in self.parameters.items():
             shard = parameter.ds_tensor.numel()
@@ -307,7 +310,7 @@ class ShardedState(OptimizerState):
                 pieces.append(self.piece(name, start, stop))
         return pieces
 
-    def get(self, kind, piece):
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         parameter = self.parameters[piece.name]
@@ -318,7 +321,7 @@ class ShardedState(OptimizerState):
         )
         return local[: piece.stop - piece.start]
 
-    def set(self, kind, piece, values):
+    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         parameter = self.parameters[piece.name]
@@ -329,14 +332,14 @@ class ShardedState(OptimizerState):
         else:
             safe_set_local_optimizer_state(parameter, shard, kind)
 
-    def _optimized(self):
+    def _optimized(self) -> list[torch.Tensor]:
         return list(self.engine.engine.optimizer.fp32_partitioned_groups_flat)
 
-    def _step(self):
+    def _step(self) -> None:
         for number in range(len(self._optimized())):
             self.engine.engine.optimizer._optimizer_step(number)
 
-    def _weights_follow(self, read):
+    def _weights_follow(self, read: Read) -> None:
         optimizer = self.engine.engine.optimizer
         self.engine.engine.empty_partition_cache()
         for piece in self.held():

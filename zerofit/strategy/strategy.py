@@ -156,7 +156,7 @@ class Strategy:
         return replace(self, precision=precision, deepspeed=config)
 
     @property
-    def model_dtype(self):
+    def model_dtype(self) -> torch.dtype:
         """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
         return self.frozen_dtype if self.deepspeed is not None else torch.float32
 
@@ -175,12 +175,12 @@ class Strategy:
         )
 
     @property
-    def frozen_dtype(self):
+    def frozen_dtype(self) -> torch.dtype:
         """The dtype of weights that are not trained: no optimizer needs them in fp32."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @property
-    def device_of_weights(self):
+    def device_of_weights(self) -> torch.device | None:
         """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
         device; None for the CPU, where each rank keeps a part of them only, and before the processes have started."""
         shards = self.shards_parameters or self.fully_shards
@@ -191,9 +191,10 @@ class Strategy:
     def lacks_bf16(self) -> bool:
         """Whether there is a device, and it does not compute in bf16."""
 
-        return torch.accelerator.is_available() and has_bf16(torch.accelerator.current_accelerator()) is False
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return device is not None and has_bf16(device) is False
 
-    def gathered(self, parameter, written: bool = True) -> AbstractContextManager:
+    def gathered(self, parameter: torch.Tensor, written: bool = True) -> AbstractContextManager[Any]:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
         if self.fully_shards and hasattr(parameter, "cut"):
             return self._rows_gathered(parameter)
@@ -204,12 +205,12 @@ class Strategy:
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
 
     @contextlib.contextmanager
-    def _rows_gathered(self, parameter) -> Iterator[None]:
+    def _rows_gathered(self, parameter: torch.Tensor) -> Iterator[None]:
         parameter.data = torch.cat(self.gather(parameter.data))
         yield
-        parameter.data = parameter.cut.of(parameter.data)
+        parameter.data = parameter.cut.of(parameter.data)  # type: ignore[attr-defined]  # of model/rows.py
 
-    def read_from_outside(self, module, parameter) -> None:
+    def read_from_outside(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
         """Let ZeRO-3 know that `module` reads a parameter that is not its own; else it would find it empty."""
         if self.shards_parameters:
             import deepspeed
@@ -233,12 +234,12 @@ class Strategy:
             f"machine's {available / 2**30:.1f}): they differ from those of other strategies at the same seed"
         )
 
-    def building_from_scratch(self, num_parameters: int) -> AbstractContextManager:
+    def building_from_scratch(self, num_parameters: int) -> AbstractContextManager[Any]:
         """The context in which random weights are drawn: in full, where there is room for them."""
         in_full = self.shards_parameters and self.sharded_init_reason(num_parameters) is None
         return _without_sharding() if in_full else contextlib.nullcontext()
 
-    def loading(self) -> AbstractContextManager:
+    def loading(self) -> AbstractContextManager[Any]:
         """The context in which pretrained weights are loaded: in full, where tensor parallelism cuts them before
         ZeRO-3 shards them."""
         return _without_sharding() if self.tensor > 1 and self.shards_parameters else contextlib.nullcontext()
@@ -262,7 +263,7 @@ def _without_sharding() -> Iterator[None]:
         AcceleratorState().deepspeed_plugin.set_deepspeed_weakref()
 
 
-def current_device():
+def current_device() -> torch.device | None:
     """The torch.device of this process; None before the processes have started."""
     from accelerate.state import PartialState, is_initialized
 

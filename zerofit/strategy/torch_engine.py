@@ -1,12 +1,15 @@
 """One process, or DDP: torch's own optimizer, and gradients in DDP's buckets."""
 
 import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
+from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.optimizers import KEPT, make_optimizer, state_bytes
-from zerofit.strategy.state import ReplicatedOptimizerState, ReplicatedState
+from zerofit.strategy.state import OptimizerState, ReplicatedOptimizerState, ReplicatedState
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -23,23 +26,25 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 class TorchEngine(Engine):
     """One process, or DDP."""
 
-    def _prepare(self, model, recipe):
-        self.optim, self.optimizer = recipe.optim, make_optimizer(model, recipe, self.device)
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+        self.optim = recipe.optim
+        self.optimizer: Any = make_optimizer(model, recipe, self.device)
         model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layout.world_size > 1:
             self._put_gradients_into_buckets(model)
         return model
 
-    def _put_gradients_into_buckets(self, model) -> None:
+    def _put_gradients_into_buckets(self, model: Any) -> None:
         """Let DDP make the gradients, as views of its buckets, in a backward pass that gives zeros.
 
         Those of the first micro-batches would lie in memory beside the buckets, until the ranks meet.
         """
         model.reducer.prepare_for_backward([])
-        sum(0.0 * parameter.sum() for parameter in self.parameters).backward()
+        zeros: Any = sum(0.0 * parameter.sum() for parameter in self.parameters)
+        zeros.backward()
 
-    def accumulate(self, last):
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
         return (
             self.accelerator.no_sync(self.model)
@@ -47,21 +52,21 @@ class TorchEngine(Engine):
             else contextlib.nullcontext()
         )
 
-    def backward(self, loss):
+    def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
 
-    def gradient_norm(self):
+    def gradient_norm(self) -> float:
         self.accelerator.unscale_gradients()
         self._norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
         return float(self._norm)
 
-    def apply(self):
+    def apply(self) -> None:
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, self._norm)
         self.optimizer.step()
         self._drop_gradients()
 
-    def discard(self):
+    def discard(self) -> None:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
         self._drop_gradients()
@@ -71,21 +76,21 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad(set_to_none=self.layout.world_size == 1)
 
     @property
-    def learning_rate(self):
+    def learning_rate(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
 
     @property
-    def torch_optimizer(self):
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
         return self.optimizer.optimizer
 
-    def _state(self):
+    def _state(self) -> OptimizerState | None:
         if self.optim == "adamw":
             return ReplicatedState(self)
         return ReplicatedOptimizerState(self, KEPT[self.optim], lambda shape: state_bytes(self.optim, shape))
 
-    def loss_scale(self):
+    def loss_scale(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
 
-    def continue_from(self, loss_scale):
+    def continue_from(self, loss_scale: dict[str, Any]) -> None:
         if loss_scale and self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(loss_scale)
