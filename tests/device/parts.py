@@ -11,8 +11,8 @@ from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.data.collate import Batch, CausalCollator
 from zerofit.record.environment import describe_environment
+from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import adamw
 from zerofit.strategy.state import ReplicatedState
@@ -40,7 +40,7 @@ class Alone:
     """An engine of one process and device, without accelerate; after one update."""
 
     layout, is_main, device = ParallelLayout(), True, DEVICE
-    stored_buffers = Engine.stored_buffers
+    stored_buffers = BaseEngine.stored_buffers
 
     def __init__(self):
         torch.manual_seed(0)

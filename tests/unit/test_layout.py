@@ -8,7 +8,7 @@ import torch
 
 from zerofit.data.order import MicroBatches, SampleOrder
 from zerofit.recipe.errors import UserError
-from zerofit.strategy.engine import Engine
+from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.layout import ParallelLayout
 
 DEGREES = {
@@ -59,7 +59,7 @@ def test_the_loss_is_divided_by_what_is_trained_on_and_not_by_what_was_reported_
         reports.append([float(own.sum()), 2.0 * own.sum() if has_loss else 0.0])
     for layout in layouts(name):
         engine = SimpleNamespace(layout=layout, _gathered=lambda values: torch.tensor(reports))
-        count, loss = Engine.sum_over_replicas(engine, reports[layout.rank])
+        count, loss = BaseEngine.sum_over_replicas(engine, reports[layout.rank])
         assert (count, loss / count) == (tokens.sum(), 2.0)
         assert len(layout.loss_ranks) == layout.data_size
 

@@ -14,8 +14,8 @@ from zerofit.health.shutdown import StopReason
 from zerofit.recipe import ClmRecipe
 from zerofit.record.meters import Rates
 from zerofit.record.metrics import EvaluationTime
+from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.engine import Engine as RealEngine
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.training.best_metric import BestMetricTracker
 from zerofit.training.length import run_length
@@ -42,7 +42,7 @@ class Engine:
     """Two ranks that see the same, without processes; it notes what makes the host wait for the device."""
 
     layout, is_main, device = ParallelLayout(2, 0), True, torch.device("cpu")
-    run = RealEngine.run
+    run = BaseEngine.run
 
     def __init__(self, spoilt: tuple[int, ...] = ()):
         torch.manual_seed(0)

@@ -13,16 +13,16 @@ from accelerate.utils import DummyOptim, DummyScheduler
 from zerofit.model.parameters import decay_groups
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
+from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.buckets import fill_bucket_size
 from zerofit.strategy.disk import keeps_optimizer_on_disk, own_folder, remove
 from zerofit.strategy.disk_state import DiskState
-from zerofit.strategy.engine import Engine
 from zerofit.strategy.grid import initializing_deepspeed
 from zerofit.strategy.optimizers import adamw
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(BaseEngine):
     """ZeRO of any stage, with or without offload."""
 
     _folder: Path | None = None  # of this process, for an optimizer on a disk

@@ -22,14 +22,14 @@ from zerofit.model.parameters import true_shape
 from zerofit.model.rows import ends_of, rows_of
 from zerofit.model.stages import without_weights
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.engine import Engine, checksums, storages
+from zerofit.strategy.base_engine import BaseEngine, checksums, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.optimizers import adamw
 from zerofit.strategy.state import OptimizerState, RowState
 from zerofit.strategy.torch_engine import gradient_norm
 
 
-class FullyShardedEngine(Engine):
+class FullyShardedEngine(BaseEngine):
     """FSDP2.
 
     Attributes:

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.engine import Engine
+from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.grid import initializing_deepspeed
 from zerofit.strategy.state import OptimizerState
 
 
-class InferenceEngine(Engine):
+class InferenceEngine(BaseEngine):
     """Evaluates and generates under every strategy.
 
     ZeRO-1 and ZeRO-2 shard what training holds beside the weights, and DeepSpeed has no such stage without an

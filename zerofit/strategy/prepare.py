@@ -6,6 +6,7 @@ import torch
 
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.recipe.schedule import Schedule
+from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.fsdp_engine import FullyShardedEngine
@@ -26,7 +27,7 @@ def prepare_engine(
     strategy: Strategy, accelerator: "Accelerator", model: Any, recipe: OptimizerOptions, schedule: Schedule | None
 ) -> Engine:
     """Shard, wrap and place the model and its optimizer as the strategy says."""
-    kind: type[Engine] = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
+    kind: type[BaseEngine] = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     if strategy.fully_shards:
         kind = FullyShardedEngine
     elif not recipe.trains:

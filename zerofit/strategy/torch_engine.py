@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.engine import Engine
+from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.optimizers import KEPT, make_optimizer, state_bytes
 from zerofit.strategy.state import OptimizerState, ReplicatedOptimizerState, ReplicatedState
 
@@ -23,7 +23,7 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
-class TorchEngine(Engine):
+class TorchEngine(BaseEngine):
     """One process, or DDP."""
 
     def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
