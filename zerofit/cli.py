@@ -7,6 +7,7 @@ A subcommand's `main(argv) -> int` is imported only when it is used: `zerofit --
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -14,21 +15,27 @@ import sys
 from dataclasses import dataclass
 
 from zerofit.recipe.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
+from zerofit.record.terminal import doing
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its name, its line in the help, and `module:function` of its entry point."""
+    """A subcommand: its name, its line in the help, `module:function` of its entry point, and whether it says that it
+    loads libraries, which takes seconds."""
 
     name: str
     help: str
     entry: str
+    is_slow: bool = False
 
     def run(self, argv: list[str]) -> int:
         module, _, function = self.entry.partition(":")
+        status = doing() if self.is_slow else contextlib.nullcontext(lambda text: None)
         gc.disable()  # what libraries make as they are imported stays: to look for garbage in it takes a second
         try:
-            command = getattr(importlib.import_module(module), function)
+            with status as say_now:
+                say_now("loading libraries ...")
+                command = getattr(importlib.import_module(module), function)
         finally:
             gc.enable()
         atexit.register(gc.freeze)  # nor does the interpreter look again as it ends
@@ -50,7 +57,7 @@ COMMANDS = (
         "compare", "The largest batch that each strategy holds, by running it.", "zerofit.tools.compare.compare:main"
     ),
     Command("doctor", "Who set what, and whether it can run here.", "zerofit.tools.doctor.doctor:main"),
-    Command("plan", "What fits and how fast, predicted without a GPU.", "zerofit.tools.plan.plan:main"),
+    Command("plan", "What fits and how fast, predicted without a GPU.", "zerofit.tools.plan.plan:main", True),
     Command("verify", "Prove on a recipe: strategies agree, kills lose nothing.", "zerofit.tools.verify.verify:main"),
     Command("generate", "Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate:main"),
 )

@@ -1,6 +1,7 @@
 """`zerofit plan`: sums against hand-computed bytes, traces against real passes, and the command."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from zerofit.cli import main
+from zerofit.estimate.allocations import AllocationTracker
+from zerofit.estimate.caching_allocator import Unused, unused_bytes
 from zerofit.estimate.every_nth import EveryNth
 from zerofit.estimate.model_states import deepspeed_states, torch_states
 from zerofit.estimate.peak import Moment, find_peak, pinned, training_moments
@@ -15,6 +18,7 @@ from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
+from zerofit.model import loss
 from zerofit.strategy.gpu_table import GPUS
 
 MILLION = 10**6
@@ -301,11 +305,27 @@ def test_offloaded_inputs_cost_the_host_and_not_the_device(tied):
         assert in_flight(steps)[-1].end == steps[-1].end
 
 
+def test_a_loss_of_many_chunks_is_traced_by_three(monkeypatch):
+    """All that a trace tells is the same as when each chunk is gone through."""
+    monkeypatch.setattr(loss, "GPU_CHUNK_ROWS", (128, 128))
+    rows = Rows("clm", 48)
+    about = {"dtype": torch.bfloat16, "on_gpu": True, "cpu_kernels": False}
+    few = tracer(gpt2(), rows, **about).trace(16)  # 6 chunks
+    monkeypatch.setattr(AllocationTracker, "some_chunks", lambda self, num_rows, rows: range(0, num_rows, rows))
+    every = tracer(gpt2(), rows, **about).trace(16)
+    assert len(every) == len(few) > 10
+    for one, other in zip(every, few):
+        assert replace(one, blocks=[]) == replace(other, blocks=[])
+    losses = [sum(len(segment.blocks) for segment in each) for each in (few, every)]
+    assert losses[0] < losses[1]
+
+
 def test_the_peak_is_a_maximum_over_phases_and_the_sum_of_its_parts():
     states = torch_states(weights(MILLION), 2, torch.float32, torch.float32, on_gpu=True)
     steps = tracer(gpt2(), Rows("clm", 48), dtype=torch.float32).steps(1)
-    peak = find_peak(states, [*training_moments(states, steps, 1)], 2, on_gpu=True)
-    assert sum(peak.components.values()) == peak.allocated < peak.reserved < peak.device
+    peak = find_peak(states, [*training_moments(states, steps, 1)], Unused(7, 5), 2, on_gpu=True)
+    assert sum(peak.components.values()) == peak.allocated == peak.reserved - 7
+    assert peak.device - peak.reserved == peak.needed - (peak.allocated + 5) > 0
     assert peak.phase in ("forward", "loss", "backward", "optimizer step")
 
 
@@ -314,12 +334,56 @@ def test_on_a_cpu_what_is_offloaded_and_the_program_lie_in_the_same_memory():
     settings = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": False})
     states = deepspeed_states(weights(MILLION), settings, 2, torch.bfloat16, accumulates=False, on_gpu=False)
     moment = Moment("optimizer step", {"weights": states.weights})
-    peak = find_peak(states, [moment], 1, on_gpu=False, program=34 * 2**20)
+    peak = find_peak(states, [moment], Unused(7, 5), 1, on_gpu=False, program=34 * 2**20)
     assert peak.components["program"] == (8 + 26) * 2**20
     # of half a million weights: in fp32, with moments; fp32 gradients; a half-precision copy; and the largest weight
     assert peak.components["offloaded"] == (12 + 4 + 2) * MILLION // 2 + 2 * MILLION
-    assert peak.device == peak.allocated == sum(peak.components.values())
-    assert find_peak(states, [moment], 1, on_gpu=False).components["program"] == 8 * 2**20
+    assert peak.device == peak.needed == peak.allocated == sum(peak.components.values())
+    assert find_peak(states, [moment], Unused(7, 5), 1, on_gpu=False).components["program"] == 8 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("blocks", "held", "needed"),
+    [
+        ([8, 8, -8, -8], 20 - 16, 20 - 16),  # a segment of 20 MiB holds two of 8 MiB,
+        ([8, 8, 8, -8, -8, -8], 40 - 24, 40 - 24),  # and not three
+        ([8, 8, 4, -4, -8, -8], 0, 0),
+        ([12, -12, 11.5, -11.5], 0, 0),  # what is left of it is too little to be split off
+        ([12, -12, 14, -14], 12, 0),  # the segment of 12 MiB is of no use to one of 14, and can go back to the driver
+        ([12, 2, -12, 13, -13, -2], 32 - 15, 32 - 15),  # that of 2 MiB has a segment of 20
+        ([6, 6, -6, -6, 12, -12], 20 - 12, 20 - 12),  # neighbours join
+        ([0.5, -0.5], 0, 0),  # small blocks lie elsewhere
+    ],
+)
+def test_what_the_allocator_holds_beyond_tensors(blocks, held, needed):
+    """MiB; CUDACachingAllocator.cpp's sizes of segments, best fit, splitting and joining, by hand."""
+    found = unused_bytes(tuple(int(size * 2**20) for size in blocks))
+    assert (found.held, found.needed) == (held * 2**20, needed * 2**20)
+
+
+def test_states_of_the_first_step_lie_where_activations_were():
+    """A block of 4 MiB stays in the segment of 30, so that the next pass has no room for 30 there."""
+    mib = 2**20
+    apart, amid = (unused_bytes((30 * mib, -30 * mib), **{when: (4 * mib,)}) for when in ("before", "between"))
+    assert (apart.held, amid.held) == (16 * mib, 26 * mib)  # of a segment of 20 MiB; of that of 30
+
+
+def test_streams_do_not_share_memory():
+    """ZeRO-3 gathers and reduces on streams of their own where communication overlaps."""
+    config = gpt2()
+    with torch.device("meta"):
+        full = AutoModelForCausalLM.from_config(config)
+    each = Weights(tuple(Weight(name, one.numel()) for name, one in full.named_parameters()))
+    steps = tracer(config, Rows("clm", 48), dtype=torch.bfloat16, watched=True).steps(1)
+    together, apart = (
+        find_peak(states, [*training_moments(states, steps, 1)], Unused(0, 0), 2, on_gpu=True)
+        for states in (
+            deepspeed_states(each, zero(3, overlap_comm=overlaps), 2, torch.bfloat16, accumulates=False, on_gpu=True)
+            for overlaps in (False, True)
+        )
+    )
+    assert together.allocated == apart.allocated == together.reserved < apart.reserved
+    assert apart.needed == together.needed
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -21,7 +21,7 @@ PLAN = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--preci
 def test_a_plan_is_the_same_in_one_process_and_in_two(monkeypatch, capfd):
     used = []
 
-    def noted(function, items, workers):
+    def noted(function, items, workers, progress):
         used.append(workers)
         return in_processes(function, items, workers)
 

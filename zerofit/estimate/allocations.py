@@ -5,7 +5,7 @@ milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no 
 """
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class Segment:
         operations: what is computed in it, in order.
         visit: the visit of a module that it begins with; None: it begins with another thing.
         offloaded: bytes that leave for the host.
+        blocks: bytes of each storage that is made in it, in order; of one that is released, negative.
     """
 
     name: Hashable
@@ -39,6 +40,7 @@ class Segment:
     operations: list[Operation] = field(default_factory=list)
     visit: Visit | None = None
     offloaded: int = 0
+    blocks: list[int] = field(default_factory=list)
 
     @property
     def delta(self) -> int:
@@ -120,6 +122,16 @@ class AllocationTracker(TorchDispatchMode):
         if operation and self.segments:
             self.segments[-1].operations.append(operation)
 
+    def some_chunks(self, num_rows: int, rows: int) -> Iterator[int]:
+        """The first row of the first, the second and the last chunk: those between do what the second one does."""
+        starts = range(0, num_rows, rows)
+        yield from starts[:1]
+        operations = self.segments[-1].operations
+        before = len(operations)
+        yield from starts[1:2]
+        operations += operations[before:] * max(0, len(starts) - 3)
+        yield from starts[2:][-1:]
+
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounding) * self.rounding
 
@@ -128,22 +140,25 @@ class AllocationTracker(TorchDispatchMode):
         if key in self._known:
             return
         self._known[key] = size
-        self.live += size
         weakref.finalize(storage, self._release, key)
-        self._note()
+        self._change(size)
 
     def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        self.live += size - self._known[storage._cdata]
+        self._change(-self._known[storage._cdata])
         self._known[storage._cdata] = size
+        self._change(size)
 
     def _release(self, key: int) -> None:
-        self.live -= self._known.pop(key, 0)
+        self._change(-self._known.pop(key, 0))
 
-    def _note(self) -> None:
+    def _change(self, size: int) -> None:
+        """So many bytes are taken, or (negative) given back."""
+        self.live += size
         self.peak = max(self.peak, self.live)
-        if self.segments:
+        if self.segments and size:
             segment = self.segments[-1]
             segment.peak = max(segment.peak, self.live)
+            segment.blocks.append(size)
 
     def _close(self) -> None:
         if self.segments:

@@ -17,7 +17,7 @@ import torch
 
 from zerofit.estimate.gradient_memory import GradientMemory
 from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
-from zerofit.estimate.model_states import States
+from zerofit.estimate.model_states import States, late_states
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import ENDS, Place, Weight, Weights
 
@@ -84,6 +84,7 @@ def fully_sharded_states(
         engine=lambda: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided, syncs),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
+        late=late_states(MOMENTS_BYTES, [one.padded(world_size) // world_size for one in weights.all if one.trained]),
     )  # fmt: skip
 
 

@@ -13,10 +13,6 @@ PROGRAM_BYTES = 400 * 2**20
 # NCCL_BUFFSIZE (4 MiB for each channel and peer; rings of 16 to 32 channels, send and receive). An estimate.
 NCCL_BYTES = 256 * 2**20
 
-# What the caching allocator holds in blocks that no tensor fills, relative to the peak of allocated memory. An
-# assumption for rows of one length; rows of many lengths need more.
-FRAGMENTATION = 0.03
-
 # On a CPU, beyond what the process takes with its libraries imported (zerofit/tools/compare/trial.py): buffers of MKL,
 # and what is too small to be a tensor. Under DeepSpeed also the stacks of the three threads of its second gloo group,
 # 8 MiB each (pthread_create(3): as large as `ulimit -s` allows). Source: measured with models of two layers, 8 wide,

@@ -30,6 +30,9 @@ class States:
             on the device if it has room for that, and else on the host: the copy does not decide what fits.
         host: on the host, of this process: {name: bytes}.
         disk: on a disk of the machine, of this process, in bytes; checkpoints are not meant.
+        overlaps: weights are gathered, and gradients reduced, on streams of their own.
+        late: bytes of each tensor of `optimizer` that the first step makes, where activations have been.
+        gradients_each: each weight's gradient is a tensor of its own, from its backward pass to the step.
     """
 
     weights: int
@@ -42,6 +45,9 @@ class States:
     load: int = 0
     host: dict[str, int] = field(default_factory=dict)
     disk: int = 0
+    overlaps: bool = False
+    late: tuple[int, ...] = ()
+    gradients_each: bool = False
 
     @property
     def held(self) -> int:
@@ -72,7 +78,18 @@ def torch_states(
         engine=lambda: kind(weights, width),
         step={"gradients": width * weights.trained, "workspace": max(taken) * weights.largest},
         load=held,
+        late=late_states(weights.state_bytes(optim) / max(1, weights.trained), [*weights.sizes.values()]),
+        gradients_each=world_size == 1,
     )
+
+
+def late_states(width: float, sizes: Iterable[int]) -> tuple[int, ...]:
+    """Bytes of the tensors that torch's optimizers make in their first step: two for each weight.
+
+    Args:
+        width: bytes of state for an element.
+    """
+    return tuple(int(width / 2 * size) for size in sizes for _ in range(2))
 
 
 def deepspeed_states(
@@ -115,6 +132,7 @@ def _first_stages(
         "weights": held,
         "load": held,
         "engine": lambda: BucketGradients(weights, zero, width, kept, part_of if offloads else None),
+        "overlaps": bool(zero.overlap_comm),
     }
     if offloads:
         host = {
@@ -179,6 +197,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gp
         load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
         host=host,
         disk=(MASTER_BYTES + MOMENTS_BYTES + 4) * trained if on_disk else 0,  # gradients too
+        overlaps=bool(zero.overlap_comm),
     )
 
 

@@ -1,14 +1,15 @@
 """The predicted peak of a strategy: the largest of the moments of an update, with its parts and its phase."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from zerofit.estimate.caching_allocator import Unused
 from zerofit.estimate.gradient_memory import GradientMemory
 from zerofit.estimate.memory_constants import (
     CPU_PROGRAM_BYTES,
     CUBLAS_WORKSPACE_BYTES,
     CUDA_CONTEXT_BYTES,
-    FRAGMENTATION,
     NCCL_BYTES,
 )
 from zerofit.estimate.model_states import States
@@ -19,10 +20,19 @@ ACTIVATIONS, HEAD, WORKSPACE = "activations", "head and loss", "workspace"
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of an update, and what is on the device then."""
+    """The moment of a phase with most on the device, and what that is.
+
+    Attributes:
+        computing, gathered, reduced: the most at any moment of the phase of what the stream that computes holds,
+            beside states; of gathered weights; and of gradients' temporaries on their way to other processes. Each
+            has a stream of its own where communication overlaps, and no stream gets another one's memory.
+    """
 
     phase: str
     components: dict[str, int]
+    computing: int = 0
+    gathered: int = 0
+    reduced: int = 0
 
     @property
     def total(self) -> int:
@@ -36,8 +46,9 @@ class Peak:
     Attributes:
         allocated: as torch.cuda.max_memory_allocated; on a CPU, what a process takes beyond what it took before the
             model.
-        reserved: as torch.cuda.max_memory_reserved.
-        device: as the driver shows it: with context and communication buffers.
+        reserved: as torch.cuda.max_memory_reserved, where there is enough.
+        device: as the driver shows it then: with context and communication buffers.
+        needed: of `device`, what training takes at least: the rest goes back to the driver when memory runs out.
         host: of one process, beside the program itself.
         disk: of one process, what is offloaded to a disk.
     """
@@ -47,6 +58,7 @@ class Peak:
     allocated: int
     reserved: int
     device: int
+    needed: int
     host: int
     disk: int = 0
 
@@ -67,12 +79,13 @@ class InFlight:
 
 
 def find_peak(
-    states: States, moments: list[Moment], num_groups: int, on_gpu: bool, program: int = CPU_PROGRAM_BYTES,
-    on_host: int = 0,
+    states: States, moments: list[Moment], unused: Unused, num_groups: int, on_gpu: bool,
+    program: int = CPU_PROGRAM_BYTES, on_host: int = 0,
 ) -> Peak:  # fmt: skip
     """The peak over the moments.
 
     Args:
+        unused: of the allocator, as a training pass leaves it.
         num_groups: groups of processes that this one communicates in; 0: it is alone.
         program: on a CPU, bytes beside tensors.
         on_host: bytes on the host beside the states.
@@ -80,16 +93,22 @@ def find_peak(
     host = states.offloaded + on_host
     if not on_gpu:  # offloaded states lie in the same memory
         beside = {"offloaded": host, "program": program}
-        moments = [Moment(one.phase, one.components | beside) for one in moments]
+        moments = [replace(one, components=one.components | beside) for one in moments]
     largest = max(moments, key=lambda moment: moment.total)
     components = {name: size for name, size in largest.components.items() if size}
+    total = largest.total
     if not on_gpu:
-        return Peak(largest.phase, components, largest.total, largest.total, largest.total, host, states.disk)
-    allocated = largest.total + CUBLAS_WORKSPACE_BYTES
+        return Peak(largest.phase, components, total, total, total, total, host, states.disk)
+    allocated = total + CUBLAS_WORKSPACE_BYTES
     components[WORKSPACE] = components.get(WORKSPACE, 0) + CUBLAS_WORKSPACE_BYTES
-    reserved = int(allocated * (1 + FRAGMENTATION))
+    apart = 0  # of streams whose largest moments are not those of the peak
+    if states.overlaps:
+        streams = [max(getattr(one, name) for one in moments) for name in ("computing", "gathered", "reduced")]
+        apart = max(0, sum(_held(states).values()) + sum(streams) - total)
+    reserved = allocated + apart + unused.held
     context = CUDA_CONTEXT_BYTES + NCCL_BYTES * num_groups
-    return Peak(largest.phase, components, allocated, reserved, reserved + context, host, states.disk)
+    needed = allocated + unused.needed + context
+    return Peak(largest.phase, components, allocated, reserved, reserved + context, needed, host, states.disk)
 
 
 def training_moments(
@@ -146,7 +165,8 @@ def _passes(
         is_last = in_flight is None and (number == accumulation - 1 or number == 1)
         engine.begin(first=number == 0, last=is_last)
         moment = _largest_of_pass(states, engine, training)
-        yield Moment(moment.phase, _sum(held, moment.components, _others(in_flight, training, accumulation, number)))
+        others = _others(in_flight, training, accumulation, number)
+        yield replace(moment, components=_sum(held, moment.components, others))
     if in_flight:  # gradients are exchanged when all passes are done
         engine.begin(first=False, last=True)
         exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
@@ -162,29 +182,51 @@ def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation
     return {ACTIVATIONS: others * kept + in_flight.received, "buffers": in_flight.buffers}
 
 
+class _Moment(NamedTuple):
+    """What is held beside the states, in bytes."""
+
+    step: TracedStep
+    at_hand: int  # weights that ZeRO-3 has gathered
+    kinds: tuple[int, int, int]  # of the engine: gathered, gradients, buffers
+    alive: int
+    rise: int
+    reduced: int  # temporaries of an exchange
+
+    @property
+    def computing(self) -> int:
+        return sum(self.kinds) + self.alive + self.rise
+
+    @property
+    def total(self) -> int:
+        return self.at_hand + self.computing + self.reduced
+
+
 def _largest_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Moment:
-    """The moment of a forward and backward pass at which most is held beside the states."""
-    most, gathered = -1, 0
-    largest: tuple[TracedStep, int, int, int, int, int, int] | None = None
+    several = list(_moments_of_pass(states, engine, steps))
+    largest = max(several, key=lambda one: one.total)
+    in_loss, head = largest.step.phase == "loss", min(largest.step.head, largest.alive)
+    (gathered, gradients, buffers), rise = largest.kinds, largest.rise + largest.reduced
+    parts = {
+        "gathered weights": largest.at_hand + gathered, "gradients": gradients, "buffers": buffers,
+        ACTIVATIONS: largest.alive - head, HEAD: head + (rise if in_loss else 0), WORKSPACE: 0 if in_loss else rise,
+    }  # fmt: skip
+    streams = (max(getattr(one, name) for one in several) for name in ("computing", "at_hand", "reduced"))
+    return Moment(largest.step.phase, parts, *streams)
+
+
+def _moments_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Iterator[_Moment]:
+    gathered = 0
     for step, (at_first, gathered) in zip(steps, _gathered(states, steps)):
         entering = engine.enter(step)
-        total = at_first + entering + step.start
-        if total > most:
-            most, largest = total, (step, at_first, *engine.by_kind, step.start, entering - engine.held)
-        total = gathered + engine.held + step.start + step.rise
-        if total > most:
-            most, largest = total, (step, gathered, *engine.by_kind, step.start, step.rise)
+        yield _Moment(step, at_first, engine.by_kind, step.start, entering - engine.held, 0)
+        yield _Moment(step, gathered, engine.by_kind, step.start, step.rise, 0)
         if step.completed:
             exchanged = engine.complete(step.completed)
-            total = gathered + exchanged + step.end + step.gradient
-            if total > most:
-                most, parts = total, (engine.gathered, engine.gradients + step.gradient, engine.buffers)
-                largest = (step, gathered, *parts, step.end, exchanged - engine.held)
+            weights, gradients, buffers = engine.by_kind
+            kinds = weights, gradients + step.gradient, buffers
+            yield _Moment(step, gathered, kinds, step.end, 0, exchanged - engine.held)
     exchanged = engine.finish()
-    if gathered + exchanged + steps[-1].end > most:
-        largest = (steps[-1], gathered, *engine.by_kind, steps[-1].end, exchanged - engine.held)
-    assert largest is not None  # a pass has steps
-    return _moment(*largest)
+    yield _Moment(steps[-1], gathered, engine.by_kind, steps[-1].end, 0, exchanged - engine.held)
 
 
 def _gathered(
@@ -192,18 +234,6 @@ def _gathered(
 ) -> list[tuple[int, int]]:
     steps = training if evaluation is None else evaluation
     return states.gathered.follow(training, evaluation) if states.gathered else [(0, 0)] * len(steps)
-
-
-def _moment(
-    step: TracedStep, at_hand: int, gathered: int, gradients: int, buffers: int, alive: int, rise: int
-) -> Moment:
-    """`at_hand`: weights that ZeRO-3 has gathered; what follows is the engine's."""
-    in_loss = step.phase == "loss"
-    head = min(step.head, alive)
-    return Moment(step.phase, {
-        "gathered weights": at_hand + gathered, "gradients": gradients, "buffers": buffers, ACTIVATIONS: alive - head,
-        HEAD: head + (rise if in_loss else 0), WORKSPACE: 0 if in_loss else rise,
-    })  # fmt: skip
 
 
 def _sum(*parts: dict[str, int]) -> dict[str, int]:

@@ -24,6 +24,7 @@ class TracedStep(NamedTuple):
     operations: tuple[Operation, ...] = ()
     visit: Visit | None = None  # of a module, that it begins with
     offloaded: int = 0  # bytes that leave for the host
+    blocks: tuple[int, ...] = ()  # made, and (negative) released, in order
 
 
 def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]:
@@ -44,17 +45,17 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]
         backward = backward or name.startswith("backward")
         is_last_of_forward = not backward and (at + 1 == len(runs) or _title(runs[at + 1])[0].startswith("backward"))
         phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
-        operations = [tuple(segment.operations) for segment in run]
+        contents = [(tuple(segment.operations), tuple(segment.blocks)) for segment in run]
         places = _places(where, traced, stacks, backward)
         for place in places:
             if not backward and place != places[0]:
                 live -= sum(segment.offloaded for segment in run)  # the input of the layer before is not held any more
             before, in_full = live, _renaming(where, place)
-            for segment, computed in zip(run, operations):
+            for segment, (computed, blocks) in zip(run, contents):
                 end = live + segment.delta
                 steps.append(
                     TracedStep(phase, name, place, live, segment.rise, end, head, in_full(segment.completed),
-                         segment.gradient, computed, _visit(segment.visit, in_full), segment.offloaded)
+                         segment.gradient, computed, _visit(segment.visit, in_full), segment.offloaded, blocks)
                 )  # fmt: skip
                 if is_last_of_forward or name == "backward of after":
                     head = max(0, head + segment.delta)
@@ -107,7 +108,8 @@ def extrapolate(
 
     return [
         b._replace(start=further(a.start, b.start), rise=further(a.rise, b.rise), end=further(a.end, b.end),
-                   head=further(a.head, b.head), offloaded=further(a.offloaded, b.offloaded))
+                   head=further(a.head, b.head), offloaded=further(a.offloaded, b.offloaded),
+                   blocks=tuple(map(further, a.blocks, b.blocks)))
         for a, b in zip(first, second, strict=True)
     ]  # fmt: skip
 

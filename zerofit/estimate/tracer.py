@@ -231,12 +231,13 @@ class Tracer:
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
         linear = linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
+        chunks = replaced(losses, "chunk_starts", ledger.some_chunks)
         multiplies = replaced(losses, "has_half_matmul", lambda device: self.settings.gpu_kernels)
         adds = replaced(losses, "adds_half_products", lambda device: True)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
         tokens = tokens_exchanged(self.settings.experts, ledger.note)
-        with collectives.in_place(), rows, tokens, grouped, linear, multiplies, adds, self.mode, casts:
+        with collectives.in_place(), rows, tokens, chunks, grouped, linear, multiplies, adds, self.mode, casts:
             yield
 
 

@@ -75,6 +75,7 @@ class KnownPass:
         self.recent: dict[str, int] = {}  # the last place for which a weight was taken from the queue
         self.views: dict[str, int] = {}  # held of weights that were released, until their backward pass is done
         self.backward: dict[str, set[str]] = {}  # modules in their backward pass: frozen weights, computed with again
+        self.blocks: list[int] = []  # taken, and (negative) given back, in order
         self.next = self.step = self.live = self.held = 0
 
     def at(self, visit: Visit) -> int:
@@ -122,14 +123,14 @@ class KnownPass:
         self.live += sum(self.sizes[weight] for weight in weights)
         shards = sum(-(-self.sizes[weight] // self.rules.world_size) for weight in weights)
         if self.rules.world_size == 1:  # a shard is all of its weight, and goes to the weight's place
-            self.held += shards
+            self._change(shards)
             extra = 0
         elif len(weights) == 1:
-            self.held += self.sizes[weights[0]]
+            self._change(self.sizes[weights[0]])
             extra = shards if self.rules.shards_copied else 0
         else:
             extra = shards * self.rules.world_size
-        self.held += extra
+        self._change(extra)
         handle = Handle(weights, extra, len(weights))
         self.handles |= dict.fromkeys(weights, handle)
 
@@ -142,11 +143,12 @@ class KnownPass:
             handle.arrived = True
             self.here.update(handle.weights)
             if len(handle.weights) > 1 and self.rules.world_size > 1:
-                self.held += sum(self.sizes[one] for one in handle.weights)
+                for one in handle.weights:
+                    self._change(self.sizes[one])
         most = self.held
         handle.waiting -= 1
         if not handle.waiting:
-            self.held -= handle.extra
+            self._change(-handle.extra)
         return most
 
     def _release(self, visit: Visit) -> int:
@@ -166,10 +168,14 @@ class KnownPass:
                 if weight in visit.kept:
                     self.views[weight] = self.views.get(weight, 0) + self.sizes[weight]
                 else:
-                    self.held -= self.sizes[weight]
+                    self._change(-self.sizes[weight])
             if not visit.forward:
-                self.held -= self.views.pop(weight, 0)
+                self._change(-self.views.pop(weight, 0))
         return most
+
+    def _change(self, size: int) -> None:
+        self.held += size
+        self.blocks.append(size)
 
     def _decide(self, visit: Visit) -> frozenset[str]:
         """__params_to_release: not what was fetched for a later place, and not what is needed again soon."""

@@ -47,14 +47,19 @@ class Gathered:
         """
         known = tuple(step.visit for step in training)
         visits = known if evaluation is None else tuple(step.visit for step in evaluation)
-        return _held(known, visits, self.sizes, self.frozen, self.rules, self.keeps, self.width)
+        return _held(known, visits, self.sizes, self.frozen, self.rules, self.keeps, self.width)[0]
+
+    def blocks(self, training: list[TracedStep]) -> list[int]:
+        """Bytes of what a training pass gathers, and (negative) releases, block by block."""
+        known = tuple(step.visit for step in training)
+        return _held(known, known, self.sizes, self.frozen, self.rules, self.keeps, self.width)[1]
 
 
 @functools.lru_cache(maxsize=64)
 def _held(
     known: Visits, visits: Visits, sizes: tuple[tuple[str, int], ...], frozen: frozenset[str], rules: FetchRules,
     keeps: bool, width: int,
-) -> list[tuple[int, int]]:  # fmt: skip
+) -> tuple[list[tuple[int, int]], list[int]]:  # fmt: skip
     by_name, order = dict(sizes), [visit for visit in known if visit]
     remembered: dict[tuple[str, int], frozenset[str]] = {}
     if not keeps:
@@ -68,4 +73,4 @@ def _held(
     for met in visits:
         most = run.at(met) if met else run.held
         held.append((width * most, width * run.held))
-    return held
+    return held, [width * size for size in run.blocks]

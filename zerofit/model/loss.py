@@ -13,6 +13,7 @@ run preflight.check_loss compares the chosen kind with the full one. Evaluation 
 
 import functools
 import types
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -142,6 +143,11 @@ def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
     return min(max(GPU_CHUNK_BYTES // (4 * vocab_size) // 128 * 128, smallest), largest)
 
 
+def chunk_starts(num_rows: int, rows: int) -> Iterable[int]:
+    """The first row of each chunk; `zerofit plan` goes through some of them."""
+    return range(0, num_rows, rows)
+
+
 @torch.compiler.disable  # it would unroll the loop
 def _chunked(hidden, weight, bias, targets, share=None) -> torch.Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
@@ -174,7 +180,7 @@ class _Chunked(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         if not has_half_matmul(hidden.device):
             weight = weight.float()
-        for start in range(0, len(hidden), rows):
+        for start in chunk_starts(len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
             is_ignored = (target == IGNORE)[:, None]
             if share is None:

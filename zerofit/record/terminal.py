@@ -1,11 +1,13 @@
 """How far a run has come, and what a person sees of it: a status line at a terminal, else a line now and then."""
 
+import contextlib
 import errno
 import io
 import os
 import sys
 import time
 import unicodedata
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from zerofit.recipe.errors import printable
@@ -163,10 +165,26 @@ class StatusLine:
         print(f"\r{line:<{self.width}}", end="", file=sys.stderr, flush=True)
         self.width = len(line)
 
+    def clear(self) -> None:
+        """Take the line away where it can be."""
+        if self.renewed and self.width:
+            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
+            self.width = 0
+
     def close(self) -> None:
         """What is printed next begins a line."""
         if self.renewed and self.width:
             print(file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def doing() -> Iterator[Callable[[str], None]]:
+    """A function that says at a terminal what is done now; nothing stays of it, and elsewhere nothing is said."""
+    line = StatusLine()
+    try:
+        yield lambda text: line.show([text]) if line.renewed else None
+    finally:
+        line.clear()
 
 
 class Bar(StatusLine):
@@ -203,7 +221,5 @@ class Bar(StatusLine):
 
     def note(self, text: str) -> None:
         """A line of its own, in the place of the status line if there is one, which comes again."""
-        if self.renewed and self.width:
-            print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
-            self.width = 0
+        self.clear()
         say(text, main=self.main)

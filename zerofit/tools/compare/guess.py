@@ -124,7 +124,8 @@ def _predictor(
         if kind == "cpu":
             counted = peak.allocated + programs[resolved.zero is not None]
         else:
-            counted = peak.reserved if kind == "cuda" else peak.allocated - CUBLAS_WORKSPACE_BYTES
+            context = peak.device - peak.reserved
+            counted = peak.needed - context if kind == "cuda" else peak.allocated - CUBLAS_WORKSPACE_BYTES
         return PredictedSize(size, counted, counted <= request["limit"])
 
     return predict

@@ -16,7 +16,12 @@ from zerofit.strategy.host_memory import usable_cores
 from zerofit.tools.plan.prediction import LayoutOutcome
 
 
-def find_all(subject: PlannedModel, outcomes: list[LayoutOutcome], find_one: Callable[[LayoutOutcome], None]) -> None:
+def find_all(
+    subject: PlannedModel,
+    outcomes: list[LayoutOutcome],
+    find_one: Callable[[LayoutOutcome], None],
+    progress: Callable[[int, int], None] = lambda done, count: None,
+) -> None:
     """Find what each layout holds, or why it holds nothing.
 
     Layouts that share traces stay together in their order: nothing is traced twice, and the predictions are the same
@@ -36,12 +41,14 @@ def find_all(subject: PlannedModel, outcomes: list[LayoutOutcome], find_one: Cal
 
     several = list(shares.values())
     workers = min(usable_cores(), len(several)) if _can_fork() else 1
-    for share, found in zip(several, in_processes(find, several, workers)):
+    for share, found in zip(several, in_processes(find, several, workers, progress)):
         for outcome, (predictions, refused) in zip(share, found):
             outcome.predictions, outcome.refused = predictions, refused
 
 
-def in_processes(function: Callable, items: list, workers: int) -> list:
+def in_processes(
+    function: Callable, items: list, workers: int, progress: Callable[[int, int], None] = lambda done, count: None
+) -> list:
     """[function(item) for each item], by this process and `workers` - 1 copies of it; each takes the next item.
 
     What a copy did not bring back, since it failed or was ended, is done here: an error is raised in this process.
@@ -49,13 +56,14 @@ def in_processes(function: Callable, items: list, workers: int) -> list:
     context = multiprocessing.get_context("fork" if workers > 1 else None)
     taken = context.Value("q", 0)
 
-    def work() -> dict[int, Any]:
+    def work(progress: Callable[[int, int], None] = lambda done, count: None) -> dict[int, Any]:
         done = {}
         while True:
             with taken.get_lock():
                 number, taken.value = taken.value, taken.value + 1
             if number >= len(items):
                 return done
+            progress(number, len(items))
             done[number] = function(items[number])
 
     def work_as_copy(sender: Connection) -> None:
@@ -69,7 +77,7 @@ def in_processes(function: Callable, items: list, workers: int) -> list:
         context.Process(target=work_as_copy, args=(sender,), daemon=True).start()
         sender.close()
         receivers.append(receiver)
-    done = work()
+    done = work(progress)
     for receiver in receivers:
         with contextlib.suppress(EOFError):
             done |= receiver.recv()

@@ -27,7 +27,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import configs
-from zerofit.record.terminal import rounded, say, screen_width, size, table
+from zerofit.record.terminal import doing, rounded, say, screen_width, size, table
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         if lengths
         else partial(planner.find, sizes=options.sizes, max_batch_size=options.max_batch_size)
     )
-    find_all(subject, outcomes, find)
+    with doing() as say_now:
+        find_all(subject, outcomes, find, lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"))
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
     remedies = {} if lengths else find_remedies(planner, outcomes, check)
@@ -123,7 +124,7 @@ def _search(
     say(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
     head = ("strategy", "batch", "memory", "s/update", "tokens/s", "with")
     rows = [
-        (one.label, f"{one.micro_batch} x {one.accumulation}", size(one.peak.device), rounded(one.speed.time.seconds),
+        (one.label, f"{one.micro_batch} x {one.accumulation}", size(one.peak.needed), rounded(one.speed.time.seconds),
          rounded(one.speed.tokens_per_s), " ".join(words_of(combination.options)) or "-")
         for combination, one in found
     ]  # fmt: skip

@@ -97,7 +97,7 @@ class PlanReport:
                 *_TIMES * timed, *_SPANS[: 2 + bool(price)] * bool(spans))  # fmt: skip
         cells = [
             (one.label, *[f"{one.length:,}"] * bool(self.lengths), f"{one.micro_batch} x {one.accumulation}",
-             _size(one.peak.device), *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
+             _size(one.peak.needed), *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
              *_times(one) * timed, *(_span(one, spans, price) if spans else ()))
             for one in rows
         ]  # fmt: skip
@@ -108,6 +108,8 @@ class PlanReport:
     def _parts(self, best: Prediction) -> list[str]:
         """What the first row consists of; --json has that of all."""
         lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
+        if best.peak.device > best.peak.needed:
+            lines[0] += f"; nvidia-smi shows up to {size(best.peak.device)}, as torch keeps what it has once had"
         limited = [one for one in self.rows if one.peak.phase in LOWERS]
         if limited:
             labels, phase = ", ".join(one.label for one in limited), limited[0].peak.phase
@@ -222,7 +224,7 @@ def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
     groups: dict[tuple, list[Prediction]] = {}
     for one in predictions:
         seconds = one.speed.time.seconds if one.speed else None
-        key = (one.size, one.accumulation, one.peak.device, one.host_bytes, one.disk_bytes, seconds, one.degrees)
+        key = (one.size, one.accumulation, one.peak.needed, one.host_bytes, one.disk_bytes, seconds, one.degrees)
         groups.setdefault(key, []).append(one)
     return list(groups.values())
 
@@ -264,4 +266,4 @@ def _listed(parts: dict[str, float], text) -> str:
 
 def _misfit(one: Prediction) -> str:
     largest = dict(sorted(one.peak.components.items(), key=lambda item: -item[1])[:3])
-    return f"{size(one.peak.device)}, exceeds the limit by {size(one.lacking)} ({_listed(largest, size)})"
+    return f"{size(one.peak.needed)}, exceeds the limit by {size(one.lacking)} ({_listed(largest, size)})"

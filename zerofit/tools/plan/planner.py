@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cached_property, partial
 
+from zerofit.estimate.caching_allocator import Unused, unused_bytes
 from zerofit.estimate.generation_cache import KeyValueCache, cache_of
 from zerofit.estimate.memory_constants import (
     CPU_DEEPSPEED_BYTES,
@@ -10,12 +11,13 @@ from zerofit.estimate.memory_constants import (
     CPU_GROUPS,
     CPU_PROGRAM_BYTES,
 )
+from zerofit.estimate.model_states import States
 from zerofit.estimate.peak import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.timing import Timing
-from zerofit.estimate.traced_steps import host_inputs
+from zerofit.estimate.traced_steps import TracedStep, host_inputs
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.layouts import possible_degrees, read_pair
@@ -76,9 +78,9 @@ class Planner:
         layout = resolved.layout
         accumulation = self.accumulation(micro_batch, layout.data_size)
         peaks = [self._peak(resolved, micro_batch, accumulation, stage) for stage in self.subject.stages(layout)]
-        peak, on_gpu = max(peaks, key=lambda one: one.device), self.subject.on_gpu
+        peak, on_gpu = max(peaks, key=lambda one: one.needed), self.subject.on_gpu
         host = peak.host * self.budget.local_ranks
-        lacking = max(0, peak.device - self.budget.device)
+        lacking = max(0, peak.needed - self.budget.device)
         if self.budget.host is not None and on_gpu:
             lacking = max(lacking, host - self.budget.host)
         return Prediction(
@@ -98,9 +100,10 @@ class Planner:
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
         moments = [*training_moments(states, training, accumulation, in_flight)]
-        rest = _num_groups(layout), subject.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))
+        unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
+        rest = unused, _num_groups(layout), subject.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))
         peak = find_peak(states, moments, *rest)
-        if peak.device > self.budget.device:  # whatever an evaluation takes: it is not traced
+        if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
         evaluation = subject.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
         generated = self._generated(resolved.precision)
@@ -187,6 +190,23 @@ class Planner:
             outcome.predictions = sorted([*outcome.predictions, found], key=lambda one: one.micro_batch)
             if found.fits:
                 return
+
+
+def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unused:
+    """Of the allocator, on the stream that computes and on that which gathers weights."""
+    forward = [size for step in training if step.phase != "backward" for size in step.blocks]
+    blocks, gradients = [], []
+    for step in training:
+        blocks += step.blocks
+        if step.completed and states.gradients_each:
+            gradients.append(step.gradient)
+            blocks.append(step.gradient)
+    blocks += [-size for size in gradients]
+    unused = unused_bytes(tuple(blocks), tuple(forward) * (in_flight - 1), states.late)
+    if not (states.gathered and states.overlaps):
+        return unused
+    gathered = unused_bytes(tuple(states.gathered.blocks(training)))
+    return Unused(unused.held + gathered.held, unused.needed + gathered.needed)
 
 
 def _program_on_cpu(resolved: PlannedStrategy) -> int:

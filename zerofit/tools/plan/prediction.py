@@ -62,7 +62,8 @@ class Prediction:
 
     @property
     def device_bytes(self) -> int:
-        return self.peak.device
+        """What training takes of a device at least."""
+        return self.peak.needed
 
     @property
     def is_timed(self) -> bool:
@@ -99,6 +100,7 @@ class Prediction:
             "peak_allocated_bytes": peak["allocated"],
             "peak_reserved_bytes": peak["reserved"],
             "device_bytes": peak["device"],
+            "needed_bytes": peak["needed"],
             "host_bytes": self.host_bytes,
             "disk_bytes": self.disk_bytes,
             "phase": peak["phase"],

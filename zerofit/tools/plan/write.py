@@ -96,5 +96,5 @@ def _said(one: Prediction) -> str:
     speed = f", {rounded(one.speed.tokens_per_s)} tokens/s" if one.is_timed else ""
     return (
         f"zerofit plan predicts for {one.layout.world_size} processes, micro-batch {one.micro_batch}, accumulation "
-        f"{one.accumulation}: {size(one.peak.device)} of each{speed}"
+        f"{one.accumulation}: {size(one.peak.needed)} of each{speed}"
     )
