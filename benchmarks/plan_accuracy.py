@@ -488,12 +488,12 @@ class Predictor:
 
         flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
         options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")
-        subject = read_planned_model(options, configuration.task, on != "cpu")
+        model = read_planned_model(options, configuration.task, on != "cpu")
         if on != "cpu":
-            subject = replace(subject, cpu_kernels=True)
+            model = replace(model, cpu_kernels=True)
         budget = Budget(16 * GIB, None, configuration.processes, configuration.processes)
-        self.on, self.planner = on, Planner(options, subject, budget)
-        self.resolved = resolve(configuration.strategy, options, subject, budget.num_gpus, budget.gpus_per_node)
+        self.on, self.planner = on, Planner(options, model, budget)
+        self.resolved = resolve(configuration.strategy, options, model, budget.num_gpus, budget.gpus_per_node)
 
     def peak(self, micro_batch: int):
         """The Peak, without the workspace that the simulated accelerator does not have."""

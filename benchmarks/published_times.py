@@ -76,12 +76,12 @@ def predict(row: MeasuredRow) -> tuple[str, float, dict[str, float]]:
     try:
         options, _ = read_with_recipe(PlanOptions, words_of(row), prog="zerofit plan")
         gpu = find_gpu(row.gpu)
-        budget, subject = make_budget(options, gpu, True), read_planned_model(options, "clm", True)
+        budget, model = make_budget(options, gpu, True), read_planned_model(options, "clm", True)
         pair, degrees = read_pair(row.strategy), Degrees(row.tensor, row.pipeline)
         degrees = pair.degrees if degrees == Degrees() else degrees
-        recipe = Planner(options, subject, budget).resolved_recipe()
-        resolved = resolve_with(row.strategy, pair, degrees, recipe, subject, row.gpus, row.gpus_per_node)
-        timing, _ = make_timing(options, subject, budget, gpu, {row.precision != "fp32"})
+        recipe = Planner(options, model, budget).resolved_recipe()
+        resolved = resolve_with(row.strategy, pair, degrees, recipe, model, row.gpus, row.gpus_per_node)
+        timing, _ = make_timing(options, model, budget, gpu, {row.precision != "fp32"})
         time = timing.predict(resolved, row.micro_batch, row.accumulation).time
     except UserError as error:
         print(f"{row.id}: {error.problems[0]}", file=sys.stderr)

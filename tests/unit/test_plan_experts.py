@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_model
 
 from zerofit.estimate.exchanges import fully_sharded_exchanges
-from zerofit.estimate.fully_sharded import FullyShardedEngine, fully_sharded_states
+from zerofit.estimate.fully_sharded import FullyShardedMemory, fully_sharded_states
 from zerofit.estimate.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import make_model
 from zerofit.estimate.planned_rows import Rows
@@ -93,7 +93,7 @@ def at(phase: str, layer: int | None = None) -> TracedStep:
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_experts_are_not_gathered_and_their_gradients_stay(width):
-    engine, gradient = FullyShardedEngine(weights(), width, 2, True, DIVIDED), 4 * 160 // 2
+    engine, gradient = FullyShardedMemory(weights(), width, 2, True, DIVIDED), 4 * 160 // 2
     for first in (True, False):
         engine.begin(first, not first)
         for step in (at("forward"), at("forward", 0), at("loss"), at("backward"), at("backward", 0)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerofit.estimate.exchanges import fully_sharded_exchanges
-from zerofit.estimate.fully_sharded import FullyShardedEngine, fully_sharded_states
+from zerofit.estimate.fully_sharded import FullyShardedMemory, fully_sharded_states
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import Weight, Weights
 
@@ -24,7 +24,7 @@ def at(phase: str, layer: int | None = None) -> TracedStep:
 
 
 def test_two_blocks_are_there_at_once_and_a_flat_copy_of_one():
-    engine = FullyShardedEngine(weights(), 4, 2, reshards=True)
+    engine = FullyShardedMemory(weights(), 4, 2, reshards=True)
     engine.begin(first=True, last=True)
     assert engine.enter(at("forward")) == 2 * ENDS
     assert engine.enter(at("forward", 0)) == 2 * ENDS + LAYER, "the flat copy before is kept until this one is there"
@@ -47,7 +47,7 @@ def test_two_blocks_are_there_at_once_and_a_flat_copy_of_one():
     assert engine.by_kind == (0, ENDS // 2 + LAYER, 0)
 
 
-def after_each_of_three_micro_batches(engine: FullyShardedEngine):
+def after_each_of_three_micro_batches(engine: FullyShardedMemory):
     for number in range(3):
         engine.begin(first=number == 0, last=number == 2)
         for phase, layer in PASSES:
@@ -60,20 +60,20 @@ def after_each_of_three_micro_batches(engine: FullyShardedEngine):
 
 
 def test_later_micro_batches_add_to_the_shards():
-    engine = FullyShardedEngine(weights(), 4, 2, reshards=True)
+    engine = FullyShardedMemory(weights(), 4, 2, reshards=True)
     assert [*after_each_of_three_micro_batches(engine)] == 3 * [(0, (ENDS + 2 * LAYER) // 2, 0)]
 
 
 def test_gradients_that_are_reduced_once_an_update_are_kept_in_full():
     for width in (4, 2):  # in fp32 in half precision, too
-        engine, full = FullyShardedEngine(weights(), width, 2, reshards=True, syncs=False), ENDS + 2 * LAYER
+        engine, full = FullyShardedMemory(weights(), width, 2, reshards=True, syncs=False), ENDS + 2 * LAYER
         assert [*after_each_of_three_micro_batches(engine)] == [(0, full, 0), (0, full, 0), (0, full // 2, 0)]
 
 
 def test_ends_that_are_not_tied_are_there_while_they_are_needed():
     every = (*weights().all, Weight("norm", 4, rows=4), Weight("head", 80, rows=10))
     untied = Weights(every, ("layers",), ends={"embed": 0, "norm": 1, "head": 1})
-    engine, last = FullyShardedEngine(untied, 4, 2, reshards=True), ENDS + 4 * 4
+    engine, last = FullyShardedMemory(untied, 4, 2, reshards=True), ENDS + 4 * 4
     engine.begin(first=True, last=True)
     held = []
     head = at("backward")._replace(name="backward of after")
@@ -94,7 +94,7 @@ def test_ends_that_are_not_tied_are_there_while_they_are_needed():
 
 
 def test_blocks_that_are_not_forgotten_stay():
-    engine = FullyShardedEngine(weights(), 4, 2, reshards=False)
+    engine = FullyShardedMemory(weights(), 4, 2, reshards=False)
     engine.begin(first=True, last=True)
     for step in (at("forward"), at("forward", 0), at("forward", 1), at("backward")):
         engine.enter(step)

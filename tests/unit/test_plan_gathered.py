@@ -15,7 +15,7 @@ from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import linear_of_zero_3
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.estimate.zero3_coordinator import FetchRules, KnownPass
-from zerofit.estimate.zero3_weights import Gathered
+from zerofit.estimate.zero3_weights import GatheredWeights
 
 NUM_LAYERS = 4
 
@@ -176,7 +176,7 @@ def held(
     """Bytes of fp32 weights at each visit of a pass, of two processes."""
     weights = Weights(tuple(Weight(name, size) for name, size in sizes_of(model).items()), ("layers",))
     common = {"stage": 3, "stage3_param_persistence_threshold": 64, "stage3_prefetch_bucket_size": 0}
-    gathered = Gathered(weights, DeepSpeedZeroConfig(**common | settings), 4, 2, keeps, offloads)
+    gathered = GatheredWeights(weights, DeepSpeedZeroConfig(**common | settings), 4, 2, keeps, offloads)
     steps = [TracedStep("forward" if visit.forward else "backward", "", None, 0, 0, 0, 0, visit=visit)
              for visit in visited(model, efficient)]  # fmt: skip
     return gathered.follow(steps)

@@ -31,13 +31,13 @@ def zero(stage: int) -> DeepSpeedZeroConfig:
     return DeepSpeedZeroConfig(stage=stage)
 
 
-def subject_of(*flags: str) -> PlannedModel:
+def model_of(*flags: str) -> PlannedModel:
     options, _ = read_with_recipe(PlanOptions, [*COMMON, *flags], "test")
     return read_planned_model(options, "clm", on_gpu=True)
 
 
-def steps_of(subject: PlannedModel, layout: ParallelLayout, batch_size: int = 2):
-    return subject.tracer("fp32", zero(2), layout).steps(batch_size)
+def steps_of(model: PlannedModel, layout: ParallelLayout, batch_size: int = 2):
+    return model.tracer("fp32", zero(2), layout).steps(batch_size)
 
 
 def total(steps, kind: str, attribute: str) -> int:
@@ -54,10 +54,10 @@ def exchanged(steps, kind: str, phase: str) -> list[int]:
 def test_under_zero_3_a_layer_keeps_the_inputs_of_frozen_weights():
     """deepspeed/runtime/zero/linear.py. Two inputs are kept in any case: the adapter of q_proj reads one, and torch's
     attention keeps its output. Those of gate_proj (H) and down_proj (I) are not."""
-    subject = subject_of(*LLAMA, "--packing", "none", "--lora", "--lora_target_modules", "q_proj")
+    model = model_of(*LLAMA, "--packing", "none", "--lora", "--lora_target_modules", "q_proj")
     off = DeepSpeedZeroConfig(stage=3, memory_efficient_linear=False)
     kept = [
-        next(step.start for step in subject.tracer("fp32", one, ALONE).steps(2) if step.phase == "loss")
+        next(step.start for step in model.tracer("fp32", one, ALONE).steps(2) if step.phase == "loss")
         for one in (zero(2), off, zero(3))
     ]
     assert kept[0] == kept[1]
@@ -69,16 +69,16 @@ def test_under_zero_3_a_layer_keeps_the_inputs_of_frozen_weights():
 
 def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
     """docs/measurements/strategies.md: 68,288 of 127,552 parameters; the last has one row more."""
-    subject = subject_of(*GPT2)
-    assert subject.weights.trained == 127_552
-    assert subject.weights_of(SHARED).trained == 68_288 + 64
-    assert subject.weights_of(SPLIT) == subject.weights
+    model = model_of(*GPT2)
+    assert model.weights.trained == 127_552
+    assert model.weights_of(SHARED).trained == 68_288 + 64
+    assert model.weights_of(SPLIT) == model.weights
 
 
 @pytest.mark.parametrize(("processes", "held"), [(2, 255_232), (4, 127_744)])
 def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
     """docs/measurements/strategies.md; beside the moments the optimizer has counters, and pads nothing."""
-    states = fully_sharded_states(subject_of(*GPT2).weights, processes, torch.float32, True, reshards=True)
+    states = fully_sharded_states(model_of(*GPT2).weights, processes, torch.float32, True, reshards=True)
     assert states.weights == held
     assert states.optimizer == 2 * held
 
@@ -86,11 +86,11 @@ def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
 @pytest.mark.parametrize("model", [GPT2, LLAMA])
 def test_products_and_tokens_are_shared_and_layers_meet_eight_times(model):
     """Korthikanti et al. 2022: two all-gathers and two reduce-scatters of (B, T, H) a layer in each pass."""
-    subject = subject_of(*model)
-    alone, shared = steps_of(subject, ALONE), steps_of(subject, SHARED)
+    model = model_of(*model)
+    alone, shared = steps_of(model, ALONE), steps_of(model, SHARED)
     assert total(shared, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
     assert total(shared, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2
-    hidden, layers = 2 * 64 * 64 * 4, subject.config.num_hidden_layers
+    hidden, layers = 2 * 64 * 64 * 4, model.config.num_hidden_layers
     assert exchanged(shared, ALL_REDUCE, "forward") == [hidden], "the embedding"
     meetings = {"forward": (2 * layers, 2 * layers), "loss": (0, 1), "backward": (2 * layers + 1, 2 * layers + 1)}
     for phase, (scattered, gathered) in meetings.items():
@@ -103,25 +103,25 @@ def test_products_and_tokens_are_shared_and_layers_meet_eight_times(model):
 
 def test_a_recomputed_layer_meets_again_but_for_its_last_sum():
     """Nothing is kept of what follows that, and so torch does not compute it anew."""
-    subject = subject_of(*GPT2, "--gradient_checkpointing")
-    steps, layers = steps_of(subject, SHARED), 2
+    model = model_of(*GPT2, "--gradient_checkpointing")
+    steps, layers = steps_of(model, SHARED), 2
     assert len(exchanged(steps, ALL_GATHER, "backward")) == layers * (2 + 2) + 1
     assert len(exchanged(steps, REDUCE_SCATTER, "backward")) == layers * (2 + 1) + 1
 
 
 def test_between_layers_that_are_shared_a_rank_keeps_its_part_of_the_tokens():
-    subject = subject_of(*LLAMA, "--gradient_checkpointing", "--packing", "none")
+    model = model_of(*LLAMA, "--gradient_checkpointing", "--packing", "none")
     hidden, kept = 2 * 64 * 64 * 4, {}
     for layout in (ALONE, SHARED):
-        before, after = [step for step in steps_of(subject, layout) if step.phase == "forward" and step.place][-2:]
+        before, after = [step for step in steps_of(model, layout) if step.phase == "forward" and step.place][-2:]
         kept[layout] = after.start - before.start
-        assert subject.hidden_bytes("fp32", layout, 2) == hidden / layout.tensor, "what a stage is sent"
+        assert model.hidden_bytes("fp32", layout, 2) == hidden / layout.tensor, "what a stage is sent"
     assert kept == {ALONE: hidden, SHARED: hidden / 2}, "the input of a layer that is recomputed"
 
 
 def test_rows_that_are_split_exchange_heads_and_keep_half():
-    subject = subject_of(*LLAMA, "--packing", "none")
-    alone, split = steps_of(subject, ALONE), steps_of(subject, SPLIT)
+    model = model_of(*LLAMA, "--packing", "none")
+    alone, split = steps_of(model, ALONE), steps_of(model, SPLIT)
     assert total(split, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2
     assert total(split, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
     query, keys = 2 * 32 * 64 * 4, 2 * 32 * 32 * 4  # of this rank's half of the rows
@@ -132,9 +132,9 @@ def test_rows_that_are_split_exchange_heads_and_keep_half():
 
 
 def test_packed_documents_keep_a_mask_of_rows_in_full():
-    subject = subject_of(*LLAMA, "--packing", "documents")
+    model = model_of(*LLAMA, "--packing", "documents")
     masked, free = (
-        max(step.start for step in steps_of(one, SPLIT)) for one in (subject, subject_of(*LLAMA, "--packing", "none"))
+        max(step.start for step in steps_of(one, SPLIT)) for one in (model, model_of(*LLAMA, "--packing", "none"))
     )
     assert masked - free >= 2 * 64 * 64 * 4
 
@@ -143,9 +143,9 @@ def test_packed_documents_keep_a_mask_of_rows_in_full():
 
 
 def test_stages_have_all_weights_and_both_ends_a_tied_table():
-    subject = subject_of(*GPT2)
+    model = model_of(*GPT2)
     layout = ParallelLayout(2, pipeline=2)
-    first, last = (subject.weights_of(layout, stage).trained for stage in subject.stages(layout))
+    first, last = (model.weights_of(layout, stage).trained for stage in model.stages(layout))
     table = 301 * 64
     assert first + last == 127_552 + table
     assert first - last == 128 * 64 - 2 * 64  # positions; the norm after the layers
@@ -153,10 +153,10 @@ def test_stages_have_all_weights_and_both_ends_a_tied_table():
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA])
 def test_each_gradient_of_a_stage_is_completed_once(model):
-    subject = subject_of(*model)
+    model = model_of(*model)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
-    for stage in subject.stages(layout):
-        weights, steps = subject.weights_of(layout, stage), subject.steps("fp32", zero(1), layout, stage, 2)
+    for stage in model.stages(layout):
+        weights, steps = model.weights_of(layout, stage), model.steps("fp32", zero(1), layout, stage, 2)
         completed = [step.completed for step in steps if step.completed]
         assert sorted(completed) == sorted(weights.sizes)
         assert sum(step.gradient for step in steps) == pytest.approx(4 * weights.trained, rel=0.02)  # blocks of 512

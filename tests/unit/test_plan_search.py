@@ -25,8 +25,8 @@ def planner_of(*flags) -> Planner:
         PlanOptions, ["--task", "clm", "--config_name", "gpt2", *map(str, flags)], prog="plan"
     )
     gpu = find_gpu(options.gpu)
-    budget, subject = make_budget(options, gpu, True), read_planned_model(options, "clm", True)
-    return Planner(options, subject, budget, make_timing(options, subject, budget, gpu, {True})[0])
+    budget, model = make_budget(options, gpu, True), read_planned_model(options, "clm", True)
+    return Planner(options, model, budget, make_timing(options, model, budget, gpu, {True})[0])
 
 
 def exhaustively(planner: Planner, names: list[str]) -> float:

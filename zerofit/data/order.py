@@ -281,7 +281,7 @@ def _without_torchs_traceback(batches: Iterator) -> Iterator:
         raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
 
 
-class _Loader(torch.utils.data.DataLoader):
+class _OrderedLoader(torch.utils.data.DataLoader):
     """Raises the UserError of a worker process as it is, without the traceback that torch adds."""
 
     def __iter__(self):
@@ -292,4 +292,6 @@ def loader(
     samples: SampleSet, sampler: torch.utils.data.Sampler, collate, workers: int, pin: bool
 ) -> torch.utils.data.DataLoader:
     """A DataLoader over this rank's micro-batches."""
-    return _Loader(_Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin)
+    return _OrderedLoader(
+        _Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin
+    )

@@ -54,8 +54,8 @@ def device_speeds(
     if links is None and local > 1:
         missing = missing or "--link_bandwidth, in GB/s"
     if of_maker is None or missing:
-        subject, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
-        return of_maker, links, f"not known{subject}: set {missing}{other}"
+        which, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
+        return of_maker, links, f"not known{which}: set {missing}{other}"
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
     return of_maker, links, f"{of_maker.source}{between}"
 

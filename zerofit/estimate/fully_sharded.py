@@ -41,7 +41,7 @@ EMBEDDING, LAST = (ENDS, 0), (ENDS, 1)
 
 
 @dataclass(frozen=True)
-class Group:
+class ShardedGroup:
     """Sizes of what is gathered, and reduced, together; in bytes.
 
     Attributes:
@@ -81,14 +81,14 @@ def fully_sharded_states(
     return States(
         weights=held,
         optimizer=MOMENTS_BYTES * trained,
-        engine=lambda: FullyShardedEngine(weights, dtype.itemsize, world_size, reshards, divided, syncs),
+        engine=lambda: FullyShardedMemory(weights, dtype.itemsize, world_size, reshards, divided, syncs),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
         late=late_states(MOMENTS_BYTES, [one.padded(world_size) // world_size for one in weights.all if one.trained]),
     )  # fmt: skip
 
 
-class FullyShardedEngine(GradientMemory):
+class FullyShardedMemory(GradientMemory):
     """FSDP2's groups, on one rank."""
 
     def __init__(
@@ -235,8 +235,8 @@ class FullyShardedEngine(GradientMemory):
         return most
 
 
-def _group(weights: list[Weight], width: int, world_size: int) -> Group:
+def _group(weights: list[Weight], width: int, world_size: int) -> ShardedGroup:
     full = width * sum(one.padded(world_size) for one in weights)
     reduced = MASTER_BYTES * sum(one.padded(world_size) for one in weights if one.trained)
     cast = full // world_size if width < MASTER_BYTES else 0
-    return Group(full, cast, reduced, reduced // world_size)
+    return ShardedGroup(full, cast, reduced, reduced // world_size)

@@ -14,7 +14,7 @@ import torch
 from zerofit.estimate.gradient_memory import BucketGradients, DdpGradients, GradientMemory
 from zerofit.estimate.memory_constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from zerofit.estimate.weights import FlatGroup, Weight, Weights, kept_by_rank
-from zerofit.estimate.zero3_weights import Gathered
+from zerofit.estimate.zero3_weights import GatheredWeights
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class States:
     engine: Callable[[], GradientMemory]
     gradients: int = 0
     buffers: int = 0
-    gathered: Gathered | None = None
+    gathered: GatheredWeights | None = None
     step: dict[str, int] = field(default_factory=dict)
     load: int = 0
     host: dict[str, int] = field(default_factory=dict)
@@ -192,7 +192,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gp
         engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
-        gathered=Gathered(weights, zero, width, world_size, keeps_layers, offloads_weights) if copies else None,
+        gathered=GatheredWeights(weights, zero, width, world_size, keeps_layers, offloads_weights) if copies else None,
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
         load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
         host=host,

@@ -39,24 +39,22 @@ class PlannedStrategy:
     def divides_experts(self) -> bool:
         return getattr(self.sharding, "divides_experts", False)
 
-    def divided(self, subject: PlannedModel) -> frozenset[str]:
+    def divided(self, model: PlannedModel) -> frozenset[str]:
         """The parameters with experts of which each rank has some in full."""
-        return expert_names(subject.full) if self.divides_experts else frozenset()
+        return expert_names(model.full) if self.divides_experts else frozenset()
 
-    def states(self, subject: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
-        trained, frozen = subject.dtypes(self.precision, self.sharding is not None)
-        weights, sharers = subject.weights_of(self.layout, stage), self.layout.shard_size
+    def states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
+        trained, frozen = model.dtypes(self.precision, self.sharding is not None)
+        weights, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
-            return fully_sharded_states(weights, sharers, trained, subject.on_gpu, self.sharding.reshards,
-                                        self.divided(subject), self.sharding.syncs)  # fmt: skip
+            return fully_sharded_states(weights, sharers, trained, model.on_gpu, self.sharding.reshards,
+                                        self.divided(model), self.sharding.syncs)  # fmt: skip
         if self.zero is None:
-            return torch_states(weights, sharers, trained, frozen, subject.on_gpu, subject.recipe.optim)
-        return deepspeed_states(
-            weights, self.zero, sharers, trained, accumulates, subject.on_gpu, subject.keeps_layers
-        )
+            return torch_states(weights, sharers, trained, frozen, model.on_gpu, model.recipe.optim)
+        return deepspeed_states(weights, self.zero, sharers, trained, accumulates, model.on_gpu, model.keeps_layers)
 
 
-def plan_strategy(name: str, strategy: Strategy, subject: PlannedModel) -> PlannedStrategy:
+def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> PlannedStrategy:
     """With what follows from the model: sizes of buckets and thresholds."""
     if strategy.deepspeed is None:
         sharding = (
@@ -66,9 +64,9 @@ def plan_strategy(name: str, strategy: Strategy, subject: PlannedModel) -> Plann
         )
         return PlannedStrategy(name, strategy.layout, strategy.precision, sharding)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
-    weights = subject.weights_of(strategy.layout)
+    weights = model.weights_of(strategy.layout)
     fill_by_sizes(section, weights.trained, weights.trained + weights.frozen)
-    hidden = _hidden_size(subject.config)
+    hidden = _hidden_size(model.config)
     for key, value_of in BY_HIDDEN_SIZE.items():
         if section.get(key) == "auto":
             section[key] = value_of(hidden)

@@ -1,4 +1,4 @@
-"""The time of updates of one subject on one device."""
+"""The time of updates of one model on one device."""
 
 import bisect
 import copy
@@ -58,22 +58,22 @@ class Timing:
     """
 
     def __init__(
-        self, subject: PlannedModel, gpus_per_node: int, speeds: Speeds, links: AnyLinks | None,
+        self, model: PlannedModel, gpus_per_node: int, speeds: Speeds, links: AnyLinks | None,
         mean_length: float | None, is_known: bool = True,
     ):  # fmt: skip
-        self.subject, self.gpus_per_node, self.speeds = subject, gpus_per_node, speeds
+        self.model, self.gpus_per_node, self.speeds = model, gpus_per_node, speeds
         self.links: AnyLinks = links or Links(math.inf, math.inf)
-        self.rows = subject.rows.shortened(mean_length) if mean_length else subject.rows
+        self.rows = model.rows.shortened(mean_length) if mean_length else model.rows
         self.mean_length, self.is_known = mean_length, is_known
         self._times: dict[tuple[Tracer | EveryNth, Stage], dict[int, PassTime]] = {}
         self._flops_per_token: float | None = None
         self._exchanges: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
 
-    def of(self, subject: PlannedModel) -> "Timing":
+    def of(self, model: PlannedModel) -> "Timing":
         """The same for a model that shares its tracers; what is known of their passes is shared too."""
         other = copy.copy(self)
-        other.subject, other._exchanges = subject, {}
-        other.rows = subject.rows.shortened(self.mean_length) if self.mean_length else subject.rows
+        other.model, other._exchanges = model, {}
+        other.rows = model.rows.shortened(self.mean_length) if self.mean_length else model.rows
         return other
 
     def predict(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int) -> UpdateSpeed | None:
@@ -87,7 +87,7 @@ class Timing:
         time = update_time(
             passes, self._exchanges_of(resolved, accumulation > 1), self.speeds, self.links, accumulation,
             layout.shard_size, max(1, self.gpus_per_node // layout.tensor), half, layout.pipeline,
-            self._handed_over(layout, self.subject.hidden_bytes(resolved.precision, layout, micro_batch), half),
+            self._handed_over(layout, self.model.hidden_bytes(resolved.precision, layout, micro_batch), half),
         )  # fmt: skip
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
@@ -96,21 +96,21 @@ class Timing:
 
     def passes(self, resolved: PlannedStrategy, micro_batch: int) -> PassTime:
         """Of the whole model, or of the stage that takes longest: the others wait for it."""
-        stages = self.subject.stages(resolved.layout)
+        stages = self.model.stages(resolved.layout)
         times = (self._passes_of(resolved, micro_batch, stage) for stage in stages)
         return max(times, key=lambda one: one.forward + one.backward)
 
     def _passes_of(self, resolved: PlannedStrategy, micro_batch: int, stage: Stage) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
         about = resolved.precision, resolved.sharding, resolved.layout
-        tracer = self.subject.tracer(*about, rows=self.rows)
+        tracer = self.model.tracer(*about, rows=self.rows)
         exchanged = self._exchanged(resolved)
         times = self._times.setdefault((tracer, stage), {})
 
         def add(size: int) -> None:
             if size not in times:
-                steps = self.subject.steps(*about, stage, size, rows=self.rows)
-                times[size] = pass_time(steps, self.speeds, exchanged, bool(self.subject.recipe.torch_compile))
+                steps = self.model.steps(*about, stage, size, rows=self.rows)
+                times[size] = pass_time(steps, self.speeds, exchanged, bool(self.model.recipe.torch_compile))
 
         for size in tracer.traced_sizes:
             add(size)
@@ -153,30 +153,30 @@ class Timing:
         return self._exchanges[key][1]
 
     def exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
-        weights, world_size = self.subject.weights_of(resolved.layout), resolved.layout.shard_size
+        weights, world_size = self.model.weights_of(resolved.layout), resolved.layout.shard_size
         if isinstance(resolved.sharding, FullyShards):
             width = DTYPES[resolved.precision].itemsize
-            divided = resolved.divided(self.subject)
+            divided = resolved.divided(self.model)
             return fully_sharded_exchanges(
                 weights, world_size, width, resolved.sharding.reshards, divided, resolved.sharding.syncs,
                 resolved.layout.replicas,
             )  # fmt: skip
         if resolved.zero is None:
-            return torch_exchanges(weights, world_size, self.subject.on_gpu, self.subject.recipe.optim)
+            return torch_exchanges(weights, world_size, self.model.on_gpu, self.model.recipe.optim)
         return deepspeed_exchanges(
             weights,
             resolved.zero,
             world_size,
             DTYPES[resolved.precision].itemsize,
             accumulates,
-            self.subject.keeps_layers,
+            self.model.keeps_layers,
         )
 
     @property
     def flops_per_token(self) -> float:
         """As a run counts them (zerofit/record/meters.py)."""
         if self._flops_per_token is None:
-            rows, full = self.rows, self.subject.full
+            rows, full = self.rows, self.model.full
             if rows.target_length:
                 self._flops_per_token = flops_per_pair_token(full, rows.length, rows.target_length)
             else:

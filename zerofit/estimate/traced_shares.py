@@ -18,7 +18,7 @@ from zerofit.strategy.grid import replaced
 
 
 @dataclass(frozen=True)
-class Group:
+class FakeGroup:
     """Stands for a process group."""
 
     size: int
@@ -84,7 +84,7 @@ def split_layers(model: torch.nn.Module, size: int) -> None:
     if size > 1:
         from zerofit.model.tensor_parallel.split import split_model
 
-        split_model(model, TensorGroup(Group(size), size - 1, size))
+        split_model(model, TensorGroup(FakeGroup(size), size - 1, size))
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def rows_split(model: torch.nn.Module, size: int, attention: str) -> Iterator[No
     from zerofit.strategy.layout import ParallelLayout
 
     class Groups:
-        get_sequence_parallel_group = staticmethod(lambda: Group(size))
+        get_sequence_parallel_group = staticmethod(lambda: FakeGroup(size))
 
     with contextlib.ExitStack() as restored:
         restored.callback(setattr, model, "forward", model.forward)

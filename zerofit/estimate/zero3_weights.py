@@ -21,7 +21,7 @@ from zerofit.estimate.zero3_coordinator import FetchRules, KnownPass
 Visits = tuple[Visit | None, ...]  # that steps begin with
 
 
-class Gathered:
+class GatheredWeights:
     """
     Args:
         width: bytes of a weight.

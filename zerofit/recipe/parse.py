@@ -172,15 +172,15 @@ def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems:
 # ---------------------------------------------------------------------------------------------------------------- YAML
 
 
-class _Loader(BoundedLoader):
+class _RecipeLoader(BoundedLoader):
     """YAML 1.2 numbers: PyYAML's own rule reads 5e-4, which has no dot, as a string."""
 
 
-_Loader.yaml_implicit_resolvers = {
+_RecipeLoader.yaml_implicit_resolvers = {
     first: [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:float"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
+_RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
     list("-+0123456789."),
@@ -197,7 +197,7 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
             f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/"
         ) from None
     try:
-        loader = _Loader(text)
+        loader = _RecipeLoader(text)
         node = loader.get_single_node()
         if node is None:
             raise UserError(f"--config {path}: the file is empty. A recipe holds `option: value` lines")

@@ -111,11 +111,11 @@ def _predictor(
     kind, ranks = request["kind"], request["num_processes"]
     recipe = ["--task", request["task"], "--config", request["recipe"], *flags]
     options, _ = read_with_recipe(PlanOptions, [*recipe, "--strategies", config, "--gpu_memory", "1GiB"], "guess")
-    subject = replace(
+    model = replace(
         read_planned_model(options, request["task"], kind != "cpu"), cpu_kernels=not request["has_gpu_kernels"]
     )
-    planner = Planner(options, subject, Budget(request["limit"], None, ranks, ranks))
-    resolved = resolve(config, options, subject, ranks, ranks)
+    planner = Planner(options, model, Budget(request["limit"], None, ranks, ranks))
+    resolved = resolve(config, options, model, ranks, ranks)
 
     lengths = LengthPlanner(planner, request["sizes"])
 

@@ -103,19 +103,19 @@ def combinations(planner: Planner, names: list[str], check: Callable) -> list[li
 
 def _changed(planner: Planner, options: Options) -> Planner | None:
     """The planner with these options; None: they do not go together, or the model does not have them."""
-    recipe, subject, timing = planner.recipe.draft(), planner.subject, planner.timing
+    recipe, model, timing = planner.recipe.draft(), planner.model, planner.timing
     for name, value in options.items():
         recipe.adopt(name, value, f"--{name}")
     try:
         if recipe.problems():
             return None
         if recipe.gradient_checkpointing:
-            check_recomputation(subject.full, recipe.gradient_checkpointing)
+            check_recomputation(model.full, recipe.gradient_checkpointing)
     except UserError:
         return None
-    rows = rows_of(recipe, subject.task, subject.config, subject.full)
-    subject = subject.with_options(recipe, rows)
-    return Planner(recipe, subject, planner.budget, timing.of(subject))
+    rows = rows_of(recipe, model.task, model.config, model.full)
+    model = model.with_options(recipe, rows)
+    return Planner(recipe, model, planner.budget, timing.of(model))
 
 
 def find_best(

@@ -33,10 +33,8 @@ class LengthPlanner:
     def predict(self, resolved: PlannedStrategy, length: int) -> Prediction:
         """One length under one strategy."""
         if length not in self._planners:
-            subject, timing = self.planner.subject.with_length(length), self.planner.timing
+            model, timing = self.planner.model.with_length(length), self.planner.timing
             budget = self.planner.budget
-            timing = timing and Timing(
-                subject, budget.gpus_per_node, timing.speeds, timing.links, None, timing.is_known
-            )
-            self._planners[length] = Planner(self.planner.recipe, subject, budget, timing)
+            timing = timing and Timing(model, budget.gpus_per_node, timing.speeds, timing.links, None, timing.is_known)
+            self._planners[length] = Planner(self.planner.recipe, model, budget, timing)
         return self._planners[length].predict(resolved, self.micro_batch)

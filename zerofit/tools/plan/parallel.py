@@ -17,7 +17,7 @@ from zerofit.tools.plan.prediction import LayoutOutcome
 
 
 def find_all(
-    subject: PlannedModel,
+    model: PlannedModel,
     outcomes: list[LayoutOutcome],
     find_one: Callable[[LayoutOutcome], None],
     progress: Callable[[int, int], None] = lambda done, count: None,
@@ -31,7 +31,7 @@ def find_all(
     for outcome in outcomes:
         if not outcome.refused:
             about = outcome.resolved
-            key = subject.trace_settings(about.precision, about.sharding, about.layout)
+            key = model.trace_settings(about.precision, about.sharding, about.layout)
             shares.setdefault(key, []).append(outcome)
 
     def find(share: list[LayoutOutcome]) -> list[tuple]:

@@ -62,22 +62,22 @@ def main(argv: list[str] | None = None) -> int:
     names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
     if options.calibrate:
         _calibrate(options)
-    subject = read_planned_model(options, options.task, on_gpu)
-    planner = Planner(options, subject, budget)
+    model = read_planned_model(options, options.task, on_gpu)
+    planner = Planner(options, model, budget)
     check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
     outcomes = [one for name in names for one in planner.layouts(name, check)]
     halves = {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
-    planner.timing, known = make_timing(options, subject, budget, gpu, halves)
+    planner.timing, known = make_timing(options, model, budget, gpu, halves)
     if options.search:
         return _search(planner, options, recipe, names, check, known)
-    lengths = possible_lengths(options.lengths, subject.config) if options.lengths else None
+    lengths = possible_lengths(options.lengths, model.config) if options.lengths else None
     find = (
         LengthPlanner(planner, lengths).find
         if lengths
         else partial(planner.find, sizes=options.sizes, max_batch_size=options.max_batch_size)
     )
     with doing() as say_now:
-        find_all(subject, outcomes, find, lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"))
+        find_all(model, outcomes, find, lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"))
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
     remedies = {} if lengths else find_remedies(planner, outcomes, check)
@@ -189,14 +189,14 @@ def usual_pairs(num_gpus: int) -> list[str]:
 
 
 def make_timing(
-    options: PlanOptions, subject: PlannedModel, budget: Budget, gpu: Gpu | None, halves: set[bool]
+    options: PlanOptions, model: PlannedModel, budget: Budget, gpu: Gpu | None, halves: set[bool]
 ) -> tuple[Timing, str]:
     """(the time of updates, what it rests on).
 
     Args:
         halves: whether strategies compute in half precision.
     """
-    speeds, links, known = device_speeds(options, gpu, subject.on_gpu)
+    speeds, links, known = device_speeds(options, gpu, model.on_gpu)
     has_links = links is not None or budget.num_gpus == 1
     is_known = speeds is not None and has_links and all(map(speeds.computes, halves))
     if not is_known:
@@ -204,7 +204,7 @@ def make_timing(
             known = f"not known of {options.gpu} in fp32"
         speeds, links = stand_in_speeds(options)
         known = f"{known} (ranked as on {STAND_IN.name})"
-    return Timing(subject, budget.gpus_per_node, speeds, links, options.mean_length, is_known), known
+    return Timing(model, budget.gpus_per_node, speeds, links, options.mean_length, is_known), known
 
 
 def _objection(resolved: PlannedStrategy, gpu: Gpu | None, on_gpu: bool) -> str:

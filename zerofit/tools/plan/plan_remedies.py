@@ -53,7 +53,7 @@ def _options(planner: Planner, on_device: bool) -> list[str]:
     if not recipe.lora and (on_device or not recipe.model_name_or_path):
         return names
     names += [] if recipe.lora else ["lora"]
-    return names if recipe.quantised or not planner.subject.on_gpu else [*names, "load_in_4bit"]
+    return names if recipe.quantised or not planner.model.on_gpu else [*names, "load_in_4bit"]
 
 
 def _largest(
@@ -64,12 +64,12 @@ def _largest(
     for name in options:
         recipe.adopt(name, True, f"--{name}")
     try:
-        subject = read_planned_model(recipe, recipe.task, planner.subject.on_gpu)
+        model = read_planned_model(recipe, recipe.task, planner.model.on_gpu)
     except UserError:
         return {}
-    changed = Planner(recipe, subject, planner.budget)
+    changed = Planner(recipe, model, planner.budget)
     again = [one for outcome in missing for one in changed.layouts(outcome.strategy, check)]
-    find_all(subject, again, lambda one: changed.find(one, None, recipe.max_batch_size))
+    find_all(model, again, lambda one: changed.find(one, None, recipe.max_batch_size))
     return {one.label: one.largest.micro_batch for one in again if one.largest}
 
 

@@ -47,7 +47,7 @@ class PlanReport:
 
     def comparable(self, prediction: Prediction) -> Comparable | None:
         """Published rows like a prediction; None: there are none, or no GPU was named."""
-        recipe, rows, weights = self.planner.recipe, self.planner.subject.rows, self.planner.subject.weights
+        recipe, rows, weights = self.planner.recipe, self.planner.model.rows, self.planner.model.weights
         if not recipe.gpu:
             return None
         return comparable(
@@ -86,7 +86,7 @@ class PlanReport:
         lines += self._misfits() + self._refusals()
         offloaded = [one for one, *_ in shown if one.disk_bytes]
         lines += [f"{one.label} keeps {size(one.disk_bytes)} on a disk of each machine." for one in offloaded]
-        lines.append(f"A checkpoint takes {size(self.planner.subject.checkpoint_bytes)} of disk.")
+        lines.append(f"A checkpoint takes {size(self.planner.model.checkpoint_bytes)} of disk.")
         text = "\n".join(line if "\n" in line else wrapped(line, width, 4) for line in lines)
         return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -175,14 +175,14 @@ class PlanReport:
         names = [one.label for one in longest if self.lengths and one.length == self.lengths[-1]]
         if not names:
             return []
-        by_positions = usable_positions(self.planner.subject.config) == self.lengths[-1]
+        by_positions = usable_positions(self.planner.model.config) == self.lengths[-1]
         why = "the model's max_position_embeddings" if by_positions else "the longest of --lengths"
         return [f"Not memory but {self.lengths[-1]:,} tokens ({why}) limit: {', '.join(names)}.", ""]
 
     def describe_model(self) -> str:
         """One line: the model's shape and rows."""
-        weights, rows = self.planner.subject.weights, self.planner.subject.rows
-        total, config = weights.trained + weights.frozen, self.planner.subject.config
+        weights, rows = self.planner.model.weights, self.planner.model.rows
+        total, config = weights.trained + weights.frozen, self.planner.model.config
         trained = "" if not weights.frozen else f", {rounded(100 * weights.trained / total)} % trained"
         target = f" and {rows.target_length:,}" if rows.target_length else ""
         length = f"{rows.length:,}{target}"
@@ -195,7 +195,7 @@ class PlanReport:
     def to_json(self) -> dict[str, Any]:
         """{predictions, best, largest, refused, remedies, ...}. Where lengths were searched, `best` and `largest` are
         the longest rows."""
-        weights, best = self.planner.subject.weights, self.best
+        weights, best = self.planner.model.weights, self.best
         by_rank = sorted((one for one in self.outcomes if one.best), key=lambda one: one.best.rank)
         largest = best if self.lengths else [one.largest for one in by_rank]
         return {
@@ -208,7 +208,7 @@ class PlanReport:
                 for label, several in self.remedies.items()
             },
             "comparable": {one.label: _measured(self.comparable(one)) for one in best if one.is_timed},
-            "checkpoint_bytes": self.planner.subject.checkpoint_bytes,
+            "checkpoint_bytes": self.planner.model.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,
             "trained_parameters": weights.trained,
         }

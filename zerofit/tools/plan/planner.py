@@ -35,8 +35,8 @@ class Planner:
         timing: None: memory is predicted, and no time.
     """
 
-    def __init__(self, recipe, subject: PlannedModel, budget: Budget, timing: Timing | None = None):
-        self.recipe, self.subject, self.budget, self.timing = recipe, subject, budget, timing
+    def __init__(self, recipe, model: PlannedModel, budget: Budget, timing: Timing | None = None):
+        self.recipe, self.model, self.budget, self.timing = recipe, model, budget, timing
 
     def layouts(self, name: str, check: Callable[[PlannedStrategy], str]) -> list[LayoutOutcome]:
         """Those that a strategy can have, without predictions.
@@ -46,13 +46,13 @@ class Planner:
         """
         pair, recipe, budget = read_pair(name), self.resolved_recipe(), self.budget
         outcomes = []
-        tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.subject.num_layers)
+        tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.model.num_layers)
         for degrees in tried:
             outcome = LayoutOutcome(name, degrees)
             outcomes.append(outcome)
             try:
                 outcome.resolved = resolve_with(
-                    name, pair, degrees, recipe, self.subject, budget.num_gpus, budget.gpus_per_node
+                    name, pair, degrees, recipe, self.model, budget.num_gpus, budget.gpus_per_node
                 )
             except UserError as error:
                 outcome.refused = "; ".join(error.problems)
@@ -77,8 +77,8 @@ class Planner:
         """One micro-batch under one strategy."""
         layout = resolved.layout
         accumulation = self.accumulation(micro_batch, layout.data_size)
-        peaks = [self._peak(resolved, micro_batch, accumulation, stage) for stage in self.subject.stages(layout)]
-        peak, on_gpu = max(peaks, key=lambda one: one.needed), self.subject.on_gpu
+        peaks = [self._peak(resolved, micro_batch, accumulation, stage) for stage in self.model.stages(layout)]
+        peak, on_gpu = max(peaks, key=lambda one: one.needed), self.model.on_gpu
         host = peak.host * self.budget.local_ranks
         lacking = max(0, peak.needed - self.budget.device)
         if self.budget.host is not None and on_gpu:
@@ -86,32 +86,32 @@ class Planner:
         return Prediction(
             resolved.name, resolved.precision, layout, micro_batch, accumulation,
             self.recipe.gradient_checkpointing, peak, host, peak.disk * self.budget.local_ranks, lacking == 0, lacking,
-            self.subject.rows.length, self.speed(resolved, micro_batch),
+            self.model.rows.length, self.speed(resolved, micro_batch),
         )  # fmt: skip
 
     def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
-        subject, layout = self.subject, resolved.layout
-        states = resolved.states(subject, accumulation > 1, stage)
+        model, layout = self.model, resolved.layout
+        states = resolved.states(model, accumulation > 1, stage)
         about = resolved.precision, resolved.sharding, layout, stage
-        training = subject.steps(*about, micro_batch)
+        training = model.steps(*about, micro_batch)
         in_flight = None
         if layout.pipeline > 1:
-            hidden = subject.hidden_bytes(resolved.precision, layout, micro_batch)
+            hidden = model.hidden_bytes(resolved.precision, layout, micro_batch)
             in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
                                  hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
         moments = [*training_moments(states, training, accumulation, in_flight)]
         unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
-        rest = unused, _num_groups(layout), subject.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))
+        rest = unused, _num_groups(layout), model.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))
         peak = find_peak(states, moments, *rest)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
-        evaluation = subject.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
+        evaluation = model.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
         generated = self._generated(resolved.precision)
         return find_peak(states, [*moments, *evaluation_moments(states, training, evaluation, generated)], *rest)
 
     def _generated(self, precision: str) -> dict[str, int]:
         """{part: bytes} beside weights while texts are generated for an evaluation batch; empty where none are."""
-        recipe, config = self.recipe, self.subject.config
+        recipe, config = self.recipe, self.model.config
         if not getattr(recipe, "predict_with_generate", False):
             return {}
         beams = recipe.num_beams or getattr(config, "num_beams", None) or 1
@@ -119,7 +119,7 @@ class Planner:
 
     @cached_property
     def _cache(self) -> KeyValueCache:
-        return cache_of(self.subject.full)
+        return cache_of(self.model.full)
 
     def speed(self, resolved: PlannedStrategy, micro_batch: int) -> UpdateSpeed | None:
         if self.timing is None:

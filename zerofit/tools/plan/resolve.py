@@ -12,7 +12,7 @@ from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.configuration import check_layout, check_task
 
 
-def resolve(name: str, recipe, subject: PlannedModel, world_size: int, gpus_per_node: int) -> PlannedStrategy:
+def resolve(name: str, recipe, model: PlannedModel, world_size: int, gpus_per_node: int) -> PlannedStrategy:
     """The strategy as read_strategy has it in a process of such a launch.
 
     Raises:
@@ -24,17 +24,17 @@ def resolve(name: str, recipe, subject: PlannedModel, world_size: int, gpus_per_
     recipe.reset_option("global_batch_warmup")
     recipe.per_device_train_batch_size = 1
     strategy = strategy_of_a_launch(recipe, name, "--strategies", world_size, min(world_size, gpus_per_node))
-    check_task(subject.task, strategy)
-    check_layout(subject.config, strategy)
+    check_task(model.task, strategy)
+    check_layout(model.config, strategy)
     if recipe.lora:
         check_quantised_sharding(recipe, strategy)
         targets = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
-        check_expert_targets(split_targets(subject.full, targets)[1], strategy, recipe)
-    return plan_strategy(name, strategy, subject)
+        check_expert_targets(split_targets(model.full, targets)[1], strategy, recipe)
+    return plan_strategy(name, strategy, model)
 
 
 def resolve_with(
-    name: str, pair: StrategyPair, degrees: Degrees, recipe, subject: PlannedModel, world_size: int, gpus_per_node: int
+    name: str, pair: StrategyPair, degrees: Degrees, recipe, model: PlannedModel, world_size: int, gpus_per_node: int
 ) -> PlannedStrategy:
     """The same for a pair with other degrees than its own: it is written with them, as `--write` does, and read.
 
@@ -42,12 +42,12 @@ def resolve_with(
         UserError: as resolve.
     """
     if degrees == pair.degrees:
-        return resolve(name, recipe, subject, world_size, gpus_per_node)
+        return resolve(name, recipe, model, world_size, gpus_per_node)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{pair.source.stem}.yaml"
         pair.with_degrees(degrees).write(file)
         try:
-            found = resolve(str(file), recipe, subject, world_size, gpus_per_node)
+            found = resolve(str(file), recipe, model, world_size, gpus_per_node)
         except UserError as error:
             named = {str(file): str(pair.source), str(file.with_suffix(".json")): str(pair.json_file)}
             raise UserError(_replaced(problem, named) for problem in error.problems) from None
