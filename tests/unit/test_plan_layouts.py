@@ -83,10 +83,10 @@ def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
     assert states.optimizer == 2 * held
 
 
-@pytest.mark.parametrize("model", [GPT2, LLAMA])
-def test_products_and_tokens_are_shared_and_layers_meet_eight_times(model):
+@pytest.mark.parametrize("flags", [GPT2, LLAMA])
+def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     """Korthikanti et al. 2022: two all-gathers and two reduce-scatters of (B, T, H) a layer in each pass."""
-    model = model_of(*model)
+    model = model_of(*flags)
     alone, shared = steps_of(model, ALONE), steps_of(model, SHARED)
     assert total(shared, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
     assert total(shared, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2
@@ -96,7 +96,7 @@ def test_products_and_tokens_are_shared_and_layers_meet_eight_times(model):
     for phase, (scattered, gathered) in meetings.items():
         assert exchanged(shared, REDUCE_SCATTER, phase) == scattered * [hidden]
         assert exchanged(shared, ALL_GATHER, phase) == gathered * [hidden]
-    norms = (2 * layers + 1) * (1 if model is LLAMA else 2)  # a weight, or a weight and a bias
+    norms = (2 * layers + 1) * (1 if flags is LLAMA else 2)  # a weight, or a weight and a bias
     assert exchanged(shared, ALL_REDUCE, "backward") == norms * [64 * 4]
     assert not exchanged(alone, ALL_REDUCE, "forward")
 
@@ -151,9 +151,9 @@ def test_stages_have_all_weights_and_both_ends_a_tied_table():
     assert first - last == 128 * 64 - 2 * 64  # positions; the norm after the layers
 
 
-@pytest.mark.parametrize("model", [GPT2, LLAMA])
-def test_each_gradient_of_a_stage_is_completed_once(model):
-    model = model_of(*model)
+@pytest.mark.parametrize("flags", [GPT2, LLAMA])
+def test_each_gradient_of_a_stage_is_completed_once(flags):
+    model = model_of(*flags)
     layout = ParallelLayout(4, tensor=2, pipeline=2)
     for stage in model.stages(layout):
         weights, steps = model.weights_of(layout, stage), model.steps("fp32", zero(1), layout, stage, 2)

@@ -1,4 +1,4 @@
-"""Which run goes on, with how many processes, and whether a place in the data is a place in this data."""
+"""Which run goes on, with how many processes, and whether a data position is a place in this data."""
 
 import json
 from types import SimpleNamespace
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
     for flags, global_batch, text in ((["--seed", "1"], 8, "seed was 42, now 1"), ([], 16, "was 8, now 16")):
         message = refusal(differences_from, recipe("--resume", str(checkpoint), *flags), global_batch, recorded)
         assert text in message
-        assert "place in the data" in message
+        assert "the data position" in message
 
 
 def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):

@@ -239,7 +239,7 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_disk, capfd):
     assert saver.wait()
     assert len(saver.messages) == 1
     assert "No space left" in saver.messages[0] or "too large" in saver.messages[0]
-    assert "earlier ones are as they were" in saver.messages[0]
+    assert "earlier checkpoints are intact" in saver.messages[0]
     assert sorted(path.name for path in saver.checkpoints.path.iterdir()) == ["latest", "update_00000002"]
     folder, warnings = saver.choose("auto")
     assert (folder, warnings) == (saver.checkpoints.folder(2), [])

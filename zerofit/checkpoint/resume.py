@@ -191,8 +191,7 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
     displaced = [text for text in differing if text.startswith(("seed ", "global_batch_size "))]
     if displaced:
         raise UserError(
-            f"resume = {recipe.resume!r}: {'; '.join(displaced)}: its place in the data would be another. Set it as "
-            "it was"
+            f"resume = {recipe.resume!r}: {'; '.join(displaced)}: the data position would change. Set it as it was"
         )
     return differing
 
@@ -219,7 +218,7 @@ def check_data(now: dict[str, Any], recorded: dict[str, Any], folder: Path) -> N
         "grouping": f"is grouped by {now['grouping']!r}, and was by {recorded['grouping']!r}",
     }
     raise UserError(
-        f"the training data {what[changed]} when {folder} was written: its place in the data would be another. "
+        f"the training data {what[changed]} when {folder} was written: the data position would change. "
         "Restore the data (with data_path also max_train_steps and num_train_epochs, which the order follows from), "
         f"or start over with {START_OVER}"
     )

@@ -169,7 +169,7 @@ class AsyncCheckpointWriter:
         if failure is None:
             self.records.append(save.record())
         else:
-            earlier = "earlier ones are as they were" if any(self.checkpoints.resumable()) else "there is no other"
+            earlier = "earlier checkpoints are intact" if any(self.checkpoints.resumable()) else "there is no other"
             message = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
             self.messages.append(message)
 

@@ -90,8 +90,8 @@ def check_task(recipe: ModelOptions, config, auto_class) -> None:
         option = next(name for name in ("model_name_or_path", "config_name", "model_type") if getattr(recipe, name))
         raise UserError(
             f"{option} = {getattr(recipe, option)!r}: transformers has no {auto_class.__name__} for a "
-            f"{config.model_type}. Text is trained on with train/clm.py, classes with train/cls.py, and "
-            "encoder-decoder models with train/seq2seq.py"
+            f"{config.model_type}. For text use train/clm.py, for classes train/cls.py, "
+            "for encoder-decoders train/seq2seq.py"
         )
 
 

@@ -1,4 +1,4 @@
-"""How many gradients go round at once under ZeRO-1 and ZeRO-2."""
+"""How many gradients are reduced per bucket under ZeRO-1 and ZeRO-2."""
 
 from typing import Any
 

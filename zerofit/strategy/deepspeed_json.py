@@ -137,7 +137,7 @@ def _zero_problems(section: Any) -> list[str]:
     if section.get("compute_grad_norm") is False:
         return [
             "zero_optimization.compute_grad_norm = false: without the gradient's norm no update can be refused before "
-            "the weights move. Remove it"
+            "it is applied. Remove it"
         ]
     if on_disk := look_at_disk(section):
         return on_disk

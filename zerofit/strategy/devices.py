@@ -95,7 +95,7 @@ def bf16_slowdown() -> float | None:
         return min(once() for _ in range(3))
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would wait for each other where the machine is busy
+    torch.set_num_threads(1)  # several would oversubscribe the cores where the machine is busy
     fp32, bf16 = seconds(torch.float32), seconds(torch.bfloat16)
     torch.set_num_threads(threads)
     return bf16 / fp32 if bf16 > SLOW_BF16 * fp32 else None

@@ -49,7 +49,7 @@ def _properties(file: Path) -> dict[str, int]:
 
 
 def check_devices() -> None:
-    """See that torch finds a GPU where the machine has one.
+    """Check that torch finds a GPU where the machine has one.
 
     The CPU is asked for with `--cpu` or `use_cpu: true` of accelerate, or with an empty CUDA_VISIBLE_DEVICES.
 

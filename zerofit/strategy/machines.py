@@ -20,7 +20,7 @@ def everyones(value: Any) -> list[Any]:
 
 
 def check_same(facts: dict[str, Any], remedy: str) -> None:
-    """See that all ranks have the same. All of them call it together.
+    """Check that all ranks have the same. All of them call it together.
 
     Args:
         facts: {what it is, in words: what this rank has}.

@@ -87,7 +87,7 @@ class Strategy:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the host moves the weights."""
+        """Whether the optimizer step runs on the CPU."""
         zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
         return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
@@ -126,7 +126,7 @@ class Strategy:
         return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
 
     def check_precision(self) -> None:
-        """See that there is a device for the precision.
+        """Check that there is a device for the precision.
 
         Raises:
             UserError: fp16 without a GPU; one problem for each place that asks for it.

@@ -116,7 +116,7 @@ class TrainStep:
     """Makes updates.
 
     Args:
-        detector: accepts or refuses each update before the weights move.
+        detector: accepts or refuses each update before it is applied.
         signals: what this rank has to tell at this moment.
         phase: is told what is being done, and in which update.
     """

@@ -56,7 +56,7 @@ def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> li
     if on_anomaly == "stop":
         return [
             *lines,
-            "            The same command meets it again. To skip these samples add --on_anomaly skip (or rewind)",
+            "            The same command will hit it again. To skip these samples add --on_anomaly skip (or rewind)",
             "            Should the loss have gone wrong before it: start over with a lower "
             "--learning_rate in another --output_dir",
         ]
