@@ -496,10 +496,13 @@ class Predictor:
         self.resolved = resolve(configuration.strategy, options, model, budget.num_gpus, budget.gpus_per_node)
 
     def peak(self, micro_batch: int):
-        """The Peak, without the workspace that the simulated accelerator does not have."""
+        """The Peak, without the workspace and the unused blocks that the simulated accelerator does not have."""
+        from zerofit.estimate.caching_allocator import Unused
         from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
         from zerofit.estimate.peak import WORKSPACE
+        from zerofit.tools.plan import planner
 
+        planner.unused_bytes = lambda *blocks: Unused(0, 0)
         peak = self.planner.predict(self.resolved, micro_batch).peak
         if self.on == "cpu":
             return peak

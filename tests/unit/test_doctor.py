@@ -284,6 +284,17 @@ def test_several_machines(folder, capsys):
     assert "Write deepspeed_multinode_launcher: standard" in "\n".join(texts(report, "warning"))
 
 
+def test_the_machines_of_a_scheduler(folder, monkeypatch):
+    for name, value in {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}.items():
+        monkeypatch.setenv(name, value)
+    said = "\n".join(texts(examined("--strategy", "zero2"), "note"))
+    assert "machine 1 of 2, the first at job-node-0-0.job" in said
+    assert "PET_NNODES = 2" in said
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "contradict each other" in "\n".join(texts(examined("--strategy", "zero2"), "warning"))
+
+
 def test_the_default_configuration(folder, capsys):
     """Without --strategy it is what accelerate launch would read."""
     path = folder / "hf/accelerate/default_config.yaml"

@@ -12,19 +12,47 @@ from helpers import ROOT, environment, refusal
 
 from zerofit.strategy import gpus
 from zerofit.tools.launch import launch as start
-from zerofit.tools.launch.schedulers import Machines, first_host, read_machines
+from zerofit.tools.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
 SLURM = {"SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "2",
          "SLURM_STEP_NODELIST": "gpu[07-09]"}  # fmt: skip
+TRAINER = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-2026-11-24-08-00-00-000000_train_1",
+}
+DSTACK = {
+    "DSTACK_NODES_NUM": "4",
+    "DSTACK_NODE_RANK": "3",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.4",
+    "DSTACK_GPUS_PER_NODE": "8",
+    "DSTACK_RUN_NAME": "tough-octopus-1",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.4",
+}
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Sets the number of devices and the variables of a scheduler."""
     monkeypatch.chdir(ROOT)
-    for name in [name for name in os.environ if name.startswith("SLURM_")] + [*DLC, "LOCAL_RANK"]:
+    known = {*DLC, "LOCAL_RANK", *TRAINER, *SKYPILOT, *DSTACK, *OPENMPI}
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name in known]:
         monkeypatch.delenv(name, raising=False)
 
     def make(devices: int, **variables: str) -> None:
@@ -116,6 +144,46 @@ def test_slurms_machines(machine, capsys):
     assert "SLURM_NODEID = 2" in shown
 
 
+def test_two_jobs_on_a_machine_do_not_meet():
+    ports = {read_machines({**SLURM, "SLURM_JOB_ID": str(job)}).port for job in range(4711, 4721)}
+    assert len(ports) == 10
+    assert all(FIRST_PORT <= int(port) < FIRST_PORT + PORTS for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("variables", "machines"),
+    [
+        (TRAINER, (2, 1, "job-node-0-0.job", "29400")),
+        (SKYPILOT, (2, 1, "10.0.0.4", "derived")),
+        (DSTACK, (4, 3, "10.0.0.4", "derived")),
+        (OPENMPI, (2, 1, "10.0.0.4", None)),
+        ({**OPENMPI, "PMIX_NAMESPACE": "prterun-a@1"}, (2, 1, "10.0.0.4", "derived")),
+        ({**TRAINER, "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "other"}, (2, 1, "job-node-0-0.job", "29400")),
+        ({**SLURM, "SLURM_JOB_ID": "4711"}, (3, 2, "gpu07", "derived")),
+    ],
+)
+def test_schedulers(variables, machines):
+    """The variables that each documents; the port of a job is its own."""
+    found = read_machines(variables)
+    port = "derived" if found.port not in (None, "29400") else found.port
+    assert (found.count, found.rank, found.address, port) == machines
+    assert any(f"{name} = {value}" in found.source for name, value in variables.items())
+
+
+def test_a_pod_of_an_indexed_job(machine, capsys):
+    """It knows its number; how many there are, and the first one's name, are said."""
+    machine(8, JOB_COMPLETION_INDEX="3")
+    found = told(line(capsys, "--num_machines", "4", "--main_process_ip", "job-0.job", RECIPE)[0])
+    assert (found.num_machines, found.machine_rank, found.main_process_ip) == (4, 3, "job-0.job")
+
+
+def test_torchruns_own_variables_do_not_reach_it(monkeypatch):
+    """Its parser takes PET_* for options that are not given."""
+    for name, value in TRAINER.items():
+        monkeypatch.setenv(name, value)
+    assert not [name for name in start.environment_of_launcher() if name.startswith("PET_")]
+
+
 def test_the_first_host_of_a_list():
     lists = {
         "gpu07": "gpu07",
@@ -135,6 +203,11 @@ def test_the_first_host_of_a_list():
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' in the environment"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "12"}, "SLURM_STEP_NUM_TASKS = 12 on 3 machines"),
         ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "srun --ntasks-per-node=1 zerofit launch"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX = 3"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "OMPI_COMM_WORLD_LOCAL_SIZE = 8"),
+        ({**SLURM, **SKYPILOT}, "two schedulers contradict each other: SLURM_STEP_NUM_NODES = 3"),
+        ({**SKYPILOT, "WORLD_SIZE": "2", "RANK": "0"}, "contradict each other"),
+        ({**SKYPILOT, "WORLD_SIZE": "3"}, "contradict each other"),
     ],
 )
 def test_an_environment_of_something_else_is_refused(variables, said):
@@ -163,7 +236,7 @@ def test_mistakes(machine, tmp_path):
         ((RECIPE, "--strategy", "single"), "--strategy single and 16 processes: use ddp"),
         ((RECIPE, "--num_processes", "15"), "Use --num_processes 14"),
         ((RECIPE, "--machine_rank", "2"), "machine_rank 2 of 2"),
-        ((RECIPE, "--num_machines", "2"), "set --machine_rank N and --main_process_ip as well"),
+        ((RECIPE, "--num_machines", "2"), "2 machines (--num_machines): set --main_process_ip as well"),
     ):
         assert said in refusal(start.main, [*words, "--dry_run"])
 

@@ -114,7 +114,11 @@ def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
         id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
         for p in model.parameters()
     }
-    whole = copy.deepcopy(model, empty)
+    kept: dict[int, object] = {**empty}  # and what recomputes layers: it may hold streams, which cannot be copied
+    for module in model.modules():
+        if (function := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+            kept[id(function)] = function
+    whole = copy.deepcopy(model, kept)
     whole.config = model.config
     if getattr(model, "generation_config", None) is not None:
         whole.generation_config = model.generation_config

@@ -27,11 +27,12 @@ from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Needs, check_machine
 from zerofit.tools.doctor.doctor_options import DoctorOptions
-from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, error, note
+from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, error, note, warning
 from zerofit.tools.doctor.installation import inspect_installation
 from zerofit.tools.doctor.launcher import ExaminedLaunch, look_at_launch, look_at_torchrun, shown_command
 from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values
 from zerofit.tools.doctor.without_effect import idle_keys, idle_settings, schedule_warnings
+from zerofit.tools.launch.schedulers import read_machines
 from zerofit.tools.rank_environment import environment_of_a_rank
 from zerofit.tools.tool_recipe import TASKS
 from zerofit.training.configuration import check_model, resolve
@@ -69,7 +70,7 @@ class Examination:
             report.add(ERROR, refusal.problems)
             report.bad_input = True
             return
-        report.findings += launch.findings + idle_keys(launch)
+        report.findings += [*self._machines(), *launch.findings, *idle_keys(launch)]
         report.command = shown_command(launch, program)
         report.values += launch_values(launch)
         offline = {"HF_HUB_OFFLINE": "1"}
@@ -83,6 +84,17 @@ class Examination:
             folder = output_folder(self.task, self.recipe)
             report.values += recipe_values(self.recipe, self.strategy, folder)
         self.needs = self._needs(launch)
+
+    def _machines(self) -> list[Finding]:
+        """What `zerofit launch` reads of the scheduler's variables."""
+        try:
+            machines = read_machines(self.shell)
+        except UserError as refusal:
+            return [warning(f"zerofit launch: {problem}") for problem in refusal.problems]
+        if machines.count == 1:
+            return []
+        where = f"machine {machines.rank} of {machines.count}, the first at {machines.address}"
+        return [note(f"zerofit launch: {where}, read from {machines.source}")]
 
     def _read_launch(self) -> ExaminedLaunch:
         """Raises UserError: there is no such strategy, or its YAML cannot be read."""

@@ -21,7 +21,7 @@ from zerofit.recipe.places import recipe_named, script
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.pairs import find_strategies
 from zerofit.tools.launch.launch_options import LaunchOptions
-from zerofit.tools.launch.schedulers import NAMES, PORT, Machines, read_machines
+from zerofit.tools.launch.schedulers import PORT, Machines, rank_of, read_machines, without_machines
 from zerofit.tools.launch.supervise import Supervisor
 from zerofit.tools.tool_recipe import TASKS
 
@@ -141,7 +141,10 @@ def choose_machines(options: LaunchOptions) -> Machines:
     Raises:
         UserError: of several machines, the number of this one or the address of the first is missing or wrong.
     """
-    machines = read_machines(os.environ) if options.num_machines is None else Machines(1, None)
+    if options.num_machines is None:
+        machines = read_machines(os.environ)
+    else:
+        machines = Machines(1, rank_of(os.environ) if options.num_machines > 1 else 0)
     given = {"count": options.num_machines, "rank": options.machine_rank, "address": options.main_process_ip}
     given = {name: value for name, value in given.items() if value is not None}
     machines = dataclasses.replace(machines, **given, **({"source": "--num_machines"} if "count" in given else {}))
@@ -176,9 +179,9 @@ def layout_of(config: Path, processes: int, machines: Machines, port: int | None
 
 
 def environment_of_launcher() -> dict[str, str]:
-    """This environment without WORLD_SIZE and the like, which torchrun's processes would read as numbers of processes,
-    and with the programs of this Python on PATH (DeepSpeed builds with ninja)."""
-    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    """This environment without the scheduler's numbers of machines, and with the programs of this Python on PATH
+    (DeepSpeed builds with ninja)."""
+    environment = without_machines(os.environ)
     programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
     if programs not in path.split(os.pathsep):
         environment["PATH"] = os.pathsep.join((programs, path))

@@ -14,10 +14,9 @@ from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
 from zerofit.record.exit_code import ExitCode, find_folder
+from zerofit.tools.launch.schedulers import RANK_VARIABLES
 from zerofit.tools.launches import LAUNCHER
 from zerofit.tools.tool_recipe import TASKS
-
-NUMBERS = ("RANK", "SLURM_NODEID")  # of this machine, as schedulers name it
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
@@ -25,7 +24,7 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     named = next((word for word in argv if not word.startswith("--")), "")
     path = Path(named)
     task = next((task for task in TASKS if task in (named, path.stem, path.resolve().parent.name)), "clm")
-    number = next((os.environ[name] for name in NUMBERS if name in os.environ), "0")
+    number = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     for word, following in pairwise(argv):
         number = following if word == "--machine_rank" else number
     recipe = ["--config", named] if path.suffix in (".yaml", ".yml") and "--config" not in argv else []
