@@ -66,5 +66,5 @@ def encoder_of(
 
 
 def encoded(encoder: ChatEncoder, records: list[dict]) -> list[dict]:
-    table = encoder.encode([encoder.render(record, "a.json, record 1") for record in records])
+    table = encoder.encode([encoder.render(encoder.form.messages(record), "a.json, record 1") for record in records])
     return [dict(zip(table, values)) for values in zip(*table.values())]

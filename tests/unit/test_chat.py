@@ -122,7 +122,7 @@ def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
     encoder = encoder_of(tokenizer, CHAT, template)
     (row,) = encoded(encoder, [{"messages": LONG_TALK}])
     pieces = expected(template, LONG_TALK, tokenizer)
-    assert encoder.render({"messages": LONG_TALK}, "")[0] == "".join(text for text, _ in pieces)
+    assert encoder.render(encoder.form.messages({"messages": LONG_TALK}), "")[0] == "".join(text for text, _ in pieces)
     runs = trained_runs(row, tokenizer)
     ends = [run.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>") for run in runs]
     assert [run.strip() for run in ends] == ANSWERS
@@ -307,7 +307,7 @@ def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, wor
     encoder = encoder_of(tokenizer_of("gpt2"), CHAT, str(tmp_path / "mine.jinja"))
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi?"},
             {"role": "assistant", "content": "Good morning."}]  # fmt: skip
-    message = refusal(encoder.render, {"messages": talk}, "a.jsonl, record 7")
+    message = refusal(encoder.render, encoder.form.messages({"messages": talk}), "a.jsonl, record 7")
     assert message.startswith("error: a.jsonl, record 7: chat_template = ")
     assert "mine.jinja' fails on it: " in message
     assert words in message, message

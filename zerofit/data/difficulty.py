@@ -11,6 +11,8 @@ from zerofit.data.tables import columns_present
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.growth import LENGTH, Difficulty
 
+SCORE = "score"  # its column in tables of token ids
+
 
 def score_column(difficulty: Difficulty | None, table: Dataset) -> str | None:
     """The column of the training records that says how difficult each is; None where none does.

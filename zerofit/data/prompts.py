@@ -11,7 +11,7 @@ from zerofit.data.pack import DatasetStats, Sample, TextData
 from zerofit.data.pairs.columns import PairColumns, find_sources
 from zerofit.data.pairs.conversation_files import read_conversation_files
 from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, chosen_widths, split_translation_columns
-from zerofit.data.records import BadRecord, check_records, records_of
+from zerofit.data.records import check_records, read_good, records_in
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.data.sources import Source, read_source
 from zerofit.data.text.documents import text_column
@@ -122,14 +122,7 @@ def read_causal_prompts(
 def _read(options: DataOptions, source: Source, read, key: object) -> tuple[list, list[str]]:
     """(the result of `read` for each record that can be used, notes about the others)."""
     notes = check_records(source, PREDICT, read, ("asked", key), options.rules, options.cache)
-    values = []
-    for batch in source.first.iter(200):
-        for record in records_of(batch):
-            try:
-                values.append(read(record))
-            except BadRecord:
-                continue  # reported already
-    return values, notes
+    return [value for _, _, value in read_good(records_in(source.first), read)], notes
 
 
 def _texts(name: str | None, source: Source) -> list[str]:

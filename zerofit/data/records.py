@@ -1,16 +1,19 @@
 """Read records one by one; skip or refuse those that cannot be used."""
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
-from datasets import Features, Value
+from datasets import Dataset, Features, Value
 
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import RecordRules
 from zerofit.data.sources import Source
+from zerofit.data.tables import columns_present
 from zerofit.data.token_tables import TableCache, encode_table
 from zerofit.recipe.errors import UserError
+
+Read = TypeVar("Read")
 
 
 class BadRecord(Exception):
@@ -20,6 +23,33 @@ class BadRecord(Exception):
 def records_of(batch: dict[str, list]) -> list[dict[str, Any]]:
     """The records of a batch of columns."""
     return [dict(zip(batch, values)) for values in zip(*batch.values())]
+
+
+def read_good(
+    records: Iterable[dict[str, Any]], read: Callable[[dict[str, Any]], Read]
+) -> Iterator[tuple[int, dict[str, Any], Read]]:
+    """(place, record, what `read` makes of it) of each record that it does not refuse; check_records reports the rest.
+
+    Args:
+        read: raises BadRecord.
+    """
+    for place, record in enumerate(records):
+        try:
+            yield place, record, read(record)
+        except BadRecord:
+            continue
+
+
+def records_in(table: Dataset) -> Iterator[dict[str, Any]]:
+    """The records of a table, read in batches."""
+    return (record for batch in table.iter(200) for record in records_of(batch))
+
+
+def require_columns(source: Source, part: str, columns: Iterable[str]) -> None:
+    """Raises UserError if a part lacks columns that the first part has."""
+    table = source.parts[part]
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
 
 
 def check_records(

@@ -1,22 +1,44 @@
 """Tables of records: their first records, a held-out part, their columns, their fingerprints."""
 
 from hashlib import sha256
+from typing import TypeVar
 
 import numpy as np
 from datasets import Dataset, List
 
+from zerofit.data.options import PartOptions
 from zerofit.recipe.columns import NO_HEADER, is_value
 from zerofit.recipe.errors import UserError
 
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 
 
-def first_records(dataset: Dataset, limit: int | None) -> Dataset:
+Records = TypeVar("Records")  # a Dataset, or what has its __len__ and select
+
+
+def split_parts(parts: dict[str, Records], options: PartOptions) -> dict[str, Records]:
+    """The parts that a run uses: a held-out part is split off if there is none, training data only if it trains.
+
+    Raises:
+        UserError: one part would be empty.
+    """
+    if "validation" not in parts and options.held_out_fraction > 0:
+        train, held_out = hold_out(parts["train"], options.held_out_fraction)
+        parts = {**parts, "train": train, "validation": held_out}
+    return {name: part for name, part in parts.items() if options.trains or name != "train"}
+
+
+def limit_parts(parts: dict[str, Records], options: PartOptions) -> dict[str, Records]:
+    """The first records of each part, as max_train_samples and max_eval_samples say."""
+    return {name: first_records(part, options.limit(name)) for name, part in parts.items()}
+
+
+def first_records(dataset: Records, limit: int | None) -> Records:
     """The first `limit` records; all of them without a limit."""
     return dataset if limit is None or limit >= len(dataset) else dataset.select(range(limit))
 
 
-def hold_out(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+def hold_out(dataset: Records, fraction: float) -> tuple[Records, Records]:
     """(training, held-out) records, drawn at random with a fixed seed; each part keeps the order of the records.
 
     Raises:
@@ -29,7 +51,7 @@ def hold_out(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     return dataset.select(np.sort(shuffled[held:])), dataset.select(np.sort(shuffled[:held]))
 
 
-def empty_split(dataset: Dataset, fraction: float, texts: bool = False) -> UserError:
+def empty_split(dataset: Records, fraction: float, texts: bool = False) -> UserError:
     """The error for a split with an empty part.
 
     Args:
@@ -84,9 +106,8 @@ def check_name(name: str, option: str) -> None:
         )
 
 
-def field_hint(dataset: Dataset) -> str:
+def field_hint(dataset: Records) -> str:
     """A hint if the only record seems to contain the records."""
-    inside = [
-        name for name, kind in dataset.features.items() if isinstance(kind, List) and isinstance(kind.feature, dict)
-    ]
+    features = getattr(dataset, "features", {})
+    inside = [name for name, kind in features.items() if isinstance(kind, List) and isinstance(kind.feature, dict)]
     return f" (are the records under a key of the .json? Say --field {inside[0]})" if inside else ""

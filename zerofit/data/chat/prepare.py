@@ -1,5 +1,6 @@
 """Instructions and chats for the causal task: from records to token ids, with labels for the answers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -8,13 +9,13 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from zerofit.data.chat.instructions import Form
-from zerofit.data.difficulty import score_column, scores_of
+from zerofit.data.difficulty import SCORE, score_column, scores_of
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import DataOptions, PartOptions
+from zerofit.data.options import PARTS, DataOptions, PartOptions
 from zerofit.data.pack import Conversations, PackedConversations, SampleSet, TextData
-from zerofit.data.records import BadRecord, check_records, records_of
+from zerofit.data.records import check_records, read_good, records_in, records_of
 from zerofit.data.sources import Source
-from zerofit.data.tables import first_records, hold_out
+from zerofit.data.tables import limit_parts, split_parts
 from zerofit.data.token_row import Documents
 from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
 from zerofit.model import chat
@@ -26,21 +27,22 @@ from zerofit.recipe.errors import UserError
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool")}
 )
-SCORE = "score"  # the column of difficulty, where the recipe names one
-PARTS = {"train": "training", "validation": "held-out"}
 SHOWN = 1600  # about how many characters of a sample to show
 
 
 @dataclass
-class _Part:
-    """A part of the data in preparation: its records, the number of each in its source, and the source's name."""
+class NumberedRecords:
+    """Records of a part, the number of each in its source, and the source's name."""
 
     table: Dataset
     numbers: np.ndarray
     where: str
 
-    def first(self, limit: int | None) -> "_Part":
-        return _Part(first_records(self.table, limit), self.numbers[:limit], self.where)
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, indices: Iterable[int]) -> "NumberedRecords":
+        return NumberedRecords(self.table.select(indices), self.numbers[indices], self.where)
 
 
 @dataclass(frozen=True)
@@ -96,34 +98,24 @@ def prepare_chat(
     return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
 
 
-def _split(options: PartOptions, source: Source, forms: dict[str, Form], score: str | None) -> dict[str, _Part]:
-    """The parts; a held-out one is split off by records if there is none; max_*_samples are applied."""
+def _split(
+    options: PartOptions, source: Source, forms: dict[str, Form], score: str | None
+) -> dict[str, NumberedRecords]:
+    """The parts of the run, cut to max_*_samples."""
     columns = {name: list(form.columns) for name, form in forms.items()}
     if score and score not in columns["train"]:
         columns["train"].append(score)
     parts = {
-        name: _Part(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
+        name: NumberedRecords(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
         for name, table in source.parts.items()
     }
-    if "validation" not in parts and options.held_out_fraction > 0:
-        whole = parts["train"]
-        sides = hold_out(Dataset.from_dict({"record": whole.numbers}), options.held_out_fraction)
-        for name, side in zip(PARTS, sides):
-            numbers = np.array(side["record"][:])
-            parts[name] = _Part(whole.table.select(numbers), numbers, whole.where)
-    if not options.trains:
-        parts.pop("train", None)
-    return {name: part.first(options.limit(name)) for name, part in parts.items()}
+    return limit_parts(split_parts(parts, options), options)
 
 
 def _texts(table: Dataset, form: Form):
     """Every text, to train a tokenizer."""
-    for batch in table.iter(200):
-        for record in records_of(batch):
-            try:
-                yield from (message["content"] for message in form.messages(record))
-            except BadRecord:
-                continue
+    for _, _, messages in read_good(records_in(table), form.messages):
+        yield from (message["content"] for message in messages)
 
 
 # --------------------------------------------------------------------------------------------------------- token ids
@@ -149,9 +141,8 @@ class ChatEncoder:
         special = sorted(tokenizer.special_tokens_map.items())
         self.key = (fingerprint(tokenizer), special, tokenizer.chat_template, form, block_size, train_on_prompt, code)
 
-    def render(self, record: dict, where: str) -> tuple[str, list[chat.Span]]:
-        """The text of a record and the answers in it. Raises BadRecord; UserError if the template fails on it."""
-        messages = self.form.messages(record)
+    def render(self, messages: list[chat.Message], where: str) -> tuple[str, list[chat.Span]]:
+        """The text of a conversation and the answers in it. Raises UserError if the template fails on it."""
         try:
             return render(self.tokenizer, messages)
         except BadTemplate as bad:
@@ -186,14 +177,11 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
 
 
-def _encode(part: _Part, encoder: ChatEncoder, cache: TableCache, score: str | None = None) -> Dataset:
+def _encode(part: NumberedRecords, encoder: ChatEncoder, cache: TableCache, score: str | None = None) -> Dataset:
     def encode(batch: dict, indices: list[int]) -> dict:
         rendered, scores = [], []
-        for index, record in zip(indices, records_of(batch)):
-            try:
-                rendered.append(encoder.render(record, f"{part.where}, record {part.numbers[index] + 1}"))
-            except BadRecord:
-                continue  # reported already
+        for place, record, messages in read_good(records_of(batch), encoder.form.messages):
+            rendered.append(encoder.render(messages, f"{part.where}, record {part.numbers[indices[place]] + 1}"))
             scores += [record[score]] if score else []
         return {**encoder.encode(rendered), **({SCORE: scores} if score else {})}
 

@@ -13,13 +13,12 @@ import numpy as np
 from datasets import Dataset
 
 from zerofit.data.labelled.labels import NO_LABEL, Labels
-from zerofit.data.labelled.samples import ExampleData, HeldOut, encode_texts
-from zerofit.data.lengths import report_data_loss
+from zerofit.data.labelled.samples import ExampleData, HeldOut, encode_texts, truncation_notes
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import Sample
-from zerofit.data.records import BadRecord, check_records, records_of
+from zerofit.data.records import BadRecord, check_records, read_good, records_of, require_columns
 from zerofit.data.sources import Source
-from zerofit.data.tables import columns_present, first_records, hold_out, text_columns
+from zerofit.data.tables import columns_present, limit_parts, split_parts, text_columns
 from zerofit.data.tokenized import TokenizedDataset
 from zerofit.data.turns import blank, holds_lists
 from zerofit.model.tokenizer import get_tokenizer
@@ -194,17 +193,11 @@ def prepare_choices(
     ]
     parts = {}
     for name, table in source.parts.items():
-        if missing := [column for column in choices.columns if column not in table.column_names]:
-            raise UserError(f"{source.where(name)} has no column {', '.join(missing)}; {columns_present(table)}")
+        require_columns(source, name, choices.columns)
         notes += check_records(source, name, choices.read, choices, options.rules, options.cache)
         table = table.select_columns(choices.columns)
-        parts[name] = table.select([index for index, record in enumerate(table) if _is_good(choices, record)])
-    if "validation" not in parts and options.parts.held_out_fraction > 0:
-        sides = hold_out(parts["train"], options.parts.held_out_fraction)
-        parts = {**parts, **dict(zip(("train", "validation"), sides))}
-    if not options.parts.trains:
-        parts.pop("train", None)
-    parts = {name: first_records(part, options.parts.limit(name)) for name, part in parts.items()}
+        parts[name] = table.select([place for place, _, _ in read_good(table, choices.read)])
+    parts = limit_parts(split_parts(parts, options.parts), options.parts)
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(
         options.tokenizer, config, lambda: _texts(train, choices), train._fingerprint, pairs=True
@@ -212,9 +205,7 @@ def prepare_choices(
     sets = {}
     for name, part in parts.items():
         rows = encode_texts(_pairs(part, choices), tokenizer, length, options.cache)
-        what = f"{'training' if name == 'train' else 'held-out'} choices are cut at {length} tokens (max_length)"
-        cut, lengths = int((rows.truncated > 0).sum()), rows.lengths + rows.truncated
-        notes += report_data_loss(False, cut, len(rows), what, lengths, "max_length", config, stops=False)
+        notes += truncation_notes(rows, name, "choices", length, config)
         sizes, right = zip(*((len(texts), number) for texts, number in map(choices.read, part)))
         sets[name] = ChoiceRows(rows, np.array(sizes), np.array(right))
     max_choices = max(int(np.diff(samples.starts).max()) for samples in sets.values())
@@ -222,14 +213,6 @@ def prepare_choices(
     texts = {name: part.remove_columns(choices.label) for name, part in parts.items()}
     held = [HeldOut(sets[name], texts[name], name.removeprefix("validation")) for name in held_out if name in sets]
     return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)
-
-
-def _is_good(choices: Choices, record: dict[str, Any]) -> bool:
-    try:
-        choices.read(record)
-    except BadRecord:
-        return False
-    return True
 
 
 def _pairs(table: Dataset, choices: Choices) -> Dataset:

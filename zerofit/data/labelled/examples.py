@@ -1,6 +1,7 @@
 """Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,12 +12,12 @@ from zerofit.data.difficulty import score_column, scores_of
 from zerofit.data.labelled import glue
 from zerofit.data.labelled.choices import LabelColumns, find_choices, prepare_choices
 from zerofit.data.labelled.labels import MISSING, Labels, find_labels, in_model_order, rare_labels, trained_labels
-from zerofit.data.labelled.samples import ExampleData, HeldOut, encode_texts
+from zerofit.data.labelled.samples import ExampleData, HeldOut, encode_texts, truncation_notes
 from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.options import PREDICT, DataFiles, DataOptions
-from zerofit.data.records import bad_record
+from zerofit.data.records import bad_record, require_columns
 from zerofit.data.sources import HELD_OUT, Source, read_source
-from zerofit.data.tables import check_name, columns_present, first_records, hold_out, text_columns
+from zerofit.data.tables import check_name, columns_present, limit_parts, split_parts, text_columns
 from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -30,16 +31,19 @@ LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label
 
 
 @dataclass
-class _Part:
-    """A part of the data in preparation: its texts, in order, its labels, and how difficult each is."""
+class LabelledTexts:
+    """Texts of a part, in order, their labels, and how difficult each is."""
 
     texts: Dataset
     labels: np.ndarray
     scores: np.ndarray | None = None
 
-    def select(self, keep: np.ndarray) -> "_Part":
-        scores = self.scores if self.scores is None else self.scores[keep]
-        return _Part(self.texts.select(keep), self.labels[keep], scores)
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def select(self, indices: Iterable[int]) -> "LabelledTexts":
+        scores = self.scores if self.scores is None else self.scores[indices]
+        return LabelledTexts(self.texts.select(indices), self.labels[indices], scores)
 
 
 def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
@@ -65,11 +69,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         texts, label = _columns(named, source.first, task, recipe.task_name)
         labels, parts, notes = _labelled(options, source, texts, label, task, recipe.regression, config)
         notes.insert(0, f"data      texts {' and '.join(texts)}, labels {label}")
-        if "validation" not in parts and options.parts.held_out_fraction > 0:
-            parts = {**parts, **_split(parts["train"], options.parts.held_out_fraction)}
-        if not recipe.trains:
-            parts.pop("train", None)
-        parts = {name: _first(part, options.parts.limit(name)) for name, part in parts.items()}
+        parts = limit_parts(split_parts(parts, options.parts), options.parts)
         train = next(iter(parts.values())).texts
         tokenizer = get_tokenizer(options.tokenizer, config, lambda: _all_texts(train), train._fingerprint, pairs=True)
         rows = {
@@ -79,9 +79,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         for name, part in parts.items():
             rows[name].scores = part.scores
     for name, part in rows.items():
-        what = f"{'training' if name == 'train' else 'held-out'} texts are cut at {length} tokens (max_length)"
-        cut, lengths = int((part.truncated > 0).sum()), part.lengths + part.truncated
-        notes += report_data_loss(False, cut, len(part), what, lengths, "max_length", config, stops=False)
+        notes += truncation_notes(part, name, "texts", length, config)
     sets = [
         HeldOut(rows[name], parts[name].texts, name.removeprefix("validation")) for name in held_out if name in rows
     ]
@@ -106,7 +104,7 @@ def _prepare_unlabelled(
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
         labels = in_model_order(labels, config)
         kind = np.float32 if labels.names is None else np.int64
-        part = _Part(_only(table, texts), np.zeros(len(table), dtype=kind))
+        part = LabelledTexts(_only(table, texts), np.zeros(len(table), dtype=kind))
         tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
         rows = encode_texts(part.texts, tokenizer, length, options.cache, part.labels)
     notes = [f"data      texts {' and '.join(texts)}"]
@@ -182,7 +180,7 @@ def _labelled(
     task: glue.GlueTask | None,
     regression: bool | None,
     config,
-) -> tuple[Labels, dict[str, _Part], list[str]]:
+) -> tuple[Labels, dict[str, LabelledTexts], list[str]]:
     """(labels, parts without bad records, notes for the log)."""
     train = source.first
     feature = train.features[label]
@@ -198,11 +196,10 @@ def _labelled(
     labels = replace(in_model_order(labels, config), number=label)
     parts, notes = {}, []
     for name, table in source.parts.items():
-        if missing := [column for column in (*texts, label) if column not in table.column_names]:
-            raise UserError(f"{where[name]} has no column {', '.join(missing)}; {columns_present(table)}")
+        require_columns(source, name, (*texts, label))
         encoded = labels.encode(table[label][:], where[name], class_names)
         scores = scores_of(table, score_column(options.difficulty, table)) if name == "train" else None
-        part = _Part(_only(table, texts), encoded, scores)
+        part = LabelledTexts(_only(table, texts), encoded, scores)
         bad = _bad_records(part, texts, label)
         if bad and not options.rules.skip_bad_records:
             index, what = min(bad.items())
@@ -226,7 +223,7 @@ def _only(table: Dataset, texts: tuple[str, ...]) -> Dataset:
     return table.cast(Features({name: Value("string") for name in texts}))
 
 
-def _bad_records(part: _Part, texts: tuple[str, ...], label: str) -> dict[int, str]:
+def _bad_records(part: LabelledTexts, texts: tuple[str, ...], label: str) -> dict[int, str]:
     """{record: what is wrong with it}: its texts are empty, or its label is missing."""
     empty = np.ones(len(part.texts), dtype=bool)
     for name in texts:
@@ -236,17 +233,6 @@ def _bad_records(part: _Part, texts: tuple[str, ...], label: str) -> dict[int, s
     missing = np.isnan(part.labels) if part.labels.dtype == np.float32 else part.labels == MISSING
     bad = {int(index): f"it has no label ({label})" for index in np.flatnonzero(missing)}
     return {**bad, **{int(index): f"the text ({', '.join(texts)}) is empty" for index in np.flatnonzero(empty)}}
-
-
-def _split(part: _Part, share: float) -> dict[str, _Part]:
-    numbered = Dataset.from_dict({"row": list(range(len(part.texts)))})
-    train, held_out = (np.array(side["row"][:]) for side in hold_out(numbered, share))
-    return {"train": part.select(train), "validation": part.select(held_out)}
-
-
-def _first(part: _Part, limit: int | None) -> _Part:
-    scores = part.scores if part.scores is None else part.scores[:limit]
-    return _Part(first_records(part.texts, limit), part.labels[:limit], scores)
 
 
 def _all_texts(table: Dataset):

@@ -8,6 +8,8 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.labelled.labels import Labels
+from zerofit.data.lengths import report_data_loss
+from zerofit.data.options import PARTS
 from zerofit.data.pack import SampleSet
 from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
 from zerofit.data.tokenized import TokenizedDataset
@@ -71,3 +73,14 @@ def encode_texts(
     features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
     table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns), cache)
     return TokenizedDataset(table, columns, labels)
+
+
+def truncation_notes(rows: TokenizedDataset, part: str, what: str, length: int, config) -> list[str]:
+    """Notes about truncated texts.
+
+    Args:
+        what: texts or choices.
+    """
+    message = f"{PARTS.get(part, PARTS['validation'])} {what} are cut at {length} tokens (max_length)"
+    cut, lengths = int((rows.truncated > 0).sum()), rows.lengths + rows.truncated
+    return report_data_loss(False, cut, len(rows), message, lengths, "max_length", config, stops=False)

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from zerofit.data.difficulty import score_column, scores_of
+from zerofit.data.difficulty import SCORE, score_column, scores_of
 from zerofit.data.lengths import choose_length, report_data_loss
-from zerofit.data.options import DataOptions
+from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
 from zerofit.data.pairs.conversation_files import read_conversation_files
-from zerofit.data.records import BadRecord, check_records, records_of
+from zerofit.data.records import check_records, read_good, records_in, records_of, require_columns
 from zerofit.data.sources import read_source
-from zerofit.data.tables import columns_present, first_records, hold_out
+from zerofit.data.tables import limit_parts, split_parts
 from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint, one_process_at_a_time
 from zerofit.data.tokenized import TokenizedDataset
 from zerofit.model.families import family_of
@@ -33,8 +33,6 @@ TABLE = Features(
         **dict.fromkeys(NUMBERS, Value("int32")),
     }
 )
-SCORE = "score"  # the column of difficulty, where the recipe names one
-PARTS = {"train": "training", "validation": "held-out"}
 
 
 @dataclass(frozen=True)
@@ -87,19 +85,14 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
         columns = find_columns(PairColumns.of(recipe), source.first)
         notes = [f"data      {columns.describe}"]
-        for part, table in source.parts.items():
-            if missing := [name for name in columns.names if name not in table.column_names]:
-                raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
+        for part in source.parts:
+            require_columns(source, part, columns.names)
             notes += check_records(source, part, columns.pairs, columns, options.rules, options.cache)
         score = score_column(options.difficulty, source.first)
         parts = {name: table.select_columns(list(columns.names)) for name, table in source.parts.items()}
         if score:
             parts["train"] = source.parts["train"].select_columns(list(dict.fromkeys((*columns.names, score))))
-        if "validation" not in parts and options.parts.held_out_fraction > 0:
-            train, held_out = hold_out(parts["train"], options.parts.held_out_fraction)
-            parts = {"train": train, "validation": held_out}
-        if not recipe.trains:
-            parts.pop("train", None)
+        parts = split_parts(parts, options.parts)
         train = next(iter(parts.values()))
         tokenizer = get_tokenizer(
             options.tokenizer, config, lambda: _texts(train, columns), train._fingerprint, pairs=True
@@ -112,7 +105,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
             for name, part in parts.items()
         }
     tokenizer.init_kwargs[FORMAT] = asdict(form)
-    tables = {name: first_records(table, options.parts.limit(name)) for name, table in tables.items()}
+    tables = limit_parts(tables, options.parts)
     for name, table in tables.items():
         notes += truncation_notes(options.rules.allow_data_loss, config, columns, table, name, widths)
     train, validation = tables.get("train"), None
@@ -273,14 +266,9 @@ class PairEncoder:
 
 def _texts(table: Dataset, columns: Columns):
     """Every text once, to train a tokenizer."""
-    for batch in table.iter(200):
-        for record in records_of(batch):
-            try:
-                pairs = columns.pairs(record)
-            except BadRecord:
-                continue
-            yield from pairs[-1].source
-            yield pairs[-1].target
+    for _, _, pairs in read_good(records_in(table), columns.pairs):
+        yield from pairs[-1].source
+        yield pairs[-1].target
 
 
 def _encode(
@@ -288,11 +276,7 @@ def _encode(
 ) -> Dataset:
     def encode(batch: dict) -> dict:
         pairs, scores = [], []
-        for record in records_of(batch):
-            try:
-                of_record = columns.pairs(record)
-            except BadRecord:
-                continue  # reported already
+        for _, record, of_record in read_good(records_of(batch), columns.pairs):
             pairs += of_record
             scores += [record[score]] * len(of_record) if score else []
         return {**encoder.encode(pairs), **({SCORE: scores} if score else {})}
