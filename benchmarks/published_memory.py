@@ -140,7 +140,7 @@ def main() -> None:
                 (f"{what}: {which}", f"{micro_batch} x {length:,}", *figures, f"{predicted / measured - 1:+.0%}")
             )
     print(table(rows))
-    print(f"\n{provenance('`python benchmarks/published_memory.py`')}")
+    print(f"\n{provenance('as on the GPUs that are named', 'torch', 'deepspeed', 'transformers')}")
 
 
 if __name__ == "__main__":

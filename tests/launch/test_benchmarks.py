@@ -20,6 +20,7 @@ SMALL = {
     "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
                 "1", "--output", "{tmp}/padding.json"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
+    "published_memory": ["published_memory"],
     "published_times": ["published_times", "--only", "nanogpt", "--parts"],
     "plan_time": ["plan_time", "--only", "ddp lora"],
 }  # fmt: skip
