@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import sys
 import psutil
 import pytest
 from helpers import ROOT, environment, launch_command
+
+from zerofit.record.jsonl import LineReader
 
 
 def zerofit(*words) -> list[str]:
@@ -81,7 +84,8 @@ def test_so_it_is_under_accelerate_launch(tmp_path, processes):
 
 def test_a_signal_reaches_the_ranks_and_the_code_comes_back(options, tmp_path):
     """Nobody reads what is printed after the first update: the run goes on without a terminal."""
-    command = zerofit("--num_processes", "2", "train/clm.py", "--output_dir", tmp_path / "run", *options)
+    program = ["train/clm.py", "--output_dir", tmp_path / "run", *options]
+    command = zerofit("--num_processes", "2", "--max_restarts", "1", *program)
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -95,6 +99,59 @@ def test_a_signal_reaches_the_ranks_and_the_code_comes_back(options, tmp_path):
         assert process.wait(timeout=60) == 85, said
     assert recorded(tmp_path / "run") == 85
     assert (tmp_path / "run" / "checkpoints" / "latest").is_dir()
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_is_started_again(options, tmp_path):
+    """The losses are those of a run that nobody has disturbed. A restart leaves no code of the failure."""
+    short = [
+        *options[:-4],
+        *options[-2:],
+        "--cache_dir",
+        options[-3],
+        "--max_train_steps",
+        "150",
+        "--save_steps",
+        "25",
+    ]
+    program = ["--num_processes", "2", "train/clm.py", *short, "--output_dir"]
+    assert subprocess.run(zerofit(*program, tmp_path / "whole"), cwd=ROOT, env=environment()).returncode == 0
+    command = zerofit("--max_restarts", "2", *program, tmp_path / "run")
+    said, killed = "", False
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout:
+            said += line
+            if not killed and re.match(r"update +60/", line):
+                ranks = [each for each in psutil.Process(process.pid).children(recursive=True)
+                         if each.environ().get("RANK") == "1"]  # fmt: skip
+                ranks[0].kill()
+                killed = True
+    assert process.returncode == recorded(tmp_path / "run") == 0, said
+    assert "rank 1 was killed by SIGKILL" in said
+    assert said.count("restart 1 of 2") == 1
+    assert said.count("resumed   ") == 1
+    whole, run = (
+        {
+            line["update"]: line["loss"]
+            for line in LineReader(tmp_path / name / "metrics.jsonl").poll()
+            if "loss" in line
+        }
+        for name in ("whole", "run")
+    )
+    assert run == whole
+    assert len(run) == 150
+
+
+def test_a_mistake_is_not_repeated(tmp_path):
+    command = zerofit("--num_processes", "2", "--max_restarts", "3", "train/clm.py", "--output_dir", tmp_path / "run",
+                      "--train_file", tmp_path / "none.txt", "--model_type", "gpt2",
+                      "--train_tokenizer_vocab_size", "300")  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("none.txt") == 1
+    assert "no restart (the same command would end in the same way: a mistake)" in done.stderr
 
 
 def test_a_stop_before_there_is_a_rank_is_on_record(tmp_path):

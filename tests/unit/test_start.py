@@ -12,6 +12,7 @@ from helpers import ROOT, environment, refusal
 
 from zerofit.strategy import gpus
 from zerofit.tools.launch import launch as start
+from zerofit.tools.launch.restarts import Restarts
 from zerofit.tools.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
@@ -280,3 +281,25 @@ def test_idle_devices(monkeypatch):
     for there in (2, 0):
         monkeypatch.setattr(gpus, "num_devices", lambda there=there: there)
         assert gpus.idle_devices() is None
+
+
+def test_which_failures_are_worth_a_restart(tmp_path):
+    restarts, metrics = Restarts(tmp_path), tmp_path / "metrics.jsonl"
+    assert [code for code in (1, 2, 85, 86, 87, 143, -9) if Restarts(None).refused({code})] == [2, 86, 87]
+    assert not Restarts(None).refused({-9, 143}), "the agent has ended the others"
+    assert Restarts(None).refused({1, 2}), "the others have lost a process"
+    metrics.write_text('{"update": 7, "loss": 1.0}\n{"eval_loss": 1.0}\n{"upd')
+    assert not restarts.refused({-9})
+    assert not restarts.refused({85})
+    assert "twice after update 7" in restarts.refused({1})
+    metrics.write_text('{"update": 8, "loss": 1.0}\n')
+    assert not restarts.refused({1})
+    restarts.stop()
+    assert restarts.refused({85})
+
+
+def test_restarts_are_for_several_processes_of_a_machine(machine):
+    machine(8, **DLC)
+    assert "2 machines" in refusal(start.main, [RECIPE, "--max_restarts", "3", "--dry_run"])
+    machine(1)
+    assert "one process" in refusal(start.main, [RECIPE, "--num_machines", "1", "--max_restarts", "3", "--dry_run"])

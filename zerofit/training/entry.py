@@ -47,6 +47,8 @@ def open_session(
             before torch is imported.
     """
     check_paths(recipe, output_folder(task, recipe))
+    if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()
     watchdog = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
     watchdog.start()

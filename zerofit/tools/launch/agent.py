@@ -5,6 +5,8 @@
 torchrun lets machines wait 15 minutes for each other and then prints a traceback; here the store is opened by
 zerofit/strategy/meeting.py. On one machine it listens on the loopback interface only.
 
+With `--max_restarts` it starts the processes again (restarts.py).
+
 When a process fails, torchrun's log and traceback are left out, and the exit code is that of the first that has. The
 processes end when the one that has started the agent is gone.
 """
@@ -29,21 +31,27 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+from torch.distributed.launcher import api as launcher
 
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, first_line
 from zerofit.strategy.meeting import BEAT_S, Meeting, open_store, reach, serve_store
+from zerofit.tools.launch.restarts import RestartingAgent, Restarts, folder_of_run
 
 PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # prctl(2)
+STOP = signal.SIGUSR2  # no restart from here on
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class MeetingRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
-    """torchrun's static rendezvous, over a store in which the machines have met."""
+    """torchrun's static rendezvous, over a store in which the machines have met. A restart gets a new one: gloo would
+    find the addresses of the processes before in the old one."""
 
     def next_rendezvous(self):
-        if self._store is None and self.world_size == 1 and self.master_addr in LOOPBACK:
-            self._store = serve_store(self.master_port, everywhere=False)
+        if self.world_size == 1 and self.master_addr in LOOPBACK:
+            port = 0 if self._store else self.master_port
+            self._store = serve_store(port, everywhere=False)
+            self.master_port = self._store.port
         elif self._store is None and self.world_size > 1:
             self._store = meet(
                 self.master_addr, self.master_port, self.rank, self.world_size, self.timeout.total_seconds()
@@ -74,6 +82,9 @@ def main() -> int:
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
     static_tcp_rendezvous.StaticTCPRendezvous = MeetingRendezvous
+    RestartingAgent.restarts = restarts = Restarts(folder_of_run())
+    launcher.LocalElasticAgent = RestartingAgent
+    signal.signal(STOP, lambda number, frame: restarts.stop())
     try:
         launch.main()
         return 0

@@ -55,6 +55,14 @@ def launch(argv: list[str], supervisor: Supervisor) -> int:
     if strategy == "single" and processes > 1:
         raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
     layout = layout_of(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
+    if options.max_restarts:
+        if machines.count > 1 or processes == 1:
+            where = f"{machines.count} machines" if machines.count > 1 else "one process"
+            raise UserError(
+                f"--max_restarts {options.max_restarts} with {where}: it is for several processes of one machine. Let "
+                "the scheduler start the same command again, which resumes (docs/resume.md)"
+            )
+        layout += ["--max_restarts", str(options.max_restarts)]
     if machines.count > 1:
         layout += ["--rdzv_conf", f"timeout={60 * options.rendezvous_minutes:.0f}"]
     devices_text = f"{devices} on this machine" if devices else "no accelerator (more processes: --num_processes N)"

@@ -33,4 +33,10 @@ class LaunchOptions(Recipe):
         "Machines, and then their ranks, wait this long for one that gives no sign of life.",
         positive=True,
     )
+    max_restarts: int = option(
+        0,
+        "On one machine: start the processes again from the last checkpoint, at most so many times, after one has "
+        "crashed or was killed; not after a mistake, an anomaly, out of memory, or two failures at the same update.",
+        minimum=0,
+    )
     dry_run: bool = option(False, "Print the command line, and do not run it.")

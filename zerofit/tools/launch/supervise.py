@@ -69,6 +69,7 @@ class Supervisor:
         command = [*LAUNCHER, *layout, *program]
         # A session of its own: Ctrl-C at a terminal reaches this process only, which passes it on once.
         self._is_starting = True
+        environment = environment | {"ZEROFIT_RUN": str(self._exit_code.folder.path)}  # for restarts.py
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
         if self._stopped is not None:
             self._receive(self._stopped, None)
@@ -91,6 +92,7 @@ class Supervisor:
             return
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if ranks := psutil.Process(self._process.pid).children():
+                self._process.send_signal(signal.SIGUSR2)  # no restart (agent.py)
                 for rank in ranks:
                     rank.send_signal(number)
             else:
