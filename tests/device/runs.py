@@ -65,5 +65,5 @@ def peak(lines: list[dict]) -> int:
 
 
 def steady_peak(lines: list[dict]) -> int:
-    """That every update after the first reaches: now and then a thread of DDP holds a scalar or two longer."""
+    """That every update after the first reaches: now and then a thread of gloo's holds a tensor longer."""
     return min(line["peak_memory_bytes"] for line in updates(lines)[1:])

@@ -9,7 +9,7 @@ def peaks(lines: list[dict]) -> list[int]:
 
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_offload_optimizer")
-VARIES = 0.04  # between two runs of the device that computes: gloo's threads let go of a tensor a little late
+VARIES = 0.06  # between two runs of the device that computes: gloo's threads let go of a tensor (0.1 MB) late
 
 
 @pytest.mark.long
