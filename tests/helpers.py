@@ -140,6 +140,7 @@ def completed(output: Path, *arguments: str, **how) -> subprocess.CompletedProce
 
 def launched(output: Path, *arguments: str, strategy: str | None = None, processes: int | None = None,
              task: str = "clm", cwd: Path = ROOT, timeout: int = 400, launcher: bool = False, machines: int = 1,
+             through: tuple = (),
              **variables: str) -> subprocess.CompletedProcess:  # fmt: skip
     """Run train/TASK.py to its end: in forked ranks (ranks.py), or under `accelerate launch`.
 
@@ -147,13 +148,14 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
         launcher: whether it is launched for real; so it is with `variables` of its environment, and where there is
             a device: the process that ranks are forked from is one of the CPU.
         machines: as many as the forked ranks believe to be on.
+        through: a script that the forked ranks run, with its arguments; it runs the task's.
     """
     if launcher or variables or torch.accelerator.is_available():
         command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
         return subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment(**variables)
         )
-    words = [str(ROOT / "train" / f"{task}.py"), "--output_dir", str(output), *map(str, arguments)]
+    words = [*map(str, through), str(ROOT / "train" / f"{task}.py"), "--output_dir", str(output), *map(str, arguments)]
     if strategy:
         words += ["--strategy", strategy]
         (pair,) = find_strategies([strategy]).values()

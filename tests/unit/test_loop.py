@@ -11,6 +11,7 @@ from zerofit.checkpoint.run_state import RunState
 from zerofit.data.collate import Batch
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.shutdown import StopReason
+from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe import ClmRecipe
 from zerofit.record.meters import Rates
 from zerofit.record.metrics import EvaluationTime
@@ -118,9 +119,11 @@ def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]
     checkpoints = SimpleNamespace(messages=list, save=lambda *_: None, last_failed=False, rewind=lambda anomaly: False)
     throughput = SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[])
     memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
-    step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None)
+    step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None,
+                     RankClock(engine.device, alone=True))  # fmt: skip
     best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
-    parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase)
+    parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase,
+                SlowRanks(engine.layout, 10, str))  # fmt: skip
     assert train(parts) == Stop()
     return recorder.lines
 

@@ -49,6 +49,10 @@ class UpdateMetrics:
     peak_memory_bytes: int | None = described(
         "the largest of all ranks: of the device's allocator, or resident memory on a CPU"
     )
+    rank_seconds: Mapping[str, float] | None = described(
+        "every 10 updates, or `--logging_steps`, of several processes: mean seconds an update of the slowest rank and "
+        "of others, in parts ([resume.md](resume.md#a-slow-rank))"
+    )
     anomaly: str | None = described("why the update was not applied to the weights")
     skipped: bool | None = described("true: not computed, after a rewind from an anomaly in it")
     held_out: Mapping[str, float] | None = described("figures of the evaluation after it, as `eval_<figure>`")

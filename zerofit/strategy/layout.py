@@ -64,7 +64,7 @@ class ParallelLayout:
     @property
     def stage(self) -> int:
         """The number of this rank's pipeline stage."""
-        return self._stage_of(self.rank)
+        return self.stage_of(self.rank)
 
     @property
     def sequence_rank(self) -> int:
@@ -90,7 +90,7 @@ class ParallelLayout:
     def loss_ranks(self) -> list[int]:
         """One rank of each replica, in the order of the replicas: the first of its last stage, which has the loss.
         What is counted or summed over the run is counted there, and so once."""
-        last = [rank for rank in range(self.world_size) if self._stage_of(rank) == self.pipeline - 1]
+        last = [rank for rank in range(self.world_size) if self.stage_of(rank) == self.pipeline - 1]
         firsts = [rank for rank in last if rank % (self.tensor * self.sequence) == 0]
         return sorted(firsts, key=self._data_rank_of)
 
@@ -104,5 +104,6 @@ class ParallelLayout:
     def _data_rank_of(self, rank: int) -> int:
         return rank // (self.tensor * self.sequence) % self.data_size
 
-    def _stage_of(self, rank: int) -> int:
+    def stage_of(self, rank: int) -> int:
+        """The number of a rank's pipeline stage."""
         return rank // (self.world_size // self.pipeline)

@@ -18,6 +18,7 @@ from zerofit.checkpoint.run_state import RunState
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
 from zerofit.health.shutdown import StopReason
+from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe.last_message import print_last
 from zerofit.record.environment import describe_environment
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
@@ -31,6 +32,7 @@ from zerofit.training.loop import train
 from zerofit.training.machine_checks import check_output_folder
 from zerofit.training.prepare import Prepared
 from zerofit.training.profiling import profiled
+from zerofit.training.rank_meeting import MEETING
 from zerofit.training.run import Run, Stop
 from zerofit.training.session import LONG
 from zerofit.training.step import Signals, TrainStep
@@ -158,10 +160,13 @@ def _run(
 
     bar = Bar(length.num_updates, recipe.logging_steps, engine.is_main)
     recorder = RunRecorder(session.folder, engine, environment, session.timeline, bar, preview_sample)
-    step = TrainStep(task, engine, detector, memory, signals, session.phase)
+    step = TrainStep(task, engine, detector, memory, signals, session.phase, RankClock.of(engine))
     if recipe.profile:
         step = profiled(step, recipe, session.folder, recorder.note)
-    return Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase)
+    slow = SlowRanks(engine.layout, recipe.logging_steps, lambda rank: MEETING.place_of(rank, engine.device.type))
+    return Run(
+        task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase, slow
+    )  # fmt: skip
 
 
 def export(result: TrainResult) -> None:

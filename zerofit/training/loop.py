@@ -40,12 +40,13 @@ def train(run: Run) -> Stop:
         is_best = run.best.record_evaluation(update, held_out) if held_out else False
         state.updates = update
         state.tokens, state.positions = state.tokens + result.totals.tokens, state.positions + result.totals.positions
-        metrics = result.metrics(run.length, run.throughput, seconds, held_out, timing)
+        ranks = run.slow_ranks.add(update, result.seconds_before)
+        metrics = result.metrics(run.length, run.throughput, seconds, held_out, timing, ranks)
         run.recorder.write(metrics)
         run.recorder.show(metrics)
         maybe_checkpoint(run, result, is_best and run.best.keeps, held_out)
         stop_reason = reason_to_stop(run, result)
-        run.recorder.note(*run.checkpoints.messages())
+        run.recorder.note(*run.checkpoints.messages(), *run.slow_ranks.messages())
         if stop_reason or run.best.is_exhausted:
             return Stop(stop_reason)
     return Stop()

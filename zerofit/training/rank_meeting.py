@@ -6,6 +6,7 @@ rank prepares its data, a thread of it gives signs of life, and ends the rank wh
 
 import contextlib
 import os
+import platform
 import re
 import threading
 import time
@@ -103,6 +104,14 @@ class RankMeeting:
         cards = [] if self.meeting is None else self.meeting.machines.values()
         others = [f"machine {card['machine']} ({card['host']})" for card in cards if card["machine"] != self.machine]
         return ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+
+    def place_of(self, rank: int, device: str) -> str:
+        """Where a rank runs, in words."""
+        cards = {} if self.meeting is None else self.meeting.machines
+        hosts = {card["machine"]: card["host"] for card in cards.values()}
+        machine, index = divmod(rank, self.here)
+        place = f"machine {machine} ({hosts.get(machine, platform.node())})"
+        return place if device == "cpu" else f"{place}, GPU {index}"
 
     def _come(self, limit_s: float) -> None:
         from torch.distributed import PrefixStore

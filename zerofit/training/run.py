@@ -7,6 +7,7 @@ from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.run_state import RunState
 from zerofit.health.anomaly import Anomaly
 from zerofit.health.shutdown import StopReason
+from zerofit.health.slow_ranks import SlowRanks
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
 from zerofit.record.recorder import RunRecorder
 from zerofit.strategy.engine import Engine
@@ -31,6 +32,7 @@ class Run:
     throughput: ThroughputMeter
     memory: MemoryMeter
     phase: Callable[[str, int], None]
+    slow_ranks: SlowRanks
 
 
 @dataclass(frozen=True)

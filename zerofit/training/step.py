@@ -9,6 +9,7 @@ import torch
 
 from zerofit.health.anomaly import Anomaly, AnomalyDetector
 from zerofit.health.shutdown import StopReason
+from zerofit.health.slow_ranks import RankClock, RankSeconds
 from zerofit.model.experts import RoutingFigures
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
@@ -44,15 +45,17 @@ class RankReport(NamedTuple):
     stop_reason: float
     checkpoint_is_due: float
     checkpoint_failed: float
+    seconds: RankSeconds  # of the update before
     counts: Sequence[float] = ()  # trained tokens, tokens and positions of this rank's next update, if there is one
 
     @property
     def row(self) -> list[float]:
-        return [float(value) for value in (*self[:-1], *self.counts)]
+        return [float(value) for value in (*self[:6], *self.seconds, *self.counts)]
 
     @classmethod
     def of(cls, row: Sequence[float]) -> "RankReport":
-        return cls(row[0], row[1], row[2], row[3], row[4], row[5], row[6:])
+        counts = 6 + len(RankSeconds._fields)
+        return cls(row[0], row[1], row[2], row[3], row[4], row[5], RankSeconds(*row[6:counts]), row[counts:])
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class StepResult:
         routing: of a mixture of experts.
         totals: of its global batch.
         next_totals: of the next update's global batch; None where the ranks have not told each other.
+        seconds_before: of each rank, in the update before this one.
     """
 
     update: int
@@ -76,6 +80,7 @@ class StepResult:
     peak_memory_bytes: int | None = None
     anomaly: Anomaly | None = None
     signals: Signals = Signals()
+    seconds_before: tuple[RankSeconds, ...] = ()
 
     def metrics(
         self,
@@ -84,6 +89,7 @@ class StepResult:
         seconds: float,
         held_out: dict[str, float],
         evaluation: EvaluationTime | None,
+        rank_seconds: dict[str, float] | None,
     ) -> UpdateMetrics:
         """The line of metrics.jsonl; `held_out` and `evaluation` where one followed this update."""
         update, totals, skipped = self.update, self.totals, self.loss is None
@@ -103,6 +109,7 @@ class StepResult:
             anomaly=self.anomaly.reason if self.anomaly else None,
             skipped=skipped or None,
             seconds=None if skipped else seconds,
+            rank_seconds=rank_seconds,
             held_out=held_out,
             **(self.routing._asdict() if self.routing else {}),
             **(rates._asdict() if rates else {}),
@@ -127,6 +134,7 @@ class TrainStep:
     memory: MemoryMeter
     signals: Callable[[], Signals]
     phase: Callable[[str, int], None]
+    clock: RankClock
 
     def __call__(
         self,
@@ -153,13 +161,14 @@ class TrainStep:
         scale = engine.layout.data_size / max(totals.targets, 1.0)
         if task.routing:
             task.routing.begin(totals.targets / max(totals.tokens, 1.0))
-        losses = engine.run(batches.micro_batches, task.loss_sum, scale, lambda phase: self.phase(phase, update))
-        self.phase("data", update)
+        losses = engine.run(batches.micro_batches, task.loss_sum, scale, lambda phase: self._enter(phase, update))
+        self._enter("data", update)
         following = prefetch()
-        self.phase("update", update)
+        self._enter("update", update)
         engine.set_learning_rate(update - 1)
         grad_norm = engine.gradient_norm()
         ranks = self._exchange(float(sum(losses)), grad_norm, following)
+        self.clock.read(batches.counts[2])
         replicas = [ranks[rank] for rank in engine.layout.loss_ranks]
         loss = sum(report.loss_sum for report in replicas) / max(totals.targets, 1.0)
         decisive = {"loss": loss, "grad_norm": ranks[0].grad_norm}  # rank 0's, so that all decide alike
@@ -183,7 +192,12 @@ class TrainStep:
             peak_memory_bytes=int(max(report.peak_bytes for report in ranks)),
             anomaly=anomaly,
             signals=Signals.merge([report[3:6] for report in ranks]),
+            seconds_before=tuple(report.seconds for report in ranks),
         )
+
+    def _enter(self, phase: str, update: int) -> None:
+        self.clock.phase(phase)
+        self.phase(phase, update)
 
     def _exchange(self, loss_sum: float, grad_norm: float, following: UpdateBatches | None) -> list[RankReport]:
         """What each rank has to tell, on all of them."""
@@ -196,6 +210,7 @@ class TrainStep:
             signals.stop_reason,
             signals.checkpoint_is_due,
             signals.checkpoint_failed,
+            self.clock.latest,
             counts,
         )
         self.memory.reset()

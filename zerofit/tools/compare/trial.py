@@ -20,6 +20,7 @@ import torch
 from zerofit.data.collate import Batch
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
+from zerofit.health.slow_ranks import RankClock
 from zerofit.recipe.errors import UserError, leave
 from zerofit.recipe.places import script
 from zerofit.record.jsonl import add_line
@@ -118,7 +119,7 @@ class Trial:
         self.engine, self.strategy, self.phase = prepared.engine, session.strategy, session.phase
         self.memory = TrialMemory(self.device, self.segment)
         detector = AnomalyDetector(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
-        self.step = TrainStep(task, self.engine, detector, self.memory, Signals, self.phase)
+        self.step = TrainStep(task, self.engine, detector, self.memory, Signals, self.phase, RankClock.of(self.engine))
         self.done, self.held, request = 0, None, self.request
         self.engine.model.train()
         facts = {

@@ -1,0 +1,53 @@
+"""A script of train/ with one rank that is slow, or stopped: disturbed.py RANK WHAT train/clm.py OPTIONS ..."""
+
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from zerofit.data.collate import CausalCollator
+from zerofit.training.session import Session
+
+
+def burn(*_) -> None:
+    """Compute for as long as this takes without other programs."""
+    until = time.thread_time() + 0.01
+    while time.thread_time() < until:
+        torch.ones(64).sum()
+
+
+def wait_for_a_disk(collate, *args):
+    time.sleep(0.08)
+    return collate(*args)
+
+
+def disturb(what: str) -> None:
+    if what == "forward":
+        before = LlamaMLP.forward
+        LlamaMLP.forward = lambda self, hidden: (burn(), before(self, hidden))[1]
+    elif what == "data":
+        collate = CausalCollator.__call__
+        CausalCollator.__call__ = lambda self, *args: wait_for_a_disk(collate, self, *args)
+    elif what != "nothing":
+        enter = Session.phase
+
+        def stopped(self, name, update):
+            enter(self, name, update)
+            if name == what and update >= 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        Session.phase = stopped
+
+
+if __name__ == "__main__":
+    rank, what = sys.argv[1:3]
+    if rank == os.environ["RANK"]:
+        disturb(what)
+    sys.argv = sys.argv[3:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,177 @@
+"""Which rank is slow, in which part of an update, and since when.
+
+Ranks wait for each other, so an update takes the same time on all of them. A slow rank is found by its own seconds:
+what it takes where it waits for nobody. They travel with what ranks exchange in each update, and are compared between
+the ranks that do the same work: those of one pipeline stage.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.layout import ParallelLayout
+
+SLOWER = 1.2  # times the others
+LEAST_INTERVAL = 10  # updates that are compared together: fewer are noise
+IN_A_ROW = 3  # intervals, until something is said
+
+
+class RankSeconds(NamedTuple):
+    """A rank's seconds in an update.
+
+    Args:
+        total: from its first forward pass until all had met for the decision about the update.
+        data: in which nothing was computed, since the next micro-batches were not there.
+        forward, backward: on a CPU without the time of waiting for others, on a device with it.
+        waiting: for others, on a CPU; of a device it is not known, and 0.
+        own: of forward and backward, as far as nobody is waited for.
+        positions: tokens and padding of its micro-batches: the work.
+    """
+
+    total: float = 0.0
+    data: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    waiting: float = 0.0
+    own: float = 0.0
+    positions: float = 0.0
+
+
+class RankClock:
+    """Takes this rank's seconds; nothing here waits for a device.
+
+    On a CPU a thread that waits for a collective computes nothing, so the thread's own time is that without waiting. A
+    device's stream is measured between events, which are read when the host has waited for the device anyway.
+
+    Args:
+        alone: whether the forward pass waits for no other rank.
+        runs: false: nothing is measured.
+    """
+
+    def __init__(self, device: torch.device, alone: bool, runs: bool = True):
+        self.device, self.alone, self.runs, self.latest = device, alone, runs, RankSeconds()
+        self._marks: list[tuple[str, float, Any]] = []
+
+    @classmethod
+    def of(cls, engine: Engine) -> "RankClock":
+        strategy, layout = engine.strategy, engine.layout
+        gathers = strategy.shards_parameters or strategy.fully_shards
+        return cls(engine.device, not gathers and layout.replica_size == 1, layout.world_size > 1)
+
+    def phase(self, name: str) -> None:
+        """The rank enters a phase: forward, backward, data or update."""
+        if self.runs:
+            self._marks.append((name, time.perf_counter(), self._now()))
+
+    def read(self, positions: int) -> None:
+        """Take the seconds of the update, all of whose work before the phase "update" the device has done."""
+        if not self.runs:
+            return
+        self.phase("")
+        wall: dict[str, float] = {}
+        busy: dict[str, float] = {}
+        for (name, began, start), (_, ended, end) in zip(self._marks, self._marks[1:]):
+            wall[name] = wall.get(name, 0.0) + ended - began
+            if name != "update":
+                busy[name] = busy.get(name, 0.0) + self._between(start, end)
+            elif self.device.type == "cpu":
+                busy[name] = end - start
+        total, self._marks = sum(wall.values()), []
+        forward, backward = busy.get("forward", 0.0), busy.get("backward", 0.0)
+        if self.device.type == "cpu":
+            data, own = wall["data"], forward + backward
+            waiting = total - data - own - busy["update"]
+        else:
+            data, own, waiting = busy["data"], forward if self.alone else 0.0, 0.0
+        self.latest = RankSeconds(total, data, forward, backward, waiting, own, positions)
+
+    def _now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.thread_time()
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return end - start if self.device.type == "cpu" else start.elapsed_time(end) / 1000
+
+
+class SlowRanks:
+    """Compares the seconds of the ranks, interval after interval.
+
+    Args:
+        interval: updates between two lines of the log.
+        place_of: rank -> its machine and device, in words.
+    """
+
+    def __init__(self, layout: ParallelLayout, interval: int, place_of: Callable[[int], str]):
+        self.interval, self.place_of = max(interval, LEAST_INTERVAL), place_of
+        stages = np.array([layout.stage_of(rank) for rank in range(layout.world_size)])
+        self._others = [np.flatnonzero((stages == stage) & (np.arange(len(stages)) != rank))
+                        for rank, stage in enumerate(stages)]  # fmt: skip
+        self._updates: list[np.ndarray] = []  # (ranks, parts)
+        self._slow: set[tuple[int, str]] = set()  # of which was said that they are
+        self._changed: dict[tuple[int, str], list[int]] = {}  # otherwise since: the first updates of intervals
+        self._notes: list[str] = []
+
+    def add(self, update: int, ranks: Sequence[RankSeconds]) -> dict[str, float] | None:
+        """Take in what the ranks told of the update before this one. Returns what metrics.jsonl has at the end of an
+        interval: the slowest rank's mean seconds, and the median of the others that do the same work."""
+        if not ranks or not ranks[0].total or not self._others[0].size:
+            return None
+        self._updates.append(np.array(ranks))
+        if len(self._updates) < self.interval:
+            return None
+        means, self._updates = np.mean(self._updates, axis=0), []
+        own = [RankSeconds(*row.tolist()) for row in means]
+        others = [RankSeconds(*np.median(means[peers], axis=0).tolist()) for peers in self._others]
+        factors = [_factors(*pair) for pair in zip(own, others)]
+        for rank, of_parts in enumerate(factors):
+            for part, factor in of_parts.items():
+                self._judge(rank, part, factor, update - self.interval, own[rank], others[rank])
+        slowest = max(range(len(own)), key=lambda rank: max(factors[rank].values()))
+        figures: dict[str, float] = {"slowest_rank": slowest}
+        for who, seconds in (("slowest", own[slowest]), ("others", others[slowest])):
+            for part in ("data", "forward", "backward", *(["waiting"] if own[0].waiting else [])):
+                figures[f"{who}_{part}"] = round(getattr(seconds, part), 6)
+        return figures
+
+    def messages(self) -> list[str]:
+        """What is to be said since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _judge(self, rank: int, part: str, factor: float, began: int, own: RankSeconds, others: RankSeconds) -> None:
+        key, is_slow = (rank, part), factor > SLOWER
+        if is_slow == (key in self._slow):
+            self._changed.pop(key, None)
+            return
+        since = self._changed.setdefault(key, [])
+        since.append(began)
+        if len(since) < IN_A_ROW:
+            return
+        del self._changed[key]
+        self._slow ^= {key}
+        waited = others.waiting - own.waiting
+        if not is_slow:
+            what = f"{'its data comes' if part == 'data' else 'forward and backward are'} as fast as on other ranks"
+        elif part == "data":
+            what = f"an update waits {own.data:.3g} s for its data, {others.data:.3g} s on other ranks"
+        else:
+            what = f"forward and backward take {factor:.2f} times as long as on other ranks"
+        waits = f", which wait {waited:.3g} s an update for it" if is_slow and waited > 0 else ""
+        self._notes.append(f"slow      rank {rank} on {self.place_of(rank)}: since update {since[0]} {what}{waits}")
+
+
+def _factors(own: RankSeconds, others: RankSeconds) -> dict[str, float]:
+    """How many times as long a rank takes, because of its data and because of its forward and backward passes."""
+    late = own.data - others.data
+    computing = own.own / others.own if others.own else 0.0
+    return {
+        "data": own.total / (own.total - late),
+        "passes": min(computing, computing * others.positions / own.positions),  # longer samples are more work
+    }
