@@ -3,10 +3,12 @@
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -26,6 +28,15 @@ def wait_for_a_disk(collate, *args):
     return collate(*args)
 
 
+def end_after_others() -> None:
+    """Have this process killed when no other rank is left."""
+    others = {child.pid for child in psutil.Process(os.getppid()).children()} - {os.getpid()}
+    waits = "; ".join(f"while kill -0 {pid}; do sleep 0.1; done" for pid in others)
+    subprocess.Popen(
+        ["sh", "-c", f"{waits}; kill -9 {os.getpid()}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
 def disturb(what: str) -> None:
     if what == "forward":
         before = LlamaMLP.forward
@@ -33,12 +44,13 @@ def disturb(what: str) -> None:
     elif what == "data":
         collate = CausalCollator.__call__
         CausalCollator.__call__ = lambda self, *args: wait_for_a_disk(collate, self, *args)
-    elif what != "nothing":
+    elif what.startswith("stop in "):
         enter = Session.phase
 
         def stopped(self, name, update):
             enter(self, name, update)
-            if name == what and update >= 2:
+            if what.endswith(name) and update >= 2:
+                end_after_others()
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         Session.phase = stopped

@@ -4,6 +4,7 @@
 """
 
 import json
+import platform
 import random
 import re
 import shutil
@@ -137,7 +138,7 @@ def test_a_signal_ends_a_run_in_order(legs):
 
 def test_who_dies_is_spoken_for_and_nobody_waits_for_it(legs):
     said = legs.death.said
-    assert f"rank 1 (pid {legs.dead}) ended without a message in phase" in said
+    assert f"rank 1 (pid {legs.dead}) on machine 0 ({platform.node()}) ended without a message in phase" in said
     assert "SIGKILL" in said
     assert "rank 0 leaves in phase" in said
     assert "another process is gone" in said

@@ -1,10 +1,11 @@
-"""A rank that is slow, or stands still, is named; ranks that are as fast as each other are not."""
+"""A rank that is slow, or stopped, is named. (That others are not: tests/unit/test_slow_ranks.py.)"""
 
+import platform
 import re
 from pathlib import Path
 
 import pytest
-from helpers import completed, metrics, updates
+from helpers import completed, launched, metrics, updates
 
 SCRIPT = Path(__file__).with_name("disturbed.py")
 PLACE = r"slow      rank 1 on machine 0 \(\S+\): since update \d+ "
@@ -42,3 +43,17 @@ def test_a_slow_rank_is_named(options, tmp_path, strategy, processes, what):
     assert re.match(SAID[what], said[0])
     last = [line["rank_seconds"] for line in updates(metrics(tmp_path / "run")) if "rank_seconds" in line][-1]
     assert last["slowest_rank"] == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "update", "evaluate", "save"])
+def test_a_stopped_rank_is_named_with_its_machine_its_phase_and_what_others_wait_in(options, tmp_path, phase):
+    flags = ["--max_train_steps", "6", "--eval_steps", "2", "--save_steps", "2", "--watchdog_minutes", "0.05"]
+    done = launched(tmp_path / "run", *options, *flags, strategy="ddp", processes=2,
+                    through=(SCRIPT, 1, f"stop in {phase}"))  # fmt: skip
+    assert done.returncode
+    here = rf"\(pid \d+\) on machine 0 \({re.escape(platform.node())}\)"
+    assert re.search(rf"rank 1 {here} is stopped \(.*\), in phase {phase} of update 2: other ranks", done.stderr)
+    # A forked rank's variables are not in /proc: which rank it is, its own watchdog says.
+    assert re.search(rf"rank 0 {here} has shown no sign of life for .* because rank \S \(pid \d+\) is", done.stderr)
+    assert re.search(r"by the flight recorder: gloo:\w+ of .*: rank 0 waits, rank 1 has left no record", done.stderr)

@@ -182,9 +182,8 @@ def test_a_lost_peer_is_named_by_its_machine():
     assert rank.named(said) == "[pair.cc:552] Connection closed by peer machine 1 (gpu01)"
     assert rank.named("remote=[::ffff:10.0.0.1]:29500") == "remote=machine 0 (gpu00)"
     assert rank.named("[127.0.0.1]:1") == "[127.0.0.1]:1"
-    assert rank.others == "machine 0 (gpu00)"
-    rank.meeting.machines = {str(number): {"machine": number, "host": f"gpu{number}"} for number in range(11)}
-    assert rank.others.endswith("machine 8 (gpu8) and 2 more")
+    assert rank.machines == ["machine 0 (gpu00)", "machine 1 (gpu01)"]
+    assert rank.place_of(rank.here, "cuda") == "machine 1 (gpu01), GPU 0"
 
 
 RANK = """

@@ -12,10 +12,10 @@ from helpers import ROOT, environment
 
 from zerofit.health import flight
 from zerofit.health import watchdog_process as watch
+from zerofit.health.rank_messages import RankMessages
 from zerofit.health.watchdog import Watchdog, died_elsewhere
 from zerofit.health.watchdog_process import (
     GIB,
-    RankMessages,
     Sample,
     cause,
     cgroups,
@@ -298,9 +298,12 @@ def test_the_cause(status, last, kills, words, for_memory):
 
 
 def test_under_nccl_an_abort_points_to_the_other_ranks():
-    alone = RankMessages().after("group\t/runs/flight\t1\tnccl\t")
-    here = RankMessages().after("group\t/runs/flight\t8\tnccl\t")
-    many = RankMessages().after("group\t/runs/flight\t16\tnccl\tmachine 1 (node1)")
+    first = RankMessages(machine="machine 0 (node0)")
+    alone = first.after("group\t/runs/flight\t1\tnccl").after("machine\tmachine 0 (node0)")
+    here = first.after("group\t/runs/flight\t8\tnccl").after("machine\tmachine 0 (node0)")
+    many = here.after("group\t/runs/flight\t16\tnccl").after("machine\tmachine 1 (node1)")
+    most = many._replace(machines=tuple(f"machine {number} (node{number})" for number in range(11)))
+    assert most.others.endswith("machine 8 (node8) and 2 more")
     assert "native code" in cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
     assert "the other ranks of this machine first" in cause(signal.SIGABRT, [PLENTY], PLENTY, here)[0]
     assert "the other ranks on machine 1 (node1) first" in cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
@@ -446,7 +449,7 @@ d.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + st
 pair = d.new_group([0, 1], group_desc="pair")
 watchdog = Watchdog(rank, 1.0)
 watchdog.start()
-watchdog.record_collectives(folder, 2, "gloo", "")
+watchdog.record_collectives(folder, 2, "gloo", ["machine 0 (a)", "machine 1 (b)"])
 watchdog.phase("backward", 17)
 d.all_reduce(torch.ones(3))
 d.all_reduce(torch.ones(5), group=pair)
@@ -465,7 +468,8 @@ def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_
         for rank in range(2)
     ]  # fmt: skip
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    expected = "gloo:all_reduce of [[7]], number 2 in group pair: rank 0 waits, rank 1 has not come to it"
+    expected = ("gloo:all_reduce of [[7]], number 2 in group pair: rank 0 on machine 0 (a) waits, rank 1 on "
+                "machine 1 (b) has not come to it")  # fmt: skip
     assert any(expected in text for text in said), said
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path / "flight", "-p", "rank_"]
     done = subprocess.run(analyzer, capture_output=True, text=True, env=environment(), timeout=60)

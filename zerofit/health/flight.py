@@ -13,6 +13,8 @@ import contextlib
 import os
 import pickle
 import sys
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 FOLDER, PREFIX = "flight", "rank_"
@@ -69,8 +71,19 @@ def read_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
     return found
 
 
-def describe(records: dict[int, dict[str, Any]]) -> list[str]:
-    """Which collective each group waits in, and which of its ranks have not come to it; empty: none waits."""
+def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: Sequence[str] = ()) -> list[str]:
+    """Which collective each group waits in, and which of its ranks have not come to it; empty: none waits.
+
+    Args:
+        machines: in words; each has as many of the world's ranks as any other.
+    """
+
+    def listed(ranks: list[int]) -> str:
+        if len(machines) < 2:
+            return _listed(ranks)
+        places = groupby(ranks, lambda rank: machines[rank * len(machines) // world_size])
+        return ", ".join(f"{_listed(list(those))} on {machine}" for machine, those in places)
+
     groups: dict[str, list[int]] = {}
     entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for rank, record in records.items():
@@ -89,9 +102,9 @@ def describe(records: dict[int, dict[str, Any]]) -> list[str]:
         late = [rank for rank in members if rank in records and rank not in came]
         unknown = [rank for rank in members if rank not in records]
         lines.append(
-            f"{_named(first)}: rank {_listed(sorted(came))} waits"
-            + (f", rank {_listed(late)} has not come to it" if late else "")
-            + (f", rank {_listed(unknown)} has left no record" if unknown else "")
+            f"{_named(first)}: rank {listed(sorted(came))} waits"
+            + (f", rank {listed(late)} has not come to it" if late else "")
+            + (f", rank {listed(unknown)} has left no record" if unknown else "")
         )
     return lines[:SHOWN]
 

@@ -58,9 +58,11 @@ class Watchdog:
         limit_seconds: without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
         locks_after_seconds: of silence before the first update, after which a lock file that a killed build of a torch
             extension has left is looked for.
+        machine: this one, in words.
     """
 
-    def __init__(self, rank: int, limit_seconds: float | None, locks_after_seconds: float = 60.0):
+    def __init__(self, rank: int, limit_seconds: float | None, locks_after_seconds: float = 60.0, machine: str = ""):
+        self.machine, self.machines, self.world_size = machine, [machine], 1
         self.rank, self.limit_seconds = rank, math.inf if limit_seconds is None else limit_seconds
         self.locks_after_seconds = locks_after_seconds
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
@@ -84,7 +86,7 @@ class Watchdog:
             return
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(script), *numbers],
+                [sys.executable, "-I", "-S", str(script), *numbers, self.machine],
                 stdin=reader,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -133,20 +135,23 @@ class Watchdog:
         for line in ("", *lines):  # an empty one: what was said before holds no more
             self._send(b"advice\t" + " ".join(line.split()).encode()[: LONGEST - 8] + b"\n")
 
-    def record_collectives(self, folder: Path, world_size: int, backend: str, others: str) -> None:
+    def record_collectives(self, folder: Path, world_size: int, backend: str, machines: list[str]) -> None:
         """There is a process group: from now on this rank writes down where it stands in its collectives when the
         watchdog asks for it, from a thread, since the main thread waits.
 
         Args:
             folder: of the run.
-            others: the other machines, in words; empty where there are none.
+            machines: all of them, in words; each has as many ranks as this one.
         """
         if self._child is None or self._child.stdout is None:
             return
+        self.machines, self.world_size = machines, world_size
         self._flight = records = str(folder.absolute() / flight.FOLDER)
         asked = self._child.stdout.fileno()
         threading.Thread(target=self._write_records, args=(asked, records), daemon=True).start()
-        self._send("\t".join(("group", records, str(world_size), backend, others)).encode() + b"\n")
+        self._send("\t".join(("group", records, str(world_size), backend)).encode() + b"\n")
+        for machine in machines:
+            self._send(f"machine\t{machine}\n".encode())
 
     def waits_for(self) -> list[str]:
         """What is known of the collective that this rank has failed in; its record is written."""
@@ -154,7 +159,8 @@ class Watchdog:
             return []
         flight.write_record(self._flight, self.rank)
         records = flight.read_records(self._flight, self._began)
-        return flight.describe(records) or (flight.last(records[self.rank]) if self.rank in records else [])
+        waits = flight.describe(records, self.world_size, self.machines)
+        return waits or (flight.last(records[self.rank]) if self.rank in records else [])
 
     def _write_records(self, asked: int, folder: str) -> None:
         with contextlib.suppress(OSError, ValueError):

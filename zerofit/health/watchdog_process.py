@@ -1,6 +1,6 @@
 """The watchdog process of a rank, a script that zerofit/health/watchdog.py starts: it tells how its rank ended.
 
-    python -I -S watchdog_process.py PID RANK LIMIT_S LOCKS_AFTER_S     (the rank's messages come in on stdin)
+    python -I -S watchdog_process.py PID RANK LIMIT_S LOCKS_AFTER_S MACHINE     (the rank's messages come in on stdin)
 
 It is the rank's child. It sleeps until the pipe's last writer is gone, and looks around twice a second: at the rank's
 memory and the host's, and at how long the rank has been silent. It imports neither torch nor anything outside the
@@ -20,6 +20,7 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
     sys.path.insert(0, __file__.rpartition("/zerofit/")[0])
 
 from zerofit.health import flight
+from zerofit.health.rank_messages import RankMessages
 from zerofit.strategy.build_locks import compilers_running, lock_files, stale_locks
 from zerofit.strategy.host_memory import GIB, cgroups, field, headroom, read
 
@@ -48,38 +49,6 @@ class Sample(NamedTuple):
     limit: int | None = None  # of the cgroup around the rank that is nearest to its limit
     left: int | None = None
     oom_kills: int | None = None  # by the kernel so far, in the rank's cgroup; of the host where it has none
-
-
-class RankMessages(NamedTuple):
-    """What the rank has told its watchdog."""
-
-    phase: str = "start"
-    update: str = ""
-    patience: float = math.inf  # nobody can say how long imports take
-    stop_requested: str = ""  # the signal that asked it to stop, and that it has handled
-    was_terminated: bool = False  # by SIGTERM, before it had a handler
-    advice: tuple[str, ...] = ()
-    flight: str = ""  # the folder of records of collectives
-    world_size: int = 1
-    backend: str = ""
-    others: str = ""  # machines
-
-    def after(self, line: str) -> "RankMessages":
-        """The same with one more message."""
-        kind, *words = line.split("\t")
-        if kind == "phase":
-            return self._replace(phase=words[0], update=words[1], patience=float(words[2]))
-        if kind == "group":
-            return self._replace(flight=words[0], world_size=int(words[1]), backend=words[2], others=words[3])
-        if kind == "stop_requested":
-            return self._replace(stop_requested=words[0])
-        if kind == "advice":
-            return self._replace(advice=(*self.advice, words[0]) if words[0] else ())
-        return self._replace(was_terminated=self.was_terminated or kind.startswith("Stack ("))  # faulthandler's
-
-    @property
-    def where(self) -> str:
-        return f"phase {self.phase}" + (f" of update {self.update}" if self.update else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- looking
@@ -188,9 +157,9 @@ def crash_report(
     why, for_memory = cause(status, samples, now, messages)
     if messages.stop_requested and not for_memory:
         name, where = messages.stop_requested, messages.where
-        return f"rank {rank} (pid {pid}) had been asked to stop ({name}), and was killed in {where}"
+        return f"{messages.named(rank, pid)} had been asked to stop ({name}), and was killed in {where}"
     lines = [
-        f"rank {rank} (pid {pid}) ended without a message in {messages.where}",
+        f"{messages.named(rank, pid)} ended without a message in {messages.where}",
         f"cause    {why}",
         f"memory   {describe_memory(samples[-1])}",
         *(
@@ -221,11 +190,11 @@ def send(pid: int, number: int) -> None:
 class Watch:
     """The watch over one rank, this process' parent."""
 
-    def __init__(self, pid: int, rank: int, limit_s: float, locks_after_s: float):
+    def __init__(self, pid: int, rank: int, limit_s: float, locks_after_s: float, machine: str = ""):
         self.pid, self.rank, self.limit_s, self.locks_after_s = pid, rank, limit_s, locks_after_s
         self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
         self.state = open_state(pid)
-        self.messages, self.rest, self.messages_at = RankMessages(), b"", time.monotonic()
+        self.messages, self.rest, self.messages_at = RankMessages(machine=machine), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
         self.stopped_at: float | None = None
         self.end = select.poll()
@@ -272,7 +241,9 @@ class Watch:
 
     def waiting(self) -> list[str]:
         """Which collectives ranks wait in, by the records that there are of this launch."""
-        return flight.describe(flight.read_records(self.messages.flight, self.began)) if self.messages.flight else []
+        known = self.messages
+        records = flight.read_records(known.flight, self.began) if known.flight else {}
+        return flight.describe(records, known.world_size, known.machines)
 
     def records_are_missing(self) -> bool:
         """Whether this rank has written its record, and others have not yet."""
@@ -292,8 +263,8 @@ class Watch:
         if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
             self.stopped_at = math.inf
             say(
-                f"rank {self.rank} (pid {self.pid}) {STOPPED}, in {self.messages.where}: other ranks may wait for it. "
-                f"It continues with: kill -CONT {self.pid}"
+                f"{self.messages.named(self.rank, self.pid)} {STOPPED}, in {self.messages.where}: other ranks may "
+                f"wait for it. It continues with: kill -CONT {self.pid}"
             )
 
     def look_for_locks(self, silent_s: float) -> None:
@@ -318,8 +289,8 @@ class Watch:
         stopped = stopped_ranks(self.pid)
         cause = f"{' and '.join(stopped)} {STOPPED}" if stopped else "another rank has died or waits elsewhere"
         say(
-            f"rank {self.rank} (pid {self.pid}) has shown no sign of life for {span} in {self.messages.where}, most "
-            f"likely because {cause}. Where it stands, by its Python stacks:"
+            f"{self.messages.named(self.rank, self.pid)} has shown no sign of life for {span} in "
+            f"{self.messages.where}, most likely because {cause}. Where it stands, by its Python stacks:"
         )
         asked_at = time.monotonic()
         send(self.pid, signal.SIGUSR2)
@@ -342,8 +313,8 @@ class Watch:
 def main() -> None:
     for ignored in (*ORDERLY, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    pid, rank, limit_s, locks_after_s = sys.argv[1:]
-    Watch(int(pid), int(rank), float(limit_s), float(locks_after_s)).run()
+    pid, rank, limit_s, locks_after_s, machine = sys.argv[1:]
+    Watch(int(pid), int(rank), float(limit_s), float(locks_after_s), machine).run()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def open_session(
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()
-    watchdog = Watchdog(int(os.environ.get("RANK", "0")), 60 * recipe.watchdog_minutes or None)
+    watchdog = Watchdog(MEETING.rank, 60 * recipe.watchdog_minutes or None, machine=MEETING.machines[0])
     watchdog.start()
     before_leaving(watchdog.leave)
     from zerofit.training.session import Session

@@ -136,7 +136,7 @@ def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
     )
     if distributed.is_initialized():
         size, backend = distributed.get_world_size(), distributed.get_backend()
-        watchdog.record_collectives(session.folder.path, size, backend, MEETING.others)
+        watchdog.record_collectives(session.folder.path, size, backend, MEETING.machines)
     session.facts.program_bytes = resident_bytes()
     watchdog.phase("load", patience=LONG)
     check_machines(session.config)

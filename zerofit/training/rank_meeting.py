@@ -99,19 +99,16 @@ class RankMeeting:
         return self.meeting
 
     @property
-    def others(self) -> str:
-        """The other machines, in words; of many the first eight."""
-        cards = [] if self.meeting is None else self.meeting.machines.values()
-        others = [f"machine {card['machine']} ({card['host']})" for card in cards if card["machine"] != self.machine]
-        return ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    def machines(self) -> list[str]:
+        """All machines, in words; where they have not met, this one."""
+        cards = {} if self.meeting is None else self.meeting.machines
+        hosts = {card["machine"]: card["host"] for card in cards.values()} or {self.machine: platform.node()}
+        return [f"machine {number} ({hosts[number]})" for number in sorted(hosts)]
 
     def place_of(self, rank: int, device: str) -> str:
         """Where a rank runs, in words."""
-        cards = {} if self.meeting is None else self.meeting.machines
-        hosts = {card["machine"]: card["host"] for card in cards.values()}
         machine, index = divmod(rank, self.here)
-        place = f"machine {machine} ({hosts.get(machine, platform.node())})"
-        return place if device == "cpu" else f"{place}, GPU {index}"
+        return self.machines[machine] if device == "cpu" else f"{self.machines[machine]}, GPU {index}"
 
     def _come(self, limit_s: float) -> None:
         from torch.distributed import PrefixStore
