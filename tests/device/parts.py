@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import check_offloaded_inputs
+from helpers import check_offloaded_inputs, tiny_model
 
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.data.collate import Batch, CausalCollator
+from zerofit.health.slow_ranks import RankClock
 from zerofit.record.environment import describe_environment
 from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.batches import BatchSizes
@@ -105,6 +106,33 @@ def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronou
         assert copied <= pinned < 1.25 * copied
     else:
         assert pinned == 0
+
+
+def test_the_clock_of_a_rank_waits_for_no_device_and_measures_linear_layers_by_themselves():
+    model, clock = tiny_model("llama").to(DEVICE), RankClock(DEVICE, alone=False)
+    rows = torch.arange(32, device=DEVICE).view(2, 16)
+    clock.watch(model)
+
+    def waits(phase) -> list[str]:
+        found = []
+        torch.simgpu.observe(lambda what, *_: found.append(what))
+        phase("forward")
+        loss = model(input_ids=rows, labels=rows).loss
+        phase("backward")
+        loss.backward()
+        phase("data")
+        phase("update")
+        torch.simgpu.observe(None)
+        return found
+
+    alone = waits(lambda name: None)
+    assert not clock._layers, "outside of an update"
+    assert waits(clock.phase) == alone
+    assert len(clock._layers) == 2 * 7, "of one block: four of attention, three of the MLP"
+    clock.read(32)
+    assert 0 < clock.latest.own < clock.latest.forward < clock.latest.total
+    assert clock.latest.positions == 32
+    assert not clock._layers
 
 
 def test_the_record_names_the_devices():

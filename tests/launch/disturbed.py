@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from zerofit.data.collate import CausalCollator
 from zerofit.training.session import Session
@@ -18,7 +17,7 @@ from zerofit.training.session import Session
 
 def burn(*_) -> None:
     """Compute for as long as this takes without other programs."""
-    until = time.thread_time() + 0.01
+    until = time.thread_time() + 0.0015
     while time.thread_time() < until:
         torch.ones(64).sum()
 
@@ -39,8 +38,8 @@ def end_after_others() -> None:
 
 def disturb(what: str) -> None:
     if what == "forward":
-        before = LlamaMLP.forward
-        LlamaMLP.forward = lambda self, hidden: (burn(), before(self, hidden))[1]
+        before = torch.nn.Linear.forward
+        torch.nn.Linear.forward = lambda self, hidden: (burn(), before(self, hidden))[1]
     elif what == "data":
         collate = CausalCollator.__call__
         CausalCollator.__call__ = lambda self, *args: wait_for_a_disk(collate, self, *args)

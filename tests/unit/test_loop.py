@@ -123,7 +123,7 @@ def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]
                      RankClock(engine.device, alone=True))  # fmt: skip
     best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
     parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase,
-                SlowRanks(engine.layout, 10, str))  # fmt: skip
+                SlowRanks(engine.layout, 10, str, "forward"))  # fmt: skip
     assert train(parts) == Stop()
     return recorder.lines
 

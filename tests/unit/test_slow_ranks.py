@@ -14,7 +14,7 @@ def seconds(data: float = 0.01, own: float = 0.5, positions: float = 512, total:
 
 
 def said(layout: ParallelLayout, updates: list[list[RankSeconds]]) -> list[str]:
-    slow = SlowRanks(layout, 1, lambda rank: f"machine {rank // 2} (node), GPU {rank % 2}")
+    slow = SlowRanks(layout, 1, lambda rank: f"machine {rank // 2} (node), GPU {rank % 2}", "forward")
     for update, ranks in enumerate(updates, 1):
         slow.add(update, ranks)
     return slow.messages()
@@ -25,9 +25,9 @@ def test_a_slow_rank_is_told_once_and_once_more_when_it_is_no_longer():
     healthy, late = [seconds()] * 4, [seconds()] * 3 + [seconds(own=0.7)]
     updates = [healthy] * 20 + [late] * 100 + [healthy] * 50 + [late] * 20  # the last do not suffice
     first, second = said(ParallelLayout(4), updates)
-    assert first == (f"{place} 20 forward and backward take 1.40 times as long as on other ranks, which wait 0.2 s "
+    assert first == (f"{place} 20 computing (forward) takes 1.40 times as long as on other ranks, which wait 0.2 s "
                      "an update for it")  # fmt: skip
-    assert second == f"{place} 120 forward and backward are as fast as on other ranks"
+    assert second == f"{place} 120 computing (forward) is as fast as on other ranks"
     assert said(ParallelLayout(4), [healthy] * 20 + [late] * 29) == []
 
 
@@ -63,7 +63,7 @@ def test_stages_of_a_pipeline_do_other_work():
     ],
 )
 def test_what_metrics_have_at_the_end_of_an_interval(layout, figures):
-    slow = SlowRanks(layout, 1, str)
+    slow = SlowRanks(layout, 1, str, "forward")
     ranks = [seconds(own=0.6), seconds(own=0.6), seconds(own=0.9)][: layout.world_size]
     added = [slow.add(update, ranks) for update in range(1, 2 * INTERVAL + 1)]
     found = [line for line in added if line is not None]

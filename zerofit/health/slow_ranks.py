@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers.pytorch_utils import Conv1D
 
+from zerofit.model.compilation import blocks_of
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
 
@@ -28,7 +30,7 @@ class RankSeconds(NamedTuple):
         data: in which nothing was computed, since the next micro-batches were not there.
         forward, backward: on a CPU without the time of waiting for others, on a device with it.
         waiting: for others, on a CPU; of a device it is not known, and 0.
-        own: of forward and backward, as far as nobody is waited for.
+        own: of forward and backward, or the part of them in which surely nobody is waited for.
         positions: tokens and padding of its micro-batches: the work.
     """
 
@@ -55,12 +57,38 @@ class RankClock:
     def __init__(self, device: torch.device, alone: bool, runs: bool = True):
         self.device, self.alone, self.runs, self.latest = device, alone, runs, RankSeconds()
         self._marks: list[tuple[str, float, Any]] = []
+        self._layers: list[Any] = []  # two events of each call of a layer that is watched
 
     @classmethod
     def of(cls, engine: Engine) -> "RankClock":
         strategy, layout = engine.strategy, engine.layout
         gathers = strategy.shards_parameters or strategy.fully_shards
-        return cls(engine.device, not gathers and layout.replica_size == 1, layout.world_size > 1)
+        clock = cls(engine.device, not gathers and layout.replica_size == 1, layout.world_size > 1)
+        if clock.runs and not clock.alone and engine.device.type != "cpu":
+            clock.watch(engine.module)
+        return clock
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Measure the linear layers of a block: their weights are there when their hooks are called, and they wait for
+        nobody, whatever the forward pass around them waits for. Nothing where the model is compiled."""
+        blocks = blocks_of(model)
+        if any(module._compiled_call_impl is not None for module in model.modules()) or not blocks:
+            return
+        for layer in blocks[len(blocks) // 2].modules():
+            if isinstance(layer, (torch.nn.Linear, Conv1D)):
+                layer.register_forward_pre_hook(self._note)
+                layer.register_forward_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        if self._marks:  # within an update
+            self._layers.append(self._now())
+
+    @property
+    def measures(self) -> str:
+        """Of what `own` tells."""
+        if self.device.type == "cpu":
+            return "forward and backward"
+        return "forward" if self.alone else "linear layers"
 
     def phase(self, name: str) -> None:
         """The rank enters a phase: forward, backward, data or update."""
@@ -86,7 +114,9 @@ class RankClock:
             data, own = wall["data"], forward + backward
             waiting = total - data - own - busy["update"]
         else:
-            data, own, waiting = busy["data"], forward if self.alone else 0.0, 0.0
+            inside = sum(self._between(*pair) for pair in zip(self._layers[::2], self._layers[1::2]))
+            data, own, waiting = busy["data"], forward if self.alone else inside, 0.0
+            self._layers = []
         self.latest = RankSeconds(total, data, forward, backward, waiting, own, positions)
 
     def _now(self) -> Any:
@@ -106,9 +136,11 @@ class SlowRanks:
     Args:
         interval: updates between two lines of the log.
         place_of: rank -> its machine and device, in words.
+        measures: of what the ranks' own seconds tell.
     """
 
-    def __init__(self, layout: ParallelLayout, interval: int, place_of: Callable[[int], str]):
+    def __init__(self, layout: ParallelLayout, interval: int, place_of: Callable[[int], str], measures: str):
+        self.measures = measures
         self.interval, self.place_of = max(interval, LEAST_INTERVAL), place_of
         stages = np.array([layout.stage_of(rank) for rank in range(layout.world_size)])
         self._others = [np.flatnonzero((stages == stage) & (np.arange(len(stages)) != rank))
@@ -157,12 +189,13 @@ class SlowRanks:
         del self._changed[key]
         self._slow ^= {key}
         waited = others.waiting - own.waiting
+        computing = f"computing ({self.measures})"
         if not is_slow:
-            what = f"{'its data comes' if part == 'data' else 'forward and backward are'} as fast as on other ranks"
+            what = f"{'loading data' if part == 'data' else computing} is as fast as on other ranks"
         elif part == "data":
             what = f"an update waits {own.data:.3g} s for its data, {others.data:.3g} s on other ranks"
         else:
-            what = f"forward and backward take {factor:.2f} times as long as on other ranks"
+            what = f"{computing} takes {factor:.2f} times as long as on other ranks"
         waits = f", which wait {waited:.3g} s an update for it" if is_slow and waited > 0 else ""
         self._notes.append(f"slow      rank {rank} on {self.place_of(rank)}: since update {since[0]} {what}{waits}")
 

@@ -163,7 +163,12 @@ def _run(
     step = TrainStep(task, engine, detector, memory, signals, session.phase, RankClock.of(engine))
     if recipe.profile:
         step = profiled(step, recipe, session.folder, recorder.note)
-    slow = SlowRanks(engine.layout, recipe.logging_steps, lambda rank: MEETING.place_of(rank, engine.device.type))
+    slow = SlowRanks(
+        engine.layout,
+        recipe.logging_steps,
+        lambda rank: MEETING.place_of(rank, engine.device.type),
+        step.clock.measures,
+    )
     return Run(
         task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase, slow
     )  # fmt: skip
