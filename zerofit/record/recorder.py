@@ -39,7 +39,9 @@ class RunRecorder:
         """A line of metrics.jsonl and of the trackers."""
         accelerator, line = self._engine.accelerator, metrics.to_line()
         if accelerator.trackers:
-            accelerator.log({k: v for k, v in line.items() if k != "update"}, step=line["update"])
+            ranks = {f"rank_seconds/{name}": value for name, value in line.get("rank_seconds", {}).items()}
+            figures = {name: value for name, value in line.items() if name not in ("update", "rank_seconds")}
+            accelerator.log(figures | ranks, step=line["update"])
         if self._engine.is_main:
             self.folder.metrics.add(line)
 
