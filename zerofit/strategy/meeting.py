@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, first_line
+from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError, first_line
 
 BEAT_S = 1.0
 KNOWN_S = 30.0  # the machine with the store waits so long until others know why it ends: they may still be importing
@@ -47,25 +47,37 @@ class Meeting:
         here: members on this machine.
         machine: the number of this machine.
         limit_s: a member without a sign of life for so long ends the meeting.
+        known: the machines of the meeting before, where members meet again.
     """
 
     def __init__(
-        self, store: Any, kind: str, number: int, count: int, here: int, machine: int, limit_s: float
+        self,
+        store: Any,
+        kind: str,
+        number: int,
+        count: int,
+        here: int,
+        machine: int,
+        limit_s: float,
+        known: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         self.store, self.kind, self.number, self.count, self.here = store, kind, number, count, here
-        self.machine, self.limit_s = machine, limit_s
+        self.machine, self.limit_s, self._known = machine, limit_s, known or {}
         self.machines: dict[str, dict[str, Any]] = {}  # when all have met: {number: what `_card` says}
         self.is_ready, self._has_left = False, False
         self._beats: dict[Any, Any] = {}
 
-    def come(self) -> None:
+    def come(self, again: bool = False) -> None:
         """Say that this member is there.
+
+        Args:
+            again: it may have come before, and died.
 
         Raises:
             Ended: another has the same number.
         """
         store = self.store
-        if store.add(f"{self.number}/came", 1) > 1:
+        if store.add(f"{self.number}/came", 1) > 1 and not again:
             first = self._described(self.number)
             self._end(
                 f"{self.kind} {self.number} is there twice: {first}, and on host {platform.node()}. Give each machine "
@@ -101,7 +113,8 @@ class Meeting:
         except RuntimeError as error:  # of torch: DistNetworkError, DistStoreError
             raise Ended(
                 f"machine 0, which has the rendezvous store, is gone before all {self.kind}s had met "
-                f"({first_line(error)}). Look at its output"
+                f"({first_line(error)}). Look at its output",
+                EXIT_FAILED,
             ) from error
         return False
 
@@ -139,16 +152,22 @@ class Meeting:
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
             "look at the output of the one that is silent",
             len(missing),
+            # One that was there is lost, and the same command may find it again; one that was not may be a mistake.
+            EXIT_FAILED if self._known or all(map(self._has_come, missing)) else EXIT_USER_ERROR,
         )
 
-    def _described(self, number: int) -> str:
-        if not self.store.check([f"{number}/card"]):
-            return f"{self.kind} {number}, which has never come"
-        card = json.loads(self.store.get(f"{number}/card"))
-        return f"{self.kind} {number} on host {card['host']}"
+    def _has_come(self, number: int) -> bool:
+        return bool(self.store.check([f"{number}/card"]))
 
-    def _end(self, message: str, missing: int = 0) -> None:
-        end: dict[str, Any] = {"message": message, "code": EXIT_USER_ERROR, "machine": None}
+    def _described(self, number: int) -> str:
+        if self._has_come(number):
+            return f"{self.kind} {number} on host {json.loads(self.store.get(f'{number}/card'))['host']}"
+        if before := self._known.get(str(number)):
+            return f"{self.kind} {number} (on host {before['host']} before), which has not come again"
+        return f"{self.kind} {number}, which has never come"
+
+    def _end(self, message: str, missing: int = 0, code: int = EXIT_USER_ERROR) -> None:
+        end: dict[str, Any] = {"message": message, "code": code, "machine": None}
         self.store.compare_set("end", "", json.dumps(end))
         self._leave(missing)
         raise Ended(**end)

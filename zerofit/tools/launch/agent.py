@@ -2,8 +2,8 @@
 
     python -P zerofit/tools/launch/agent.py --config_file accelerate_configs/zero3.yaml ... train/clm.py ...
 
-torchrun lets machines wait 15 minutes for each other and then prints a traceback; here the store is opened by
-zerofit/strategy/meeting.py. On one machine it listens on the loopback interface only.
+torchrun lets machines wait 15 minutes for each other and then prints a traceback; here they meet in machine_group.py.
+On one machine the store listens on the loopback interface only.
 
 With `--max_restarts` it starts the processes again (restarts.py).
 
@@ -18,7 +18,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 if __name__ == "__main__":  # started alone: the package's folder is not on the path
@@ -27,14 +26,14 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
 import psutil
 import yaml
 from accelerate.commands import launch
-from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.launcher import api as launcher
 
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, first_line
-from zerofit.strategy.meeting import BEAT_S, Meeting, open_store, reach, serve_store
+from zerofit.strategy.meeting import Ended, serve_store
+from zerofit.tools.launch.machine_group import MachineGroup
 from zerofit.tools.launch.restarts import RestartingAgent, Restarts, folder_of_run
 
 PARENT = os.getppid()
@@ -44,40 +43,27 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class MeetingRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
-    """torchrun's static rendezvous, over a store in which the machines have met. A restart gets a new one: gloo would
-    find the addresses of the processes before in the old one."""
+    """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one."""
 
     def next_rendezvous(self):
         if self.world_size == 1 and self.master_addr in LOOPBACK:
-            port = 0 if self._store else self.master_port
-            self._store = serve_store(port, everywhere=False)
+            self._store = serve_store(0 if self._store else self.master_port, everywhere=False)
             self.master_port = self._store.port
-        elif self._store is None and self.world_size > 1:
-            self._store = meet(
-                self.master_addr, self.master_port, self.rank, self.world_size, self.timeout.total_seconds()
-            )
+        elif self.world_size > 1:
+            if RestartingAgent.group is None:
+                RestartingAgent.group = MachineGroup(
+                    self.master_addr, self.master_port, self.rank, self.world_size, self.timeout.total_seconds()
+                )
+            self._store = RestartingAgent.group.meet()
+            self.master_port = self._store.port
         return super().next_rendezvous()
 
-
-def meet(address: str, port: int, rank: int, count: int, limit_s: float):
-    """The store of machine 0, when all machines have come.
-
-    Raises:
-        UserError: machine 0 cannot be reached; a machine is missing or there twice.
-    """
-    server = serve_store(port, everywhere=True) if rank == 0 else None
-    reach(address, port, limit_s)
-    store = open_store(address, port)
-    meeting = Meeting(PrefixStore("zerofit/machines", store), "machine", rank, count, 1, rank, limit_s)
-    meeting.come()
-    meeting.ready()
-    while not meeting.poll():
-        time.sleep(BEAT_S / 4)
-    return server or store
+    def num_nodes_waiting(self):
+        return 0 if RestartingAgent.group is None else RestartingAgent.group.num_waiting()
 
 
 def main() -> int:
-    """Launch, and return the exit code."""
+    """Launch, and return the exit code: of several machines, that of the run."""
     end_with_parent()
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
@@ -85,6 +71,20 @@ def main() -> int:
     RestartingAgent.restarts = restarts = Restarts(folder_of_run())
     launcher.LocalElasticAgent = RestartingAgent
     signal.signal(STOP, lambda number, frame: restarts.stop())
+    try:
+        code = run_launcher()
+    except SignalException as error:  # the others may restart without this machine: they are not waited for
+        return 128 + error.sigval
+    group = RestartingAgent.group
+    return code if group is None else group.settle(code, restarts.recorded_code())
+
+
+def run_launcher() -> int:
+    """`accelerate launch`. Returns the exit code of this machine's processes; prints a mistake.
+
+    Raises:
+        SignalException: this process was told to end.
+    """
     try:
         launch.main()
         return 0
@@ -98,10 +98,8 @@ def main() -> int:
         return _positive(error.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as error:
         return _positive(error.returncode)
-    except SignalException as error:
-        return 128 + error.sigval
     print(problem.report(), file=sys.stderr, flush=True)
-    return EXIT_USER_ERROR
+    return problem.code if isinstance(problem, Ended) else EXIT_USER_ERROR
 
 
 def end_with_parent() -> None:

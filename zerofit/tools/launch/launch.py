@@ -56,11 +56,10 @@ def launch(argv: list[str], supervisor: Supervisor) -> int:
         raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
     layout = layout_of(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
     if options.max_restarts:
-        if machines.count > 1 or processes == 1:
-            where = f"{machines.count} machines" if machines.count > 1 else "one process"
+        if processes == 1:
             raise UserError(
-                f"--max_restarts {options.max_restarts} with {where}: it is for several processes of one machine. Let "
-                "the scheduler start the same command again, which resumes (docs/resume.md)"
+                f"--max_restarts {options.max_restarts} with one process: it is for several. Start the same command "
+                "again, which resumes (docs/resume.md)"
             )
         layout += ["--max_restarts", str(options.max_restarts)]
     if machines.count > 1:

@@ -35,7 +35,7 @@ class LaunchOptions(Recipe):
     )
     max_restarts: int = option(
         0,
-        "On one machine: start the processes again from the last checkpoint, at most so many times, after one has "
+        "Start the processes of all machines again from the last checkpoint, at most so many times, after one has "
         "crashed or was killed; not after a mistake, an anomaly, out of memory, or two failures at the same update.",
         minimum=0,
     )

@@ -14,16 +14,12 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
-from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, EXIT_TO_BE_RESUMED
-from zerofit.recipe.errors import EXIT_TERMINATED, EXIT_USER_ERROR
+from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
+from zerofit.recipe.errors import EXIT_TERMINATED
+from zerofit.record.run_folder import RunFolder
+from zerofit.tools.launch.machine_group import FINAL, MachineGroup, code_of_run
 
 RUN = "ZEROFIT_RUN"  # the run's folder, for the agent
-FINAL = {
-    EXIT_USER_ERROR: "a mistake",
-    EXIT_NEEDS_A_PERSON: "an anomaly, or a full disk",
-    EXIT_OUT_OF_MEMORY: "out of memory",
-}
 
 
 class Restarts:
@@ -71,32 +67,67 @@ class Restarts:
                 continue
         return 0
 
+    def recorded_code(self) -> int | None:
+        """The exit code that the run has left in its folder."""
+        return None if self.folder is None else RunFolder(self.folder).environment().get("exit_code")
+
 
 class RestartingAgent(LocalElasticAgent):
-    """torch's agent, which is told after each failure whether another restart is left."""
+    """torch's agent, which is told after each failure whether another restart is left.
+
+    Attributes:
+        restarts: decides.
+        group: of the machines; None: there is one.
+    """
 
     restarts = Restarts(None)
+    group: MachineGroup | None = None
+    _failures = 0
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
-        allowed = worker_group.spec.max_restarts
-        if not result.is_failed() or not allowed:
+        if not result.is_failed():
             return result
-        codes = {failure.exitcode for failure in result.failures.values()}
-        refused = self.restarts.refused(codes)
-        if refused:
-            self._remaining_restarts = 0
-        elif have_saved(codes):
-            self._remaining_restarts += 1
-        left, after = self._remaining_restarts, f"after update {self.restarts.updates()}"
-        what = f"restart {allowed - left + 1} of {allowed}" if left else f"no restart ({refused or 'none is left'})"
-        ends = (f"rank {rank} {_end(failure.exitcode)}" for rank, failure in sorted(result.failures.items()))
-        print(f"{', '.join(ends)} {after}: {what}", file=sys.stderr, flush=True)
+        ends = ", ".join(f"rank {rank} {_end(failure.exitcode)}" for rank, failure in sorted(result.failures.items()))
+        said = f"{ends} after update {self.restarts.updates()}"
+        codes, allowed = {failure.exitcode for failure in result.failures.values()}, worker_group.spec.max_restarts
+        refused = self._refused(codes) if allowed else "--max_restarts 0"
+        used = self._count(not have_saved(codes))
+        if not refused and used > allowed:
+            refused = "none is left"
+        self._remaining_restarts = int(not refused)
+        if allowed:
+            what = f"no restart ({refused})" if refused else f"restart {used} of {allowed}"
+            print(f"{said}: {what}", file=sys.stderr, flush=True)
+        if refused and self.group is not None:
+            self.group.end(said, code_of_run([code if code >= 0 else 128 - code for code in codes]))
         return result
+
+    def _refused(self, codes: set[int]) -> str:
+        if self.group is not None and self.group.has_finished():
+            return "another machine has finished"
+        return self.restarts.refused(codes)
+
+    def _count(self, failed: bool) -> int:
+        """Failures so far, of all machines."""
+        if self.group is not None:
+            return self.group.failures(failed)
+        self._failures += failed
+        return self._failures
 
     def _restart_workers(self, worker_group: Any) -> None:
         worker_group.spec.master_port = None  # the rendezvous has a new store (agent.py)
         super()._restart_workers(worker_group)
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        """Ranks read the number of restarts, which has to be the same on all machines."""
+        self._remaining_restarts = max(0, worker_group.spec.max_restarts - self._count(False))
+        return super()._start_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        """Of one machine; several wait for each other in MachineGroup.settle, as long as they are alive."""
+        if self.group is None:
+            super()._exit_barrier()
 
 
 def have_saved(codes: set[int]) -> bool:

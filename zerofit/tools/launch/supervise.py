@@ -1,6 +1,7 @@
 """The parent of a launch: it passes signals on to the ranks, and ends with the exit code of the run."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from zerofit.tools.launch.schedulers import RANK_VARIABLES
 from zerofit.tools.launches import LAUNCHER
 from zerofit.tools.tool_recipe import TASKS
 
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
 
 def exit_code_of(argv: list[str]) -> ExitCode:
     """Where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
@@ -29,6 +32,21 @@ def exit_code_of(argv: list[str]) -> ExitCode:
         number = following if word == "--machine_rank" else number
     recipe = ["--config", named] if path.suffix in (".yaml", ".yml") and "--config" not in argv else []
     return ExitCode(find_folder(task, [*recipe, *argv]), {"RANK": number})
+
+
+def adopt_orphans() -> None:
+    """Become the parent of ranks whose launcher was killed (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans() -> None:
+    """Let ranks whose launcher was killed save and leave. A rank that hangs is ended by its watchdog."""
+    orphans = psutil.Process().children()
+    for process in orphans:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGTERM)
+    psutil.wait_procs(orphans)
 
 
 class Supervisor:
@@ -61,7 +79,7 @@ class Supervisor:
 
     def run(self, layout: list[str], program: list[str], environment: dict[str, str]) -> int:
         """Launch a program and wait for its end. Returns the exit code on record, or the launcher's where there is
-        none and on machines but the first.
+        none and on machines but the first, to which it has been told (machine_group.py).
 
         Args:
             layout: the options of `accelerate launch`.
@@ -69,11 +87,14 @@ class Supervisor:
         command = [*LAUNCHER, *layout, *program]
         # A session of its own: Ctrl-C at a terminal reaches this process only, which passes it on once.
         self._is_starting = True
+        adopt_orphans()
         environment = environment | {"ZEROFIT_RUN": str(self._exit_code.folder.path)}  # for restarts.py
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
         if self._stopped is not None:
             self._receive(self._stopped, None)
         code = self._process.wait()
+        if code < 0:
+            end_orphans()
         recorded = self._exit_code.read().get("exit_code") if self._exit_code.is_main else None
         if recorded is not None:
             return recorded
