@@ -90,19 +90,23 @@ class Job:
         )
         return [self.running[number].returncode for number in sorted(self.running)]
 
-    def kept_up(self, limit_s: float = 600) -> list[int]:
+    def kept_up(self, limit_s: float = 600, until=None) -> list[int]:
         """As a scheduler would, start again what has ended on a machine, unless its code says never. Returns the
-        codes of the last launches."""
-        until = time.monotonic() + limit_s
+        codes of the last launches, when none is to be started again or `until()` is true."""
+        last = time.monotonic() + limit_s
         while True:
             codes = {number: process.poll() for number, process in self.running.items()}
-            if all(code in NEVER_AGAIN for code in codes.values()):
+            if all(code in NEVER_AGAIN for code in codes.values()) or (until and until()):
                 return list(codes.values())
-            assert time.monotonic() < until, f"not within {limit_s:g} s: {codes}\n{self.said()[-8000:]}"
+            assert time.monotonic() < last, f"not within {limit_s:g} s: {codes}\n{self.said()[-8000:]}"
             for number, code in codes.items():
                 if code is not None and code not in NEVER_AGAIN:
                     self.start(number)
             time.sleep(0.5)
+
+    def kept_up_to(self, update: int, limit_s: float = 400) -> None:
+        codes = self.kept_up(limit_s, lambda: self.last_update() >= update)
+        assert self.last_update() >= update, f"{codes}\n{self.said()[-8000:]}"
 
     def losses(self) -> dict[int, float]:
         return {line["update"]: line["loss"] for line in updates(metrics(self.folder)) if "loss" in line}

@@ -1,0 +1,172 @@
+"""Seeded faults, one after another, in runs that a scheduler would keep up: nobody hangs, somebody names the machine,
+and at the end each update was made once, with the loss of a run that nobody has disturbed.
+
+ZEROFIT_FAULTS=20 is how many each strategy meets (4 by default).
+"""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from helpers import metrics, updates
+from machines import wait_for
+
+FAULTS = int(os.environ.get("ZEROFIT_FAULTS", "4"))
+BETWEEN = 6  # updates from one fault to the next, at least
+WATCHDOG_MINUTES = 0.5
+
+
+def kill_rank(machine, draw, run) -> str:
+    rank, process = draw.choice(sorted(machine.ranks().items()))
+    process.kill()
+    return f"rank {rank}"
+
+
+def stop_rank(machine, draw, run) -> str:
+    rank, process = draw.choice(sorted(machine.ranks().items()))
+    process.send_signal(signal.SIGSTOP)
+    return f"rank {rank}"
+
+
+def kill_launcher(machine, draw, run) -> str:
+    """`accelerate launch` below `zerofit launch`: the ranks are orphans."""
+    parent = run.running[machine.number].pid
+    (agent,) = [process for process in machine.processes() if process.ppid() == parent]
+    agent.kill()
+    return f"machine {machine.number}"
+
+
+def kill_supervisor(machine, draw, run) -> str:
+    run.running[machine.number].kill()
+    return f"machine {machine.number}"
+
+
+def lose_machine(machine, draw, run) -> str:
+    machine.power_off()
+    time.sleep(draw.uniform(0, 3))
+    machine.plug()
+    return machine.name
+
+
+def pull_cable(machine, draw, run) -> str:
+    machine.unplug()
+    time.sleep(60 * WATCHDOG_MINUTES + 10)
+    machine.plug()
+    return machine.name
+
+
+def loosen_cable(machine, draw, run) -> str:
+    """Too short for anybody to notice."""
+    machine.unplug()
+    time.sleep(2)
+    machine.plug()
+    return ""
+
+
+def signal_run(machine, draw, run) -> str:
+    run.running[machine.number].send_signal(signal.SIGTERM)
+    return "SIGTERM"
+
+
+KINDS = (kill_rank, stop_rank, kill_launcher, kill_supervisor, lose_machine, pull_cable, loosen_cable, signal_run)
+STRATEGIES = {"ddp": 0, "zero2": 1, "zero3": 2, "fsdp2": 3, "tp": 4}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_faults_one_after_another(job, strategy):
+    """Two machines of two processes (tp: each layer is split within a machine, the data among them)."""
+    steps = (FAULTS + 1) * BETWEEN * 3
+    common = {"steps": steps, "strategy": strategy, "processes": 4}
+    whole = job("whole", **common).start_all()
+    assert whole.ends() == [0, 0], whole.said()[-6000:]
+
+    options = ["--watchdog_minutes", WATCHDOG_MINUTES, "--save_steps", 5]
+    run = job("run", **common, options=options, flags=["--max_restarts", 100, "--rendezvous_minutes", 2])
+    draw, seed = random.Random(STRATEGIES[strategy]), STRATEGIES[strategy]
+    run.start_all()
+    unnamed = []
+    for number in range(FAULTS):
+        before = run.last_update()
+        run.kept_up_to(before + BETWEEN)
+        kind, machine = KINDS[(seed + number) % len(KINDS)], run.machines[draw.randrange(2)]
+        wait_for(lambda machine=machine: len(machine.ranks()) == 2, 120, "two ranks on each machine")
+        said = len(run.said())
+        named = kind(machine, draw, run)
+        run.kept_up_to(run.last_update() + 2)
+        words = run.said()[said:] if said <= len(run.said()) else run.said()
+        if named and named not in words and machine.name not in words and f"machine {machine.number}" not in words:
+            unnamed.append((kind.__name__, words[-3000:]))
+    assert run.kept_up() == [0, 0], run.said()[-6000:]
+    assert not unnamed, unnamed
+    made = [line["update"] for line in updates(metrics(run.folder))]
+    assert made == list(range(1, steps + 1))
+    losses, expected = run.losses(), whole.losses()
+    assert max(abs(losses[update] - expected[update]) for update in expected) < 1e-6
+
+
+@pytest.mark.long
+def test_a_machine_that_comes_late_is_waited_for(job):
+    run = job("run", flags=["--rendezvous_minutes", 3])
+    run.start(0)
+    time.sleep(60)
+    run.start(1)
+    assert run.ends() == [0, 0], run.said()[-6000:]
+
+
+@pytest.mark.long
+def test_a_machine_that_does_not_come_is_named(job):
+    run = job("run", count=3, flags=["--rendezvous_minutes", 0.5])
+    run.start(0)
+    run.start(1)
+    assert run.ends(120) == [2, 2], run.said()[-6000:]
+    assert run.log(0).read_text().count("machine 2, which has never come") == 1
+    assert "machine 2, which has never come" in run.log(1).read_text()
+
+
+def test_a_wrong_address_is_a_message(job):
+    run = job("run", flags=["--rendezvous_minutes", 0.2])
+    run.start(1, main_process_ip="10.77.0.99")
+    assert run.ends(90) == [2]
+    assert "gpu01 has not reached machine 0 at 10.77.0.99:29501" in run.log(1).read_text()
+
+
+def test_a_machine_that_is_started_twice_does_not_disturb_the_run(job):
+    run = job("run", steps=60).start_all()
+    run.reaches(3)
+    twin = run.machines[2].start(*run.command(1), log=run.folder.parent / "twin.log")
+    assert twin.wait(timeout=120) == 2
+    assert (
+        "machine 1 takes part in this run already, and gpu02 has the same"
+        in (run.folder.parent / "twin.log").read_text()
+    )
+    assert run.ends() == [0, 0], run.said()[-6000:]
+    assert len(run.losses()) == 60
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["output_dir", "train_file"])
+def test_a_folder_or_a_file_that_is_not_shared_is_named(job, tmp_path, material, what):
+    run = job("run")
+    run.start(0)
+    if what == "output_dir":
+        changed = ["--output_dir", tmp_path / "elsewhere"]
+    else:
+        (tmp_path / "other.txt").write_text((material / "text" / "train.txt").read_text() * 2)
+        changed = ["--train_file", tmp_path / "other.txt"]
+    command = [*run.command(1), *changed]
+    run.running[1] = run.machines[1].start(*command, log=run.log(1))
+    assert set(run.ends(150)) <= {1, 2}
+    assert what in run.said()
+    assert "machine 1 (gpu01)" in run.said()
+
+
+@pytest.mark.long
+def test_two_hundred_healthy_updates_without_an_alarm(job):
+    run = job(
+        "run", steps=200, options=["--watchdog_minutes", WATCHDOG_MINUTES], flags=["--max_restarts", 1]
+    ).start_all()
+    assert run.ends(600) == [0, 0], run.said()[-6000:]
+    assert not any(word in run.said() for word in ("restart", "watchdog", "slower", "error", "Traceback"))
