@@ -71,7 +71,11 @@ class Job:
         return self.folder.parent / f"{self.folder.name}.machine{number}.log"
 
     def said(self) -> str:
-        return "\n".join(self.log(number).read_text() for number in range(len(self.machines)))
+        """What all machines have printed, without their stacks."""
+        logs = [self.log(number).read_text() for number in range(len(self.machines)) if self.log(number).exists()]
+        return "\n".join(
+            line for log in logs for line in log.splitlines() if not line.startswith(("  File", "Thread"))
+        )
 
     def reaches(self, update: int, limit_s: float = 240) -> None:
         def is_there() -> bool:

@@ -64,7 +64,9 @@ class Slurm:
         self.folder, self.control, self.nodes = folder, machines[0], machines[1:]
         for name in ("state", *(node.name for node in self.nodes)):
             (folder / name).mkdir(parents=True)
-        nodes = "\n".join(f"NodeName={node.name} NodeAddr={node.address} CPUs={os.cpu_count()} State=UNKNOWN" for node in self.nodes)
+        nodes = "\n".join(
+            f"NodeName={node.name} NodeAddr={node.address} CPUs={os.cpu_count()} State=UNKNOWN" for node in self.nodes
+        )
         text = CONFIGURATION.format(control=self.control, folder=folder, nodes=nodes)
         (folder / "slurm.conf").write_text(text)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # which is not used

@@ -146,14 +146,15 @@ class Meeting:
         missing = [number for number in watched if now - self._beats[number][1] > self.limit_s]
         if not missing:
             return
+        is_lost = self.kind == "rank" or bool(self._known) or all(map(self._has_come, missing))
         shown = [self._described(number) for number in missing[:8]] + ["..."] * (len(missing) > 8)
         self._end(
             f"no sign of life within --rendezvous_minutes {self.limit_s / 60:g} from {', '.join(shown)}. Start all "
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
             "look at the output of the one that is silent",
             len(missing),
-            # One that was there is lost, and the same command may find it again; one that was not may be a mistake.
-            EXIT_FAILED if self._known or all(map(self._has_come, missing)) else EXIT_USER_ERROR,
+            # A machine that was never there may be a mistake. One that was is lost: the same command may find it again.
+            EXIT_FAILED if is_lost else EXIT_USER_ERROR,
         )
 
     def _has_come(self, number: int) -> bool:

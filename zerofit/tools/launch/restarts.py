@@ -115,9 +115,9 @@ class RestartingAgent(LocalElasticAgent):
         self._failures += failed
         return self._failures
 
-    def _restart_workers(self, worker_group: Any) -> None:
-        worker_group.spec.master_port = None  # the rendezvous has a new store (agent.py)
-        super()._restart_workers(worker_group)
+    def _rendezvous(self, worker_group: Any) -> None:
+        worker_group.spec.master_port = None  # that of the rendezvous holds: a restart has a new store (agent.py)
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: Any) -> Any:
         """Ranks read the number of restarts, which has to be the same on all machines."""
