@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from machines import Machine, sh, wait_for
+from machines import Machine, wait_for
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 
@@ -117,6 +117,3 @@ class Slurm:
             return self.run("sinfo", "-h", "-o", "%t %D").split() == ["idle", str(len(self.nodes))]
         except AssertionError:
             return False
-
-
-__all__ = ["Slurm", "sh", "why_no_slurm"]

@@ -146,6 +146,7 @@ class Meeting:
         missing = [number for number in watched if now - self._beats[number][1] > self.limit_s]
         if not missing:
             return
+        # A machine that was never there may be a mistake; one that was may be there again for the same command.
         is_lost = self.kind == "rank" or bool(self._known) or all(map(self._has_come, missing))
         shown = [self._described(number) for number in missing[:8]] + ["..."] * (len(missing) > 8)
         self._end(
@@ -153,7 +154,6 @@ class Meeting:
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
             "look at the output of the one that is silent",
             len(missing),
-            # A machine that was never there may be a mistake. One that was is lost: the same command may find it again.
             EXIT_FAILED if is_lost else EXIT_USER_ERROR,
         )
 

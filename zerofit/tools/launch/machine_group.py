@@ -62,7 +62,9 @@ class MachineGroup:
             )
         self._machines: dict[str, dict[str, Any]] = {}
         self._looked_at = self._waiting_since = 0.0
-        threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True).start()
+        self._beat_ends = threading.Event()
+        self._beats = threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True)
+        self._beats.start()
 
     def meet(self) -> Any:
         """Wait until all machines have come. Returns the store of this round's ranks.
@@ -185,9 +187,8 @@ class MachineGroup:
 
     def _beat(self, store: Any) -> None:
         try:
-            while True:
+            while not self._beat_ends.wait(BEAT_S):
                 store.add(f"zerofit/alive{self.number}", 1)
-                time.sleep(BEAT_S)
         except RuntimeError:  # machine 0 is gone; who needs it will say so
             return
 
