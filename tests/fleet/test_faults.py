@@ -126,26 +126,6 @@ def test_a_machine_that_does_not_come_is_named(job):
     assert "machine 2, which has never come" in run.log(1).read_text()
 
 
-def test_a_wrong_address_is_a_message(job):
-    run = job("run", flags=["--rendezvous_minutes", 0.2])
-    run.start(1, main_process_ip="10.77.0.99")
-    assert run.ends(90) == [2]
-    assert "gpu01 has not reached machine 0 at 10.77.0.99:29501" in run.log(1).read_text()
-
-
-def test_a_machine_that_is_started_twice_does_not_disturb_the_run(job):
-    run = job("run", steps=60).start_all()
-    run.reaches(3)
-    twin = run.machines[2].start(*run.command(1), log=run.folder.parent / "twin.log")
-    assert twin.wait(timeout=120) == 2
-    assert (
-        "machine 1 takes part in this run already, and gpu02 has the same"
-        in (run.folder.parent / "twin.log").read_text()
-    )
-    assert run.ends() == [0, 0], run.said()[-6000:]
-    assert len(run.losses()) == 60
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["output_dir", "train_file"])
 def test_a_folder_or_a_file_that_is_not_shared_is_named(job, tmp_path, material, what):
