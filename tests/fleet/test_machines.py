@@ -5,7 +5,7 @@ import signal
 from helpers import launch
 
 
-def test_a_run_outlives_what_happens_to_it(job, tmp_path):
+def test_a_run_outlives_what_happens_to_it(job, machines, tmp_path):
     """Only the launcher of its machine sees a rank end; both restart. A launcher too many is refused, and disturbs
     nothing. A signal to one machine ends all, and the same command resumes. The losses are those of a run on one
     machine."""
@@ -17,7 +17,7 @@ def test_a_run_outlives_what_happens_to_it(job, tmp_path):
     assert "restart 1 of 2" in run.said()
 
     twin_log = run.folder.parent / "twin.log"
-    twin = run.machines[2].start(*run.command(1), log=twin_log)
+    twin = machines[2].start(*run.command(1), log=twin_log)
     assert twin.wait(timeout=120) == 2
     assert "machine 1 takes part in this run already, and gpu02 has the same number" in twin_log.read_text()
     assert "restart 2 of 2" not in run.said()

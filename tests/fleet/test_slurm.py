@@ -32,8 +32,8 @@ def script(tmp_path, llama, material, cache):
         site.write_text(f"#SBATCH --output={folder}.log\n#SBATCH --chdir={ROOT}\nexport GLOO_SOCKET_IFNAME=eth0\n")
         command = [
             sys.executable, "-m", "zerofit.cli", "submit", "slurm", "train/clm.py", "--strategy", "zero2",
-            "--nodes", 2, "--gpus_per_node", 0, "--num_processes", 4, "--site", site, "--output", file, "--rendezvous_minutes", 1,
-            "--output_dir", folder, "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt",
+            "--nodes", 2, "--gpus_per_node", 0, "--num_processes", 4, "--site", site, "--output", file,
+            "--rendezvous_minutes", 1, "--output_dir", folder, "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt",
             "--block_size", 64, "--global_batch_size", 8, "--per_device_train_batch_size", 1,
             "--max_train_steps", 40, "--cache_dir", cache, "--validation_split_percentage", 0, "--save_steps", 5,
             "--mixed_precision", "no", *options,
