@@ -33,10 +33,10 @@ def script(tmp_path, llama, material, cache):
         command = [
             sys.executable, "-m", "zerofit.cli", "submit", "slurm", "train/clm.py", "--strategy", "zero2",
             "--nodes", 2, "--gpus_per_node", 0, "--num_processes", 4, "--site", site, "--output", file,
-            "--rendezvous_minutes", 1, "--output_dir", folder, "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt",
-            "--block_size", 64, "--global_batch_size", 8, "--per_device_train_batch_size", 1,
-            "--max_train_steps", 40, "--cache_dir", cache, "--validation_split_percentage", 0, "--save_steps", 5,
-            "--mixed_precision", "no", *options,
+            "--rendezvous_minutes", 1, "--output_dir", folder, "--model_name_or_path", llama,
+            "--train_file", material / "text" / "train.txt", "--block_size", 64, "--global_batch_size", 8,
+            "--per_device_train_batch_size", 1, "--max_train_steps", 40, "--cache_dir", cache,
+            "--validation_split_percentage", 0, "--save_steps", 5, *options,
         ]  # fmt: skip
         done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
