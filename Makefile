@@ -40,7 +40,7 @@ compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3, a
 	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 $(MEMORY) --granularity 4 --steps 2 --output outputs/compare-small $(ARGS)
 
 # Two tests at a time, those of a file one after another; the files of long launches first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/launch tests/device tests/unit tests/gpu
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/launch tests/device tests/fleet tests/unit tests/gpu
 
 test: $(READY)       ## the tests: all that need no GPU, but for the longest tables
 	$(PYTEST) $(ARGS)
