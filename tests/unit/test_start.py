@@ -12,8 +12,9 @@ from helpers import ROOT, environment, refusal
 
 from zerofit.strategy import gpus
 from zerofit.tools.launch import launch as start
-from zerofit.tools.launch.restarts import Restarts
+from zerofit.tools.launch.restart_rule import Restarts
 from zerofit.tools.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
+from zerofit.tools.launch.supervise import exit_code_of
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}

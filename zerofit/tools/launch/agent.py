@@ -35,7 +35,8 @@ from torch.distributed.launcher import api as launcher
 
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, first_line
 from zerofit.strategy.meeting import BEAT_S, Meeting, open_store, reach, serve_store
-from zerofit.tools.launch.restarts import RestartingAgent, Restarts, folder_of_run
+from zerofit.tools.launch.restart_rule import Restarts
+from zerofit.tools.launch.restarts import RestartingAgent, folder_of_run
 
 PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # prctl(2)
