@@ -9,7 +9,8 @@ from helpers import refusal
 from zerofit.strategy import meeting as meetings
 from zerofit.strategy.meeting import Ended
 from zerofit.tools.launch import machine_group
-from zerofit.tools.launch.machine_group import MachineGroup, code_of_run
+from zerofit.tools.launch.machine_group import MachineGroup
+from zerofit.tools.launch.restart_rule import code_of_run
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from helpers import ROOT, environment, refusal
 
 from zerofit.strategy import gpus
 from zerofit.tools.launch import launch as start
-from zerofit.tools.launch.restarts import Restarts
+from zerofit.tools.launch.restart_rule import Restarts
 from zerofit.tools.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
+from zerofit.tools.launch.supervise import exit_code_of
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
@@ -303,3 +304,12 @@ def test_restarts_are_for_several_processes_of_a_machine(machine):
     assert "2 machines" in refusal(start.main, [RECIPE, "--max_restarts", "3", "--dry_run"])
     machine(1)
     assert "one process" in refusal(start.main, [RECIPE, "--num_machines", "1", "--max_restarts", "3", "--dry_run"])
+
+
+@pytest.mark.parametrize(
+    "words", [[RECIPE], ["stdlib-gpt2"], ["--config", RECIPE], ["train/clm.py", "--config", RECIPE]]
+)
+def test_the_folder_of_the_exit_code_is_the_runs(words):
+    for before in ([], ["--strategy", "zero3"]):
+        assert exit_code_of([*before, *words]).folder.path == Path("outputs/stdlib-gpt2")
+    assert exit_code_of([*words, "--output_dir", "other"]).folder.path == Path("other")

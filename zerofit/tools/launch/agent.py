@@ -34,7 +34,8 @@ from torch.distributed.launcher import api as launcher
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, first_line
 from zerofit.strategy.meeting import Ended, serve_store
 from zerofit.tools.launch.machine_group import MachineGroup
-from zerofit.tools.launch.restarts import RestartingAgent, Restarts, folder_of_run
+from zerofit.tools.launch.restart_rule import Restarts
+from zerofit.tools.launch.restarts import RestartingAgent, folder_of_run, recorded_code
 
 PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -76,7 +77,7 @@ def main() -> int:
     except SignalException as error:  # the others may restart without this machine: they are not waited for
         return 128 + error.sigval
     group = RestartingAgent.group
-    return code if group is None else group.settle(code, restarts.recorded_code())
+    return code if group is None else group.settle(code, recorded_code())
 
 
 def run_launcher() -> int:

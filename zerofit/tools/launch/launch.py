@@ -20,7 +20,7 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import recipe_named, script
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.pairs import find_strategies
-from zerofit.tools.launch.launch_options import LaunchOptions
+from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
 from zerofit.tools.launch.schedulers import PORT, Machines, rank_of, read_machines, without_machines
 from zerofit.tools.launch.supervise import Supervisor
 from zerofit.tools.tool_recipe import TASKS
@@ -80,19 +80,10 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     Raises:
         UserError: there is no recipe and no program; anything that parse_recipe raises.
     """
-    launch_words, rest, passed_on, words = [], [], [], list(argv)
-    names = {field.name for field in dataclasses.fields(LaunchOptions)}
-    while words:
-        word = words.pop(0)
-        name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
-        if word.startswith("--") and name in names:
-            takes_value = not equals and words and not words[0].startswith("--") and name != "dry_run"
-            taken = [word, *([words.pop(0)] if takes_value else [])]
-            launch_words += taken
-            if name == "rendezvous_minutes":  # of the machines here, of the ranks there
-                passed_on += taken
-        else:
-            rest.append(word)
+    taken, rest = take_words(LaunchOptions, argv)
+    launch_words = [word for words in taken for word in words]
+    # --rendezvous_minutes: of the machines here, of the ranks there
+    passed_on = [word for words in taken for word in words if option_named(words[0]) == "rendezvous_minutes"]
     if wants_help(argv):
         launch_words.append("--help")
     options = parse_recipe(

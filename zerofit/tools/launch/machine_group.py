@@ -19,18 +19,12 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
-from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
-from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, EXIT_TO_BE_RESUMED
-from zerofit.recipe.errors import EXIT_FAILED, EXIT_TERMINATED, EXIT_USER_ERROR, UserError, first_line
+from zerofit.recipe.errors import EXIT_FAILED, UserError, first_line
 from zerofit.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+from zerofit.tools.launch.restart_rule import code_of_run
 
 SILENT_S = 10.0  # a launcher that gives no sign of life for so long is gone
 GRACE_S = 15.0  # processes of this machine end by themselves within it, and say why, when others have
-FINAL = {
-    EXIT_USER_ERROR: "a mistake",
-    EXIT_NEEDS_A_PERSON: "an anomaly, or a full disk",
-    EXIT_OUT_OF_MEMORY: "out of memory",
-}
 
 
 class MachineGroup:
@@ -199,16 +193,3 @@ class MachineGroup:
         return Meeting(
             self._next_store(), "machine", self.number, self.count, 1, self.number, self.limit_s, self._machines
         )
-
-
-def code_of_run(codes: list[int]) -> int:
-    """The exit code of a run from those of its machines: what needs a person goes first, and a process that was
-    ended because of another goes last."""
-    if not any(codes):
-        return 0
-    if final := [code for code in codes if code in FINAL]:
-        return min(final)
-    if set(codes) <= {0, EXIT_TO_BE_RESUMED, EXIT_TERMINATED} and EXIT_TO_BE_RESUMED in codes:
-        return EXIT_TO_BE_RESUMED
-    causes = [code for code in codes if code not in (0, EXIT_TERMINATED, EXIT_TO_BE_RESUMED)]
-    return (causes or [code for code in codes if code])[0]

@@ -1,11 +1,6 @@
-"""After which failures `zerofit launch --max_restarts` lets torch's elastic agent start the processes again.
+"""Starts the processes of one machine again: torch's elastic agent does it, and is told after which failures
+(restart_rule.py)."""
 
-The agent restarts after every failure, as often as it is told. Here: never after a mistake of the user, an anomaly, an
-out-of-memory or a signal, since the same command would end in the same way; always after processes that have saved and
-left (85), which does not count; and not after two failures at the same update.
-"""
-
-import json
 import os
 import signal
 import sys
@@ -14,62 +9,11 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
-from zerofit.recipe.errors import EXIT_TERMINATED
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.launch.machine_group import FINAL, MachineGroup, code_of_run
+from zerofit.tools.launch.machine_group import MachineGroup
+from zerofit.tools.launch.restart_rule import Restarts, code_of_run, have_saved
 
 RUN = "ZEROFIT_RUN"  # the run's folder, for the agent
-
-
-class Restarts:
-    """Decides after each failure.
-
-    Attributes:
-        is_stopped: somebody has asked the launch to end.
-    """
-
-    def __init__(self, folder: Path | None):
-        self.folder, self.is_stopped = folder, False
-        self._failed_after: int | None = None
-
-    def stop(self) -> None:
-        self.is_stopped = True
-
-    def refused(self, codes: set[int]) -> str:
-        """Why the processes are not started again; empty where they are.
-
-        Args:
-            codes: of the processes that have failed; negative: the signal that killed one. Those that the agent has
-                ended since have EXIT_TERMINATED.
-        """
-        if self.is_stopped:
-            return "it was asked to end"
-        if final := codes & FINAL.keys():
-            return f"the same command would end in the same way: {FINAL[min(final)]}"
-        if not have_saved(codes):
-            before, self._failed_after = self._failed_after, self.updates()
-            if self._failed_after == before:
-                return f"it has failed twice after update {before}"
-        return ""
-
-    def updates(self) -> int:
-        """The last update in metrics.jsonl; 0 where there is none."""
-        try:
-            with (self.folder / "metrics.jsonl").open("rb") as file:  # type: ignore[operator]
-                lines = file.read().splitlines()
-        except (OSError, TypeError):
-            return 0
-        for line in reversed(lines):
-            try:
-                return int(json.loads(line)["update"])
-            except (ValueError, KeyError, TypeError):  # cut off, or of an evaluation
-                continue
-        return 0
-
-    def recorded_code(self) -> int | None:
-        """The exit code that the run has left in its folder."""
-        return None if self.folder is None else RunFolder(self.folder).environment().get("exit_code")
 
 
 class RestartingAgent(LocalElasticAgent):
@@ -130,14 +74,15 @@ class RestartingAgent(LocalElasticAgent):
             super()._exit_barrier()
 
 
-def have_saved(codes: set[int]) -> bool:
-    """Whether the processes have left in order."""
-    return EXIT_TO_BE_RESUMED in codes and codes <= {EXIT_TO_BE_RESUMED, EXIT_TERMINATED}
-
-
 def _end(code: int) -> str:
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def folder_of_run() -> Path | None:
     return Path(os.environ[RUN]) if RUN in os.environ else None
+
+
+def recorded_code() -> int | None:
+    """The exit code that the run has left in its folder."""
+    folder = folder_of_run()
+    return None if folder is None else RunFolder(folder).environment().get("exit_code")
