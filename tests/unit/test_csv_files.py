@@ -9,9 +9,8 @@ import pytest
 from datasets import Dataset
 
 from tests.helpers import read_data, refusal
-from zerofit.data.file_formats import BUILDERS
+from zerofit.data.file_formats import BUILDERS, plain_files
 from zerofit.data.options import DataOptions
-from zerofit.data.plain_files import plain_files
 from zerofit.data.tables import check_name, columns_present
 from zerofit.recipe import ClmRecipe, ClsRecipe
 from zerofit.recipe.columns import columns_of, is_value

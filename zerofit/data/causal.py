@@ -11,8 +11,7 @@ from zerofit.data.pack import TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source, not_utf8
 from zerofit.data.tables import columns_present
-from zerofit.data.text.documents import read_records, take_texts
-from zerofit.data.text.prepare import prepare_text
+from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -62,19 +61,16 @@ def _prepare_text_or_chat(
         return prepare_chat(options, config, source, forms, settings)
     if any(forms.values()):
         kinds = "; ".join(
-            f"{source.where(part)}: {KINDS[form.kind] if form else 'running text'} a record, "
-            f"{columns_present(source.parts[part])}"
+            f"{source.where(part)}: {KINDS[form.kind] if form else 'text'}, {columns_present(source.parts[part])}"
             for part, form in forms.items()
         )
-        raise UserError(
-            f"training and held-out data have different formats. {kinds}. Say what both are with --data_format"
-        )
-    records = take_texts(source, unit, recipe.text_column, recipe.document_separator, options.parts)
-    texts = records.train if recipe.trains else records.validation
+        raise UserError(f"training and held-out data have different forms. {kinds}. Name one with --data_format")
+    parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
+    texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, texts._fingerprint)
     return prepare_text(
-        records, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
+        parts, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
     )
 
 

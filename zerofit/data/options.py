@@ -12,7 +12,8 @@ from zerofit.recipe.tasks import TaskRecipe
 PREDICT = "predict"  # the part of predict_file, without labels
 PARTS = {"train": "training", "validation": "held-out"}  # in messages
 PART_FILES = {name: f"{name}_file" for name in ("train", "validation", "validation_mismatched", PREDICT)}
-COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column")
+COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column",
+                  "text_columns", "label_column")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,46 +42,25 @@ class DataFiles:
 
 
 @dataclass(frozen=True)
-class PartOptions:
-    """Which records are trained on and which are held out.
+class DataOptions:
+    """The options of data that every task has.
 
     Args:
         held_out_fraction: of the training records, where the data has no held-out part.
         max_train_samples, max_eval_samples: None: all.
+        column_options: those of the task, for messages.
     """
 
+    files: DataFiles
+    tokenizer: TokenizerOptions
+    difficulty: Difficulty | None
     held_out_fraction: float
     max_train_samples: int | None
     max_eval_samples: int | None
     trains: bool
-
-    def limit(self, part: str) -> int | None:
-        """The largest number of samples of a part."""
-        return self.max_train_samples if part == "train" else self.max_eval_samples
-
-
-@dataclass(frozen=True)
-class RecordRules:
-    """What happens to records that cannot be used.
-
-    Args:
-        column_options: those of the task, for messages.
-    """
-
     skip_bad_records: bool
     allow_data_loss: bool
-    column_options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The options of data that every task has."""
-
-    files: DataFiles
-    parts: PartOptions
-    rules: RecordRules
-    tokenizer: TokenizerOptions
-    difficulty: Difficulty | None
+    column_options: tuple[str, ...]
 
     @property
     def cache(self) -> TableCache:
@@ -88,7 +68,7 @@ class DataOptions:
 
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":
-        cache = TableCache.of(cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, recipe.overwrite_cache)
+        cache = TableCache(cache_root(recipe.cache_dir), recipe.preprocessing_num_workers)
         columns = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
         files = DataFiles(
             patterns={part: files for part, option in PART_FILES.items() if (files := getattr(recipe, option, None))},
@@ -105,12 +85,19 @@ class DataOptions:
             lowercases=not getattr(recipe, "task_name", None),
             trains=recipe.trains,
         )
-        parts = PartOptions(
+        return cls(
+            files,
+            TokenizerOptions.of(recipe),
+            recipe.difficulty,
             recipe.validation_split_percentage / 100,
             recipe.max_train_samples,
             recipe.max_eval_samples,
             recipe.trains,
+            recipe.skip_bad_records,
+            recipe.allow_data_loss,
+            tuple(name for name in COLUMN_OPTIONS if hasattr(recipe, name)),
         )
-        known = tuple(name for name in COLUMN_OPTIONS if hasattr(recipe, name))
-        rules = RecordRules(recipe.skip_bad_records, recipe.allow_data_loss, known)
-        return cls(files, parts, rules, TokenizerOptions.of(recipe), recipe.difficulty)
+
+    def limit(self, part: str) -> int | None:
+        """The largest number of samples of a part; every record of predict_file is answered."""
+        return {"train": self.max_train_samples, PREDICT: None}.get(part, self.max_eval_samples)

@@ -12,14 +12,13 @@ from datasets.exceptions import DatasetGenerationError
 from zerofit.data.file_formats import (
     BUILDERS,
     check_fields,
-    check_size,
     format_of,
+    plain_files,
     text_features,
     unreadable,
     with_delimiter,
 )
 from zerofit.data.options import PREDICT, DataFiles
-from zerofit.data.plain_files import plain_files
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
@@ -87,7 +86,7 @@ def read_source(
     for part, paths in files.items():
         if format_of(paths) != kind:
             raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
-    plain = {part: plain_files(paths, kind, data, part == PREDICT) for part, paths in files.items()}
+    plain = {part: plain_files(paths, kind, data) for part, paths in files.items()}
     builder, kwargs = BUILDERS.get(kind, (kind, {}))
     if kind == "text":
         kwargs = {"sample_by": sample_by(plain[named]) if sample_by else None}
@@ -107,7 +106,6 @@ def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict
         changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
         if changed:
             parts[part] = table.rename_columns(changed)
-            parts[part].as_written = {other: name for name, other in changed.items()}
     return parts
 
 
@@ -118,8 +116,6 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
 
 def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | None, kwargs: dict, reader) -> Dataset:
     try:
-        for path in paths:
-            check_size(path, kind)
         table = reader(paths) if reader and kind in ("json", "text") else None
         if table is not None:
             return table
