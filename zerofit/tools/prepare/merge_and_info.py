@@ -74,14 +74,26 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     Raises:
         UserError: they differ, or only some have a card.
     """
-    first, cards = corpora[0], [corpus.card for corpus in corpora]
-    problems = [line for corpus in corpora[1:] for line in _differences(first, corpus)]
+    cards = [corpus.card for corpus in corpora if corpus.card]
+    problems = []
+    if 0 < len(cards) < len(corpora):
+        without = next(corpus.prefix for corpus in corpora if not corpus.card)
+        problems.append(f"input: {without} has no card (.json). Prepare that one again")
+    for what, values in (
+        ("types of ids", [corpus.dtype.__name__ for corpus in corpora]),
+        ("tokenizers", [(card.fingerprint, card.tokenizer) for card in cards]),
+        ("ends of documents (--append_eod)", ["none" if card.eod is None else str(card.eod) for card in cards]),
+    ):
+        different = list(dict.fromkeys(values))
+        if len(different) > 1:
+            shown = " and ".join(value[1] if isinstance(value, tuple) else value for value in different)
+            problems.append(f"input: the corpora have different {what}: {shown}. Prepare them alike")
     if problems:
         raise UserError(problems)
-    if first.card is None:
+    if not cards:
         return None
     return dataclasses.replace(
-        first.card,
+        cards[0],
         vocab_size=max(card.vocab_size for card in cards),
         documents=sum(card.documents for card in cards),
         tokens=sum(card.tokens for card in cards),
@@ -89,24 +101,6 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
         sources=[corpus.prefix for corpus in corpora],
         made_by=f"zerofit {__version__}",
     )
-
-
-def _differences(first: Corpus, corpus: Corpus) -> list[str]:
-    both = f"input: {first.prefix} and {corpus.prefix}"
-    if corpus.dtype != first.dtype:
-        return [f"{both} have ids of type {first.dtype.__name__} and {corpus.dtype.__name__}"]
-    if None in (first.card, corpus.card):
-        return [] if first.card is corpus.card else [f"{both}: one has no card (.json). Prepare that one again"]
-    differences = []
-    if first.card.fingerprint != corpus.card.fingerprint:
-        tokenizers = f"{first.card.tokenizer!r} and {corpus.card.tokenizer!r}"
-        differences.append(f"{both} were made with different tokenizers ({tokenizers}). Prepare one of them again")
-    if first.card.eod != corpus.card.eod:
-        ends = " and ".join("none" if card.eod is None else str(card.eod) for card in (first.card, corpus.card))
-        differences.append(
-            f"{both} have different ends of documents ({ends}). Prepare both with --append_eod, or both without"
-        )
-    return differences
 
 
 # ---------------------------------------------------------------------------------------------------------------- info
@@ -134,25 +128,19 @@ def check(corpus: Corpus) -> list[str]:
     lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
     if (lengths < 1).any():
         wrong.append(f"{index}: sequence {int(np.argmax(lengths < 1)):,} has the length {int(lengths.min())}")
-    pointers = np.cumsum(lengths, dtype=np.int64) * width - lengths.astype(np.int64) * width
-    differ = pointers != corpus.pointers
+    differ = (np.cumsum(lengths, dtype=np.int64) - lengths) * width != corpus.pointers
     if differ.any():
         wrong.append(f"{index}: sequence {int(np.argmax(differ)):,} does not begin where the one before it ends")
     smallest, largest = corpus.id_range()
     if smallest < 0:
         wrong.append(f"{corpus.prefix}.bin has the id {smallest}: no token has a number below 0")
-    return wrong + (_against_card(corpus, card, largest) if card else [])
-
-
-def _against_card(corpus: Corpus, card: Card, largest: int) -> list[str]:
-    path, wrong = f"{corpus.prefix}.json", []
+    if card is None:
+        return wrong
     if largest >= card.vocab_size:
-        wrong.append(f"{corpus.prefix}.bin has the id {largest:,}, and by {path} ids are below {card.vocab_size:,}")
-    actual = {"documents": corpus.documents, "tokens": corpus.tokens, "largest_id": largest}
-    for name, number in actual.items():
-        expected = getattr(card, name)
-        if expected != number:
-            wrong.append(f"{path} says {name} = {expected:,}, and it is {number:,}: the files are not of one corpus")
+        wrong.append(f"{corpus.prefix}.bin has the id {largest:,}, and by its card ids are below {card.vocab_size:,}")
+    for name, number in {"documents": corpus.documents, "tokens": corpus.tokens, "largest_id": largest}.items():
+        if getattr(card, name) != number:
+            wrong.append(f"{corpus.prefix}.json says {name} = {getattr(card, name):,}, and it is {number:,}")
     return wrong
 
 

@@ -5,8 +5,8 @@
     zerofit prepare info --input corpora/wiki_text_document
 
 The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of the same documents and tokenizer, for
-any number of workers. Parts of the input go to worker processes (worker_pool.py), which cut them into documents
-(cutting.py) and encode these (encode.py). The answers are written here, in the order of the input.
+any number of workers. Parts of the input go to worker processes (workers.py), which cut them into documents and
+encode these (encode.py). The answers are written here, in the order of the input.
 """
 
 import signal
