@@ -223,7 +223,7 @@ def read_data(recipe):
     from zerofit.data.options import DataOptions
     from zerofit.data.sources import read_source
 
-    return read_source(DataOptions.of(recipe).files)
+    return read_source(DataOptions.of(recipe))
 
 
 def load_texts(recipe):
@@ -232,7 +232,7 @@ def load_texts(recipe):
     from zerofit.data.text import read_records, take_texts
 
     options = DataOptions.of(recipe)
-    source, unit = read_records(options.files, recipe.document_separator, recipe.packing)
+    source, unit = read_records(options, recipe.document_separator, recipe.packing)
     parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
     return SimpleNamespace(train=parts.get("train"), validation=parts.get("validation"))
 

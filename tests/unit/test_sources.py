@@ -149,7 +149,7 @@ def test_other_encodings_are_named_and_read(tmp_path, cache, name, encoding):
         assert load_texts(recipe).train["text"][:]
     error = refused.value
     if not isinstance(error, UserError):
-        error = not_utf8(DataOptions.of(recipe).files, error)
+        error = not_utf8(DataOptions.of(recipe), error)
     assert encoding in str(error).rpartition("--encoding ")[2].split(" or ")
     assert "吾輩は猫である。" in str(error)
     found = records(cache, tmp_path / name, encoding=encoding, **options)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
-from zerofit.data.chat.prepare import ChatSettings, prepare_chat
+from zerofit.data.chat.prepare import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
 from zerofit.data.options import DataOptions
@@ -45,7 +45,7 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         with one_process_at_a_time(options.cache.folder):
             data = _prepare_text_or_chat(recipe, options, form, config, block_size)
     except UnicodeDecodeError as error:
-        raise not_utf8(options.files, error) from None
+        raise not_utf8(options, error) from None
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
     return data
 
@@ -53,12 +53,12 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
 def _prepare_text_or_chat(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
 ) -> TextData:
-    source, unit = read_records(options.files, recipe.document_separator, recipe.packing)
+    source, unit = read_records(options, recipe.document_separator, recipe.packing)
     forms = {part: find_form(form, table) for part, table in source.parts.items()}
     _check_options(recipe, next(iter(forms.values())), source)
     if all(forms.values()):
-        settings = ChatSettings(recipe.chat_template, recipe.train_on_prompt, recipe.packing, block_size)
-        return prepare_chat(options, config, source, forms, settings)
+        more = recipe.packing, recipe.chat_template, recipe.train_on_prompt
+        return prepare_chat(options, config, source, forms, block_size, *more)
     if any(forms.values()):
         kinds = "; ".join(
             f"{source.where(part)}: {KINDS[form.kind] if form else 'text'}, {columns_present(source.parts[part])}"

@@ -16,7 +16,7 @@ import pandas as pd
 from datasets import Features, Value
 
 from zerofit.data.encodings import as_utf8, open_bytes, proposal
-from zerofit.data.options import DataFiles
+from zerofit.data.options import DataOptions
 from zerofit.recipe.columns import ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file
@@ -110,7 +110,7 @@ def text_features(path: Path, kwargs: dict) -> Features:
 # ---------------------------------------------------------------------------------------------------------- conversion
 
 
-def plain_files(paths: list[Path], kind: str, data: DataFiles) -> list[Path]:
+def plain_files(paths: list[Path], kind: str, data: DataOptions) -> list[Path]:
     """The files themselves, or converted copies.
 
     Raises:
@@ -127,7 +127,7 @@ def plain_files(paths: list[Path], kind: str, data: DataFiles) -> list[Path]:
     return [_converted(path, kind, data) for path in paths] if converts else paths
 
 
-def _converted(path: Path, kind: str, data: DataFiles) -> Path:
+def _converted(path: Path, kind: str, data: DataOptions) -> Path:
     """The converted file in the cache, which is written once."""
     file_stat = path.stat()
     what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, data.encoding, data.field)

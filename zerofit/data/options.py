@@ -1,6 +1,7 @@
 """What a recipe says about data, as values. The doors of this room read them once; nothing below takes a recipe."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from zerofit.data.token_tables import TableCache
@@ -17,8 +18,8 @@ COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target
 
 
 @dataclass(frozen=True)
-class DataFiles:
-    """The data to read: a data set of the hub, or files, and how they are written.
+class DataOptions:
+    """The data to read: a data set of the hub, or files, and how they are written; and what becomes of the records.
 
     Args:
         patterns: files or globs of each part.
@@ -26,76 +27,55 @@ class DataFiles:
         named_columns: columns that options name; they keep their capital letters.
         lowercases: whether the names of other columns become lower case.
         trains: whether the launch trains; without, training data are read only to hold out a part of them.
-    """
-
-    patterns: dict[str, list[str]]
-    cache: TableCache
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    encoding: str | None = None
-    delimiter: str | None = None
-    field: str | None = None
-    hub_cache: Path | None = None
-    named_columns: frozenset[str] = frozenset()
-    lowercases: bool = True
-    trains: bool = True
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The options of data that every task has.
-
-    Args:
         held_out_fraction: of the training records, where the data has no held-out part.
         max_train_samples, max_eval_samples: None: all.
         column_options: those of the task, for messages.
     """
 
-    files: DataFiles
+    patterns: dict[str, list[str]]
+    dataset_name: str | None
+    dataset_config_name: str | None
+    encoding: str | None
+    delimiter: str | None
+    field: str | None
+    cache: TableCache
+    hub_cache: Path | None
+    named_columns: frozenset[str]
+    lowercases: bool
     tokenizer: TokenizerOptions
     difficulty: Difficulty | None
+    trains: bool
     held_out_fraction: float
     max_train_samples: int | None
     max_eval_samples: int | None
-    trains: bool
     skip_bad_records: bool
     allow_data_loss: bool
     column_options: tuple[str, ...]
 
-    @property
-    def cache(self) -> TableCache:
-        return self.files.cache
-
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":
         cache = TableCache(cache_root(recipe.cache_dir), recipe.preprocessing_num_workers)
-        columns = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
-        files = DataFiles(
+        named = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns")) and value]
+        return cls(
             patterns={part: files for part, option in PART_FILES.items() if (files := getattr(recipe, option, None))},
-            cache=cache,
             dataset_name=recipe.dataset_name,
             dataset_config_name=recipe.dataset_config_name,
             encoding=recipe.encoding,
             delimiter=recipe.separator,
             field=recipe.field,
+            cache=cache,
             hub_cache=cache.folder if recipe.cache_dir else None,
-            named_columns=frozenset(
-                name for value in columns if value for name in ([value] if isinstance(value, str) else value)
-            ),
+            named_columns=frozenset(chain.from_iterable([name] if isinstance(name, str) else name for name in named)),
             lowercases=not getattr(recipe, "task_name", None),
+            tokenizer=TokenizerOptions.of(recipe),
+            difficulty=recipe.difficulty,
             trains=recipe.trains,
-        )
-        return cls(
-            files,
-            TokenizerOptions.of(recipe),
-            recipe.difficulty,
-            recipe.validation_split_percentage / 100,
-            recipe.max_train_samples,
-            recipe.max_eval_samples,
-            recipe.trains,
-            recipe.skip_bad_records,
-            recipe.allow_data_loss,
-            tuple(name for name in COLUMN_OPTIONS if hasattr(recipe, name)),
+            held_out_fraction=recipe.validation_split_percentage / 100,
+            max_train_samples=recipe.max_train_samples,
+            max_eval_samples=recipe.max_eval_samples,
+            skip_bad_records=recipe.skip_bad_records,
+            allow_data_loss=recipe.allow_data_loss,
+            column_options=tuple(name for name in COLUMN_OPTIONS if hasattr(recipe, name)),
         )
 
     def limit(self, part: str) -> int | None:

@@ -58,7 +58,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
         UserError: no column of sources is found, a text is empty.
     """
     options = DataOptions.of(recipe)
-    source = read_source(options.files, sample_by=lambda files: "line", reader=read_conversation_files)
+    source = read_source(options, sample_by=lambda files: "line", reader=read_conversation_files)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(PairColumns.of(recipe), source.first)
     parts, notes = read_parts(source, {PREDICT: columns}, options)
@@ -90,7 +90,7 @@ def read_causal_prompts(
     """
     unit = recipe.document_separator
     sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
-    source = read_source(options.files, sample_by=lambda files: sample_by)
+    source = read_source(options, sample_by=lambda files: sample_by)
     form = find_form(asked, source.first)
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:

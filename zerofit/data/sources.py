@@ -18,7 +18,7 @@ from zerofit.data.file_formats import (
     unreadable,
     with_delimiter,
 )
-from zerofit.data.options import PREDICT, DataFiles
+from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
@@ -56,7 +56,7 @@ class Source:
 
 
 def read_source(
-    data: DataFiles,
+    data: DataOptions,
     held_out: dict[str, tuple[str, ...]] | None = None,
     sample_by: Callable[[list[Path]], str] | None = None,
     reader: Callable[[list[Path]], Dataset | None] | None = None,
@@ -139,7 +139,7 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | N
     return loaded[part]
 
 
-def not_utf8(data: DataFiles, error: UnicodeDecodeError) -> Exception:
+def not_utf8(data: DataOptions, error: UnicodeDecodeError) -> Exception:
     """The error for text that is not UTF-8 (in JSON files it appears only when a text is decoded)."""
     for part, patterns in data.patterns.items():
         files = find_files(f"{part}_file", patterns)
@@ -152,7 +152,7 @@ def not_utf8(data: DataFiles, error: UnicodeDecodeError) -> Exception:
 # ----------------------------------------------------------------------------------------------------------------- hub
 
 
-def _from_hub(data: DataFiles, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
+def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
     name, config = data.dataset_name, data.dataset_config_name
     try:
         dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))

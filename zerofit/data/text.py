@@ -9,7 +9,7 @@ import psutil
 from datasets import Dataset, Features
 
 from zerofit.data.encodings import open_bytes
-from zerofit.data.options import DataFiles, DataOptions
+from zerofit.data.options import DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SampleSet, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import (
@@ -35,7 +35,7 @@ BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 M
 # ----------------------------------------------------------------------------------------------------------- documents
 
 
-def read_records(data: DataFiles, separator: str | None, packing: str) -> tuple[Source, str]:
+def read_records(data: DataOptions, separator: str | None, packing: str) -> tuple[Source, str]:
     """(the data, the unit of documents in text files: line, paragraph, file or mark).
 
     Args:

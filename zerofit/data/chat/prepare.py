@@ -2,7 +2,6 @@
 row each or several in a block. A conversation is never split over two blocks."""
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -28,42 +27,35 @@ TABLE = Features(
 SHOWN = 1600  # about how many characters of a sample to show
 
 
-@dataclass(frozen=True)
-class ChatSettings:
-    """How conversations become samples.
-
-    Args:
-        template: chat_template.
-        packing: none: a row for each; else several in a block.
-    """
-
-    template: str | None
-    train_on_prompt: bool
-    packing: str
-    block_size: int
-
-
 def prepare_chat(
-    options: DataOptions, config, source: Source, forms: dict[str, Form], settings: ChatSettings
+    options: DataOptions,
+    config,
+    source: Source,
+    forms: dict[str, Form],
+    block_size: int,
+    packing: str,
+    chat_template: str | None,
+    train_on_prompt: bool,
 ) -> TextData:
     """Check, split, render, tokenise and pack conversations.
 
     Args:
         config: the model's.
         forms: the form of the records of each part; they may differ.
+        packing: none: a row for each; else several in a block.
 
     Raises:
         UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
     """
-    form, block_size = next(iter(forms.values())), settings.block_size
+    form = next(iter(forms.values()))
     parts, notes = read_parts(source, forms, options)
     parts = limit_parts(parts, options)
     first_of = next(iter(parts))
     train = parts[first_of]
     tokenizer = get_tokenizer(options.tokenizer, config, train.texts, f"{train.table._fingerprint} {form}")
-    template = install_template(tokenizer, settings.template, "none" if form.plain else None)
+    template = install_template(tokenizer, chat_template, "none" if form.plain else None)
     notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
-    encoder = ChatEncoder(tokenizer, template, block_size, settings.train_on_prompt)
+    encoder = ChatEncoder(tokenizer, template, block_size, train_on_prompt)
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
         table = _encode(part, encoder, options.cache)
@@ -72,7 +64,7 @@ def prepare_chat(
     shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
     filler = padding_token(tokenizer)
     packed: dict[str, SampleSet] = dict(sets)
-    if settings.packing != "none":
+    if packing != "none":
         packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
     return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
 

@@ -11,7 +11,7 @@ from zerofit.data.labelled.choices import LabelColumns, find_choices, prepare_ch
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
 from zerofit.data.labelled.samples import Example, ExampleData, encode_parts
 from zerofit.data.lengths import choose_length
-from zerofit.data.options import PREDICT, DataFiles, DataOptions
+from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
 from zerofit.data.tables import check_column, check_name, columns_present, text_columns
@@ -71,7 +71,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     if recipe.predict_file:
         return _prepare_unlabelled(options, config, task, recipe.task_name, named, length)
     with one_process_at_a_time(options.cache.folder):
-        source, held_out = _read(options.files, recipe.task_name)
+        source, held_out = _read(options, recipe.task_name)
         if task is None and (choices := find_choices(named, source.first)):
             if recipe.lora:
                 raise UserError(
@@ -98,8 +98,8 @@ def _prepare_unlabelled(
             "without labels. Use --evaluate_only"
         )
     with one_process_at_a_time(options.cache.folder):
-        source = read_source(options.files, sample_by=lambda files: "line")
-        files, table = options.files.patterns[PREDICT], source.first
+        source = read_source(options, sample_by=lambda files: "line")
+        files, table = options.patterns[PREDICT], source.first
         if task and len(files) > 1:
             raise UserError(f"predict_file = {' '.join(files)}: a GLUE task's files are answered one by one")
         texts, _ = _columns(named, table, task, task_name, labelled=False)
@@ -115,15 +115,15 @@ def _prepare_unlabelled(
     return data
 
 
-def _read(files: DataFiles, task_name: str | None) -> tuple[Source, tuple[str, ...]]:
+def _read(options: DataOptions, task_name: str | None) -> tuple[Source, tuple[str, ...]]:
     """(the tables, the names of possible held-out parts)."""
     held_out = {"validation": HELD_OUT}
     if task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
-    source = read_source(files, held_out)
+    source = read_source(options, held_out)
     header = glue.TASKS[task_name].header if task_name and source.files else ()
     if header and not set(header) & set(source.first.column_names):
-        source = read_source(files, held_out, header=header)
+        source = read_source(options, held_out, header=header)
     return source, tuple(held_out)
 
 

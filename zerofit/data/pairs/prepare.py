@@ -73,7 +73,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
     with one_process_at_a_time(options.cache.folder):
-        source = read_source(options.files, reader=read_conversation_files)
+        source = read_source(options, reader=read_conversation_files)
         source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
         columns = find_columns(PairColumns.of(recipe), source.first)
         parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
