@@ -30,14 +30,13 @@ HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets
 
 @dataclass
 class Source:
-    """The data that was read: `train` and the held-out parts, and its kind (hub, embedded, json, csv, ...).
+    """The data that was read: `train` and the held-out parts.
 
     Without training there is `train` only if the held-out part must still be split off from it. For predict_file there
     is only PREDICT.
     """
 
     parts: dict[str, Dataset]
-    kind: str
     files: dict[str, list[Path]]  # of each part; empty if no option names files
 
     @property
@@ -75,12 +74,12 @@ def read_source(
     """
     held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
     if data.dataset_name in EMBEDDED:
-        return Source(_used_parts(read_stdlib(data.dataset_name, data.cache), data.trains), "embedded", {})
+        return Source(_used_parts(read_stdlib(data.dataset_name, data.cache), data.trains), {})
     files = {
         part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
     }
     if not files:
-        return Source(_used_parts(_from_hub(data, held_out), data.trains), "hub", {})
+        return Source(_used_parts(_from_hub(data, held_out), data.trains), {})
     named = next(iter(files))
     kind = format_of(files[named])
     for part, paths in files.items():
@@ -94,7 +93,7 @@ def read_source(
         kwargs = {**kwargs, "names": list(header)} if header else kwargs
         kwargs = with_delimiter(plain[named], kwargs, data.delimiter)
     parts = {part: _load(builder, part, paths, kind, data.hub_cache, kwargs, reader) for part, paths in plain.items()}
-    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, kind, files)
+    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, files)
 
 
 def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, Dataset]:

@@ -24,7 +24,7 @@ from zerofit.recipe.errors import UserError
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool")}
 )
-SHOWN = 1600  # about how many characters of a sample to show
+SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
 def prepare_chat(
@@ -262,23 +262,17 @@ def truncation_notes(allow_data_loss: bool, config, table: Dataset, part: str, b
 
 
 def show(sample: dict[str, np.ndarray], tokenizer, template: Template, part: str = "training") -> list[str]:
-    """A sample as text, with marks around what is trained on (in the held-out part: predicted)."""
+    """The first runs of a sample as text, with marks around what is trained on (in the held-out part: predicted)."""
     trained = sample["labels"] != IGNORE
     ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
-    if len(ends) > 12:
-        ends = ends[:12]
     so_far, text = "", ""
-    for end in ends:
+    for end in ends[:SHOWN_RUNS]:
         decoded = tokenizer.decode(sample["input_ids"][:end], clean_up_tokenization_spaces=False)
-        run = _shortened(decoded[len(so_far) :], SHOWN // len(ends))
+        run = decoded[len(so_far) :]
+        run = f"{run[:SHOWN]} […] {run[-SHOWN:]}" if len(run) > 2 * SHOWN else run
         text += f"⟦{run}⟧" if trained[end - 1] else run
         so_far = decoded
-    text += " …" if ends[-1] < len(trained) else ""
+    text += " …" if len(ends) > SHOWN_RUNS else ""
     does = "is trained on" if part == PARTS["train"] else "is predicted"
     heading = f"sample    the first {part} sample, written by {template.origin}; the text in ⟦ ⟧ {does}:"
     return [heading, *("  | " + line for line in text.splitlines())]
-
-
-def _shortened(text: str, limit: int) -> str:
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]} […] {text[-half:]}"
