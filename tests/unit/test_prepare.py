@@ -711,3 +711,12 @@ def test_which_tokenizers_have_a_memo():
         bpe(pre_tokenizer=metaspace, model={"ignore_merges": True, "vocab": {"\u2581": 0}}),
     ):  # fmt: skip
         assert not allows_memo(parts), parts
+
+
+def test_info_on_a_good_corpus(made, texts, tokenizers, capsys):
+    assert prepare("info", "--input", f"{made['gpt2'][0]}.idx") == 0
+    said = capsys.readouterr().out
+    assert f"{len(texts):,} (1 empty), {len(texts) - 1:,} sequences" in said
+    assert tokenizer_fingerprint(tokenizers["gpt2"])[:16] in said
+    assert f"end          id {tokenizers['gpt2'].eos_token_id}" in said
+    assert "document 0   ' \\n<|endoftext|>'" in said

@@ -1,6 +1,7 @@
 """`zerofit prepare merge` and `zerofit prepare info`: join corpora, describe them, and check them completely."""
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from zerofit.recipe.words import counted
 from zerofit.record.terminal import say, size
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
-from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions
+from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions
 
 SHOWN_IDS = 200  # of the first document
 
@@ -106,13 +107,13 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
 # ---------------------------------------------------------------------------------------------------------------- info
 
 
-def info(options: InfoOptions) -> int:
+def info(options: CorporaOptions) -> int:
     """Describe corpora and check them. Returns the exit code: 2 if something is wrong with one of them."""
     code = 0
     for name in corpora_of(options.input):
         corpus = open_corpus("input", name)
         wrong = check(corpus)
-        say(*_describe(corpus, options))
+        say(*_describe(corpus))
         if wrong:
             say(*(f"error: {line}" for line in wrong))
             code = EXIT_USER_ERROR
@@ -144,7 +145,7 @@ def check(corpus: Corpus) -> list[str]:
     return wrong
 
 
-def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
+def _describe(corpus: Corpus) -> list[str]:
     lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     per_document = np.diff(ends[corpus.ends])
@@ -164,26 +165,17 @@ def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
         ]
     else:
         lines.append("  no card      nothing says which tokenizer made it")
-    return [*lines, *_first_document(corpus, per_document, options)]
+    return [*lines, _first_document(corpus, per_document)]
 
 
-def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptions) -> list[str]:
-    """The beginning of the first document that is not empty: as text if there is a tokenizer, else as ids."""
-    number = int(np.argmax(per_document > 0))
+def _first_document(corpus: Corpus, per_document: np.ndarray) -> str:
+    """The beginning of the first document that is not empty: as text if its tokenizer can be loaded, else as ids."""
+    number, tokenizer = int(np.argmax(per_document > 0)), None
     ids = np.fromfile(f"{corpus.prefix}.bin", corpus.dtype, min(SHOWN_IDS, int(per_document[number]))).tolist()
-    more = " ..." if per_document[number] > len(ids) else ""
-    lines, shown = [], " ".join(map(str, ids))
-    name = options.tokenizer or (corpus.card.tokenizer if corpus.card else None)
-    try:
+    if corpus.card:
         silence_libraries()
-        tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code) if name else None
-    except UserError as error:
-        if options.tokenizer:
-            raise
-        lines.append(f"  note         the tokenizer cannot be loaded here: {error}")
-        tokenizer = None
-    if tokenizer is not None:
-        if corpus.card and tokenizer_fingerprint(tokenizer) != corpus.card.fingerprint:
-            lines.append(f"  warning      {name} is another tokenizer than the one that made the corpus")
-        shown = repr(tokenizer.decode(ids)) if max(ids) < len(tokenizer) else f"beyond {name}: {shown}"
-    return [*lines, f"  document {number}   {shown}{more}"]
+        with suppress(UserError):
+            tokenizer = named_tokenizer("tokenizer", corpus.card.tokenizer)
+    known = tokenizer is not None and tokenizer_fingerprint(tokenizer) == corpus.card.fingerprint
+    shown = repr(tokenizer.decode(ids)) if known else " ".join(map(str, ids))
+    return f"  document {number}   {shown}{' ...' if per_document[number] > len(ids) else ''}"
