@@ -6,7 +6,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from zerofit.data.file_formats import (
@@ -156,16 +156,9 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
     try:
         dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
-        if config and Path(name).is_dir():
-            known = get_dataset_config_names(name)
-            if config not in known:
-                raise UserError(f"dataset_config_name = {config!r}: {name} has {', '.join(known)}") from None
-        first = first_line(error)
-        if Path(name).is_dir():
-            raise UserError(f"dataset_name = {name!r}: the folder cannot be loaded: {first}") from None
         raise UserError(
-            f"dataset_name = {name!r}: it is no local folder, and the hub did not return it: {first}. "
-            "Name a file with train_file, or run once with access to the hub"
+            f"dataset_name = {name!r}: it cannot be loaded: {first_line(error)}. Name a local folder, or files with "
+            "train_file, or run once with access to the hub"
         ) from None
     assert isinstance(dataset, DatasetDict)
     known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
