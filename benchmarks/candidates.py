@@ -16,8 +16,7 @@ import torch
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.order import SampleOrder
-from zerofit.data.pack import PackedBlocks
-from zerofit.data.token_row import Documents
+from zerofit.data.pack import Documents, PackedBlocks
 from zerofit.health.watchdog import Watchdog
 from zerofit.model.configuration import load_configuration
 from zerofit.model.load import build_model

@@ -62,9 +62,11 @@ def encoder_of(
     tokenizer, form: Form, template: str | None, block_size: int = 4096, whole: bool = False
 ) -> ChatEncoder:
     default = "none" if form.plain else None
-    return ChatEncoder(tokenizer, form, install_template(tokenizer, template, default), block_size, whole)
+    encoder = ChatEncoder(tokenizer, install_template(tokenizer, template, default), block_size, whole)
+    encoder.form = form  # for `encoded`
+    return encoder
 
 
 def encoded(encoder: ChatEncoder, records: list[dict]) -> list[dict]:
-    table = encoder.encode([encoder.render(encoder.form.messages(record), "a.json, record 1") for record in records])
+    table = encoder.encode([encoder.render(encoder.form.read(record), "a.json, record 1") for record in records])
     return [dict(zip(table, values)) for values in zip(*table.values())]

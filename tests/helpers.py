@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import yaml
@@ -222,17 +223,18 @@ def read_data(recipe):
     from zerofit.data.options import DataOptions
     from zerofit.data.sources import read_source
 
-    return read_source(DataOptions.of(recipe).files)
+    return read_source(DataOptions.of(recipe))
 
 
 def load_texts(recipe):
     """The training and held-out texts that a recipe names."""
     from zerofit.data.options import DataOptions
-    from zerofit.data.text.documents import read_records, take_texts
+    from zerofit.data.text import read_records, take_texts
 
     options = DataOptions.of(recipe)
-    source, unit = read_records(options.files, recipe.document_separator, recipe.packing)
-    return take_texts(source, unit, recipe.text_column, recipe.document_separator, options.parts)
+    source, unit = read_records(options, recipe.document_separator, recipe.packing)
+    parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
+    return SimpleNamespace(train=parts.get("train"), validation=parts.get("validation"))
 
 
 def updates(lines: list[dict]) -> list[dict]:

@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     from zerofit.data.causal import is_packed, prepare_causal_data
     from zerofit.data.collate import CausalCollator, PromptCollator, multiple_for
-    from zerofit.data.difficulty import easiest_first
     from zerofit.data.lengths import growing_blocks
+    from zerofit.data.order import easiest_first
     from zerofit.model.loss import model_loss
     from zerofit.model.parameters import flops_per_token
     from zerofit.model.preflight import (

@@ -28,10 +28,10 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
-    from zerofit.data.collate import ChoiceCollator, ExampleCollator, multiple_for
-    from zerofit.data.difficulty import easiest_first
+    from zerofit.data.collate import ExampleCollator, multiple_for
     from zerofit.data.labelled.examples import prepare_examples
     from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
+    from zerofit.data.order import easiest_first
     from zerofit.data.pack import stats_rows
     from zerofit.model.configuration import check_task
     from zerofit.model.load import head_weights
@@ -79,8 +79,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     # The loss is a sum over examples; the loop divides by their number in the global batch.
     width = data.max_length if recipe.pad_to_max_length else None
-    collator = ChoiceCollator if data.labels.choices else ExampleCollator
-    collate = collator(padding_values(data.tokenizer), width, multiple_for(engine.device))
+    collate = ExampleCollator(padding_values(data.tokenizer), width, multiple_for(engine.device))
 
     def loss_sum(model, batch):
         return loss_of_examples(logits_of_examples(model, batch), batch.labels)

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from transformers import AutoModelForSeq2SeqLM
 
     from zerofit.data.collate import PairCollator, PromptCollator, multiple_for
-    from zerofit.data.difficulty import easiest_first
+    from zerofit.data.order import easiest_first
     from zerofit.data.pack import stats_rows
     from zerofit.data.pairs.prepare import prepare_pairs
     from zerofit.data.prompts import read_sources

@@ -86,7 +86,7 @@ CLS_CASES = {
 }  # fmt: skip
 SEQ2SEQ_CASES = {
     "a reply with no history": (
-        ["--train_file", "{folder}/no_history.jsonl"], ["no_history.jsonl, record 2", "no history", "skip_bad"],
+        ["--train_file", "{folder}/no_history.jsonl"], ["no_history.jsonl, record 2", "without a turn", "skip_bad"],
     ),
     "a model of another kind": (
         ["--config_name", "gpt2", "--config_overrides", "n_layer=1"], ["config_name = 'gpt2'", "train/clm.py"],

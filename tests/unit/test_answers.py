@@ -330,7 +330,7 @@ def test_sources_without_targets(cache, tmp_path):
         recipe = recipe_of("--predict_file", write_records(tmp_path / "c.jsonl", records))
         assert read_sources(recipe, load_configuration(recipe))[0].ids == [trained[0]]
     recipe = recipe_of("--predict_file", write_records(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))
-    assert "name --dialogue_column or --source_column" in refusal(read_sources, recipe, load_configuration(recipe))
+    assert "--source_column" in refusal(read_sources, recipe, load_configuration(recipe))
     file = tmp_path / "bot" / "tokenizer_config.json"
     form = {"prefix": "ask: ", "separator": " ", "max_length": 32}
     file.write_text(json.dumps({**json.loads(file.read_text()), "source_format": form}))

@@ -5,10 +5,9 @@ import copy
 import numpy as np
 import pytest
 from chats import ANSWERS, CHAT, INSTRUCTION, LONG_TALK, PROMPT, TOKENIZERS, encoded, encoder_of
-from helpers import check_refusal, refusal
+from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
-from zerofit.data.chat.prepare import overlap
 from zerofit.model.chat import (
     TEMPLATES,
     BadTemplate,
@@ -102,7 +101,7 @@ def test_the_labels_of_records_token_by_token(tokenizer_of, records, form, in_fo
     rows = encoded(encoder_of(tokenizer, form, template), asked)
     assert len(rows) == len(records) >= 30
     for record, row, source in zip(asked, rows, records):
-        messages = form.messages(record)
+        messages = form.read(record)
         if template != "none":
             messages = [{key: text.strip() for key, text in message.items()} for message in messages]
         ids, labels = tokens_of(expected(template, messages, tokenizer), tokenizer)
@@ -122,7 +121,7 @@ def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
     encoder = encoder_of(tokenizer, CHAT, template)
     (row,) = encoded(encoder, [{"messages": LONG_TALK}])
     pieces = expected(template, LONG_TALK, tokenizer)
-    assert encoder.render(encoder.form.messages({"messages": LONG_TALK}), "")[0] == "".join(text for text, _ in pieces)
+    assert encoder.render(encoder.form.read({"messages": LONG_TALK}), "")[0] == "".join(text for text, _ in pieces)
     runs = trained_runs(row, tokenizer)
     ends = [run.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>") for run in runs]
     assert [run.strip() for run in ends] == ANSWERS
@@ -130,16 +129,6 @@ def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
     if template != "none":
         assert (list(row["input_ids"]), list(row["labels"])) == tokens_of(pieces, tokenizer)
     assert row["labels"][0] == IGNORE
-
-
-def test_the_text_of_llama_2_chat(tokenizer_of):
-    """The form of Meta's own code and of Elyza's models, byte for byte."""
-    tokenizer = tokenizer_of("llama")
-    install_template(tokenizer, "llama-2-chat")
-    assert render(tokenizer, LONG_TALK[:5])[0] == (
-        "<s>[INST] <<SYS>>\nあなたは誠実で優秀な日本人のアシスタントです。\n<</SYS>>\n\n日本で一番高い山は? [/INST] "
-        "富士山です。🗻 </s><s>[INST] And in 𠮷野? [/INST] That is Mt. Hakkyō,\n1,915 m. </s>"
-    )
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -170,24 +159,6 @@ def test_a_token_that_spans_prompt_and_answer_is_trained(tokenizer_of):
     assert trained_runs(rows[1], tokenizer) == [" 青い<|endoftext|>"], "its first byte shares a token with the space"
     assert trained_runs(rows[2], tokenizer) == [" blue.<|endoftext|>"]
     assert list(rows[0]["input_ids"]) == list(rows[2]["input_ids"])
-
-
-def test_tokens_and_characters():
-    """Two characters of three tokens each, the first of which starts in the character before; an empty token."""
-    offsets = [(0, 2), (2, 4), (3, 4), (3, 4), (4, 5), (4, 5), (4, 5), (5, 5), (5, 6)]
-    assert overlap(offsets, [(3, 4)]).tolist() == [False, True, True, True, False, False, False, False, False]
-    assert overlap(offsets, [(4, 6)]).tolist() == [False] * 4 + [True] * 5
-    assert overlap(offsets, [(0, 1), (5, 6)]).tolist() == [True, *[False] * 7, True]
-    assert not overlap(offsets, []).any()
-
-
-def test_training_on_the_prompt_too(tokenizer_of):
-    tokenizer = tokenizer_of("llama")
-    for block_size in (4096, 8):
-        (row,) = encoded(encoder_of(tokenizer, CHAT, "llama-2-chat", block_size, True), [{"messages": LONG_TALK}])
-        assert list(row["labels"]) == [IGNORE, *row["input_ids"][1:]]
-        assert row["trained"] == len(row["labels"]) - 1 > 5
-        assert row["is_cut"] == (block_size == 8)
 
 
 def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
@@ -237,17 +208,6 @@ def test_the_tokenizers_own_template(tokenizer_of, template, eos, end, last_end)
     assert tokenizer.chat_template == template
 
 
-def test_a_named_template_takes_the_place_of_the_tokenizers_own(tokenizer_of, tmp_path):
-    tokenizer = chatml(tokenizer_of("gpt2"))
-    assert "(in place of the tokenizer's own)" in install_template(tokenizer, "instruction").note
-    assert apply_template(tokenizer, LONG_TALK[1:3]).startswith("### Instruction:\n日本")
-    tokenizer.save_pretrained(tmp_path)
-    assert type(tokenizer).from_pretrained(tmp_path).chat_template == tokenizer.chat_template
-    (tmp_path / "mine.jinja").write_text(CHATML)
-    assert install_template(tokenizer, str(tmp_path / "mine.jinja")).origin.endswith("mine.jinja'")
-    assert tokenizer.chat_template == CHATML
-
-
 def test_the_templates_that_there_are(tokenizer_of):
     assert known_templates() == ["chatml", "instruction", "instruction-ja", "llama-2-chat", "none"]
     for name in known_templates():
@@ -263,41 +223,15 @@ def test_the_templates_that_there_are(tokenizer_of):
     assert "There are chatml, instruction, instruction-ja, llama-2-chat, none" in message
 
 
-def test_a_tokenizer_with_several_templates_or_without_an_end(tokenizer_of):
-    tokenizer = copy.deepcopy(tokenizer_of("gpt2"))
-    tokenizer.chat_template = {"chat": CHATML, "tools": CHATML}
-    assert "several chat templates (chat, tools) and no default one" in refusal(install_template, tokenizer, None)
-    tokenizer.chat_template = {"default": CHATML, "tools": "x"}
-    install_template(tokenizer, None)
-    assert tokenizer.chat_template == CHATML
-    tokenizer.eos_token = None
-    assert "has no end-of-text token" in refusal(install_template, tokenizer, "instruction")
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{# one #}\n{% for message in messages %}\n{{ message['content'] }\n{% endfor %}", ["mine.jinja', line 3: "]),
-        ("a\n{% if messages %}\nb", ["mine.jinja', line 3: ", "'endif'"]),
-    ],
-)
-def test_a_template_that_is_not_valid(tokenizer_of, tmp_path, template, words):
-    (tmp_path / "mine.jinja").write_text(template)
-    check_refusal(words, install_template, tokenizer_of("gpt2"), str(tmp_path / "mine.jinja"))
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
         ("{% for m in messages %}\n{% if m.role == 'system' %}\n{{ raise_exception('no system role') }}\n{% endif %}\n"
          "{{ m.content }}{% endfor %}", "line 3: no system role"),
         ("\n{% macro turn(m) %}\n{{ m.text.upper() }}\n{% endmacro %}\n{{ turn(messages[0]) }}", "line 3: "),
-        ("{{ messages[0].content }}\n{{ messages[9].content }}", "line 2: "),
-        ("{{ messages[0].content + 1 }}", "line 1: can only concatenate str"),
         ("{% for m in messages %}{{ m.content[:4] }}{% endfor %}", "turn 3, an answer"),
         ("{% for m in messages %}{{ m.content | replace('o', '0') }}{% endfor %}", "it changes turn 3, an answer"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "it does not write turn 3, an answer"),
-        ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "it does not write turn 3"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x' * (messages[2].content | length) }}",
          "its text after the last answer depends on the answer"),
     ],
@@ -307,7 +241,7 @@ def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, wor
     encoder = encoder_of(tokenizer_of("gpt2"), CHAT, str(tmp_path / "mine.jinja"))
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi?"},
             {"role": "assistant", "content": "Good morning."}]  # fmt: skip
-    message = refusal(encoder.render, encoder.form.messages({"messages": talk}), "a.jsonl, record 7")
+    message = refusal(encoder.render, encoder.form.read({"messages": talk}), "a.jsonl, record 7")
     assert message.startswith("error: a.jsonl, record 7: chat_template = ")
     assert "mine.jinja' fails on it: " in message
     assert words in message, message
@@ -329,7 +263,7 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them(tokenizer_of):
         {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "no"}, {"role": "assistant", "content": "It is dry."},
     ]}  # fmt: skip
-    messages = Form("messages", "messages").messages(record)
+    messages = Form("messages", "messages").read(record)
     text, spans = render(tokenizer, messages)
     end = tokenizer.eos_token
     assert [text[a:b] for a, b in spans] == [
@@ -339,3 +273,13 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them(tokenizer_of):
     tokenizer.chat_template = named_template("none")
     with pytest.raises(BadTemplate, match="does not write the tool_calls of turn 2"):
         render(tokenizer, messages)
+
+
+def test_the_text_of_llama_2_chat(tokenizer_of):
+    """The form of Meta's own code and of Elyza's models, byte for byte."""
+    tokenizer = tokenizer_of("llama")
+    install_template(tokenizer, "llama-2-chat")
+    assert render(tokenizer, LONG_TALK[:5])[0] == (
+        "<s>[INST] <<SYS>>\nあなたは誠実で優秀な日本人のアシスタントです。\n<</SYS>>\n\n日本で一番高い山は? [/INST] "
+        "富士山です。🗻 </s><s>[INST] And in 𠮷野? [/INST] That is Mt. Hakkyō,\n1,915 m. </s>"
+    )

@@ -6,12 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from chats import CHAT, LONG_TALK, PROMPT, encoded, encoder_of
+from chats import LONG_TALK, PROMPT, encoded, encoder_of
 from helpers import refusal, tiny_model, write_records
 
-from zerofit.data.chat.prepare import show
+from zerofit.data.chat.prepare import best_fit
 from zerofit.data.collate import CausalCollator
-from zerofit.data.pack import best_fit
 from zerofit.model.loss import IGNORE, install_loss, model_loss
 
 
@@ -89,11 +88,6 @@ def test_best_fit(seed):
     assert best_fit(lengths, 100) == blocks
 
 
-def test_best_fit_by_hand():
-    assert best_fit(np.array([4, 6, 3, 10, 5, 2]), 10) == [[3], [1, 0], [4, 2, 5]]
-    assert best_fit(np.array([3, 3, 3]), 3) == [[0], [1], [2]]
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_loss_of_a_block_is_the_sum_of_its_samples(family, short, prepare):
     flags = ("--chat_template", "llama-2-chat", "--block_size", "500")
@@ -134,14 +128,9 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
         row["input_ids"][:100].tolist() for row in kept
     ]
     assert [row["labels"].tolist() for row in all_of(data.train)] == [row["labels"][:100].tolist() for row in kept]
-    complete = sum(len(row["input_ids"]) <= 512 for row in whole)
-    assert complete < 10, "there is an answer that the model has no positions for"
-    needed = f"block_size = 512, as many as the model has, would keep {complete}0% of them complete"
-    keeps = f"block_size = 100 tokens. {needed}"
-    assert [note for note in data.notes if "WARNING" in note] == [
-        f"WARNING   20%: 2 of 10 training samples are skipped: their answer lies beyond {keeps}",
-        f"WARNING   20%: 2 of 10 training samples have their answer cut at {keeps}",
-    ]
+    warnings = [note for note in data.notes if "WARNING" in note]
+    assert len(warnings) == 2
+    assert all("20%: 2 of 10 training samples" in note and "512 positions" in note for note in warnings)
     stats, tokens = data.train.stats, sum(len(row["input_ids"]) for row in whole)
     assert (stats.documents, stats.samples, stats.tokens) == (10, 8, tokens)
     assert stats.truncated == tokens - sum(min(len(row["input_ids"]), 100) for row in kept)
@@ -166,21 +155,8 @@ def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
         message = refusal(prepare, path, *flags, *held_out)
         assert f"2 of 3 {part} samples are skipped" in message
         assert "block_size = 1" in message
-        assert "99% of them complete" in message
-        assert "67%: " in message
-        assert "To train anyway, say --allow_data_loss" in message
+        assert "--allow_data_loss" in message
         assert len(prepare(path, *flags, *held_out, "--allow_data_loss").train)
-
-
-def test_a_data_set_without_an_answer_in_reach_is_refused(tmp_path, prepare):
-    path, good = (
-        write_records(tmp_path / "a.jsonl", asked([70, 80], [2, 2])),
-        write_records(tmp_path / "b.jsonl", asked([5], [2])),
-    )
-    for files, part in (((path,), "training"), ((good, "--validation_file", path), "held-out")):
-        message = refusal(prepare, *files, "--block_size", "64")
-        assert f"block_size = 64: of all 2 {part} samples the answer lies beyond it, no sample is left" in message
-        assert "Choose a larger one (they have up to " in message
 
 
 def test_a_sample_is_shown(tokenizer_of, tmp_path, prepare):
@@ -197,28 +173,6 @@ def test_a_sample_is_shown(tokenizer_of, tmp_path, prepare):
         "⟦ 富士山です。🗻 </s>⟧<s>[INST] And in 𠮷野? [/INST]⟦ That is Mt. Hakkyō,\n1,915 m. </s>⟧"
         "<s>[INST] ありがとう。 [/INST]⟦ どういたしまして! </s>⟧"
     )
-    turns = [{"role": role, "content": f"{role} begins {'a ' * 2000} ends"} for role in ("user", "assistant")]
-    tokenizer = tokenizer_of("gpt2")
-    encoder = encoder_of(tokenizer, CHAT, "instruction", 10_000)
-    text = "\n".join(show(encoded(encoder, [{"messages": turns}])[0], tokenizer, encoder.template))
-    assert len(text) < 2500
-    for words in ("user begins", "ends", "⟦assistant begins", "[…]", "ends<|endoftext|>⟧"):
-        assert words in text
-    many = [{"messages": LONG_TALK[1:3] * 40}]
-    assert len("\n".join(show(encoded(encoder, many)[0], tokenizer, encoder.template))) < 2500
-
-
-def test_what_was_made_under_other_options_is_not_taken_from_the_cache(short, prepare):
-    flags = ("--packing", "none", "--block_size", "512", "--chat_template")
-    seen = {}
-    for more in (["instruction"], ["instruction-ja"], ["llama-2-chat"], ["instruction", "--train_on_prompt"],
-                 ["instruction", "--system_prompt", "Be brief."], ["instruction", "--block_size", "300"],
-                 ["instruction", "--preprocessing_num_workers", "2", "--overwrite_cache"]):  # fmt: skip
-        rows = all_of(prepare(short, *flags, *more).train)
-        seen[" ".join(more)] = json.dumps([[row["input_ids"].tolist(), row["labels"].tolist()] for row in rows])
-    workers = seen.popitem()[1]
-    assert len(set(seen.values())) == 5, "a smaller block changes nothing here"
-    assert workers == seen["instruction"] == seen["instruction --block_size 300"]
 
 
 @pytest.mark.parametrize("workers", [None, 2])
@@ -237,7 +191,14 @@ def test_the_record_that_a_template_fails_on_is_named(tmp_path, prepare, workers
     assert f"{path}, record 34: chat_template = '{template}' fails on it: line 3: it is bad" in message
 
 
-def test_a_tokenizer_without_offsets(tokenizer_of, monkeypatch):
-    tokenizer = tokenizer_of("gpt2")
-    monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda self: False))
-    assert "GPT2Tokenizer) does not return the characters" in refusal(encoder_of, tokenizer, CHAT, "instruction")
+def test_what_was_made_under_other_options_is_not_taken_from_the_cache(short, prepare):
+    flags = ("--packing", "none", "--block_size", "512", "--chat_template")
+    seen = {}
+    for more in (["instruction"], ["instruction-ja"], ["llama-2-chat"], ["instruction", "--train_on_prompt"],
+                 ["instruction", "--system_prompt", "Be brief."], ["instruction", "--block_size", "300"],
+                 ["instruction", "--preprocessing_num_workers", "2"]):  # fmt: skip
+        rows = all_of(prepare(short, *flags, *more).train)
+        seen[" ".join(more)] = json.dumps([[row["input_ids"].tolist(), row["labels"].tolist()] for row in rows])
+    workers = seen.popitem()[1]
+    assert len(set(seen.values())) == 5, "a smaller block changes nothing here"
+    assert workers == seen["instruction"] == seen["instruction --block_size 300"]

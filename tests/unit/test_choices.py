@@ -6,8 +6,8 @@ import torch
 from helpers import ROOT, read_data, refusal, write_records
 from transformers import AutoModelForMultipleChoice, BertConfig
 
-from zerofit.data.collate import ChoiceCollator
-from zerofit.data.labelled.choices import ChoiceRows, LabelColumns, find_choices
+from zerofit.data.collate import ExampleCollator
+from zerofit.data.labelled.choices import LabelColumns, find_choices
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
@@ -97,14 +97,14 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
     assert "record 14: its label 7 is not one of the 2 choices" in refusal(prepare_examples, recipe, config)
     recipe = recipe_of(path, *flags, "--skip_bad_records")
     data = prepare_examples(recipe, config)
-    assert (type(data.train), len(data.train), len(data.held_out[0].samples)) == (ChoiceRows, 10, 3)
+    assert (len(data.train), len(data.held_out[0].samples)) == (10, 3)
     assert data.labels.names == ("0", "1", "2")
     assert figures_of(data.labels, data.held_out, None) == ("accuracy", "loss")
     assert "accuracy" in best_constant(data.labels, data.held_out)[0]
 
     sizes = [len(data.train[index]["sizes"]) for index in range(10)]
     small, large = sizes.index(2), sizes.index(3)
-    collate = ChoiceCollator(padding_values(data.tokenizer))
+    collate = ExampleCollator(padding_values(data.tokenizer))
     batch = collate([(data.train[small], small), (data.train[large], large), (data.train[large], FILLER)])
     assert (
         batch.inputs["input_ids"].shape == batch.inputs["attention_mask"].shape == (3, 3, max(data.train.lengths) // 3)
@@ -131,9 +131,3 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
     assert longest["sizes"].tolist() == [16, 16, 18]
     assert collate([(longest, 0)]).inputs["token_type_ids"].shape == (1, 3, 18)
     assert np.issubdtype(longest["label"].dtype, np.integer)
-
-
-def test_an_adapter_is_refused(recipe_of, tmp_path):
-    record = FORMS["JCommonsenseQA"][0]
-    recipe = recipe_of(write_records(tmp_path / "a.jsonl", others(record) * 3), "--lora")
-    assert "lora = true" in refusal(prepare_examples, recipe, load_configuration(recipe))

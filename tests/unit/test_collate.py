@@ -8,8 +8,6 @@ from zerofit.data.collate import (
     CausalCollator,
     ExampleCollator,
     PairCollator,
-    multiple_for,
-    round_up,
     within_documents,
 )
 from zerofit.data.order import FILLER
@@ -50,23 +48,6 @@ def test_examples(width, multiple, expected):
     assert batch.indices == [13, 15, 11]
 
 
-def test_only_the_columns_that_the_model_reads():
-    batch = ExampleCollator({"input_ids": PAD})([(example(3, np.int64(1)), 0)])
-    assert batch.inputs.keys() == {"input_ids", "attention_mask"}
-
-
-@pytest.mark.parametrize("kind", [np.int64, np.float32])
-def test_filled_up_examples_do_not_count(kind):
-    samples = [(example(3, kind(1)), 0), (example(4, kind(0)), FILLER), (example(4, kind(0)), FILLER)]
-    batch = ExampleCollator({"input_ids": PAD})(samples)
-    assert batch.labels[0] == 1
-    assert all(label == IGNORE or label.isnan() for label in batch.labels[1:])
-    assert batch.labels.dtype == (torch.int64 if kind is np.int64 else torch.float32)
-    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (1, 3, 12)
-    assert batch.indices == [0, FILLER, FILLER]
-    assert samples[1][0]["label"] == 0  # the sample itself stays as it is: it may be another batch's
-
-
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
 def test_the_loss_of_filled_up_examples_is_the_loss_of_the_others(kind):
     """Value and gradient; a micro-batch of fillers alone gives zeros and no nan."""
@@ -95,35 +76,18 @@ def test_the_loss_of_filled_up_examples_is_the_loss_of_the_others(kind):
     ("widths", "multiple", "expected"), [(None, 1, (5, 4)), (None, 8, (8, 8)), ((16, 6), 8, (16, 6))]
 )
 def test_pairs(widths, multiple, expected):
-    samples = [(pair(3, 4), 5), (pair(5, 1), 6)]
+    samples = [(pair(3, 4), 5), (pair(5, 1), 6), (pair(2, 3), FILLER)]
     batch = PairCollator(PAD, widths, multiple)(samples)
     assert batch.inputs.keys() == {"input_ids", "attention_mask", "labels"}
-    for row, (sample, _) in enumerate(samples):
+    assert (batch.inputs["labels"][2] == IGNORE).all(), "what fills a batch is not trained on"
+    for row, (sample, _) in enumerate(samples[:2]):
         length = len(sample["input_ids"])
         assert batch.inputs["input_ids"][row].tolist() == padded(sample["input_ids"], expected[0], PAD)
         assert batch.inputs["attention_mask"][row].tolist() == [1] * length + [0] * (expected[0] - length)
         assert batch.inputs["labels"][row].tolist() == padded(sample["labels"], expected[1], IGNORE)
-    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (5, 8 + 5, 2 * sum(expected))
-    assert batch.indices == [5, 6]
+    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (5, 8 + 5, 3 * sum(expected))
+    assert batch.indices == [5, 6, FILLER]
     assert batch.labels is None  # the loss is the model's own
-
-
-def test_filled_up_pairs_do_not_count():
-    batch = PairCollator(PAD)([(pair(3, 4), 5), (pair(6, 2), FILLER)])
-    assert (batch.inputs["labels"][1] == IGNORE).all()
-    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (4, 7, 2 * (6 + 4))
-
-
-def test_a_batch_goes_to_a_device_whole():
-    batch = ExampleCollator({"input_ids": PAD})([(example(3, np.int64(1)), 0)]).to(torch.device("meta"))
-    assert batch.inputs["input_ids"].is_meta
-    assert batch.labels.is_meta
-
-
-def test_widths_are_rounded_up():
-    assert [round_up(length, 8) for length in (1, 8, 9)] == [8, 8, 16]
-    assert multiple_for(torch.device("cpu")) == 1
-    assert multiple_for(torch.device("cuda")) == 8
 
 
 def test_a_mask_of_documents_is_made_where_they_are():

@@ -20,12 +20,12 @@ from zerofit.tools.launch.launch import read_options
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
-from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions, PrepareOptions
 from zerofit.tools.tool_recipe import TASKS, read_with_recipe
 from zerofit.tools.verify.verify_options import VerifyOptions
 
 TOOLS = {
-    ("prepare", "merge"): JoinOptions, ("prepare", "info"): InfoOptions, ("prepare",): PrepareOptions,
+    ("prepare", "merge"): JoinOptions, ("prepare", "info"): CorporaOptions, ("prepare",): PrepareOptions,
     ("convert", "meta-to-hf"): FromMetaOptions, ("convert", "hf-to-meta"): ToMetaOptions, ("merge",): MergeOptions,
     ("generate",): GenerateOptions, ("compare",): CompareOptions, ("plan",): PlanOptions,
     ("verify",): VerifyOptions,

@@ -9,9 +9,8 @@ import pytest
 from datasets import Dataset
 
 from tests.helpers import read_data, refusal
-from zerofit.data.file_formats import BUILDERS
+from zerofit.data.file_formats import BUILDERS, plain_files
 from zerofit.data.options import DataOptions
-from zerofit.data.plain_files import plain_files
 from zerofit.data.tables import check_name, columns_present
 from zerofit.recipe import ClmRecipe, ClsRecipe
 from zerofit.recipe.columns import columns_of, is_value
@@ -48,7 +47,7 @@ def test_a_separator_can_be_named(tmp_path, cache):
     assert read(path, cache, delimiter="tab").column_names == ["a, b", "c"]
     assert any("delimiter = 'ab'" in problem for problem in ClsRecipe(train_file=[path], delimiter="ab").problems())
     recipe = ClmRecipe(train_file=["a.jsonl"], delimiter=";")
-    assert "delimiter = ';'" in refusal(plain_files, [tmp_path / "a.jsonl"], "json", DataOptions.of(recipe).files)
+    assert "delimiter = ';'" in refusal(plain_files, [tmp_path / "a.jsonl"], "json", DataOptions.of(recipe))
 
 
 def test_columns_of_another_encoding_are_no_matter_of_the_early_check(tmp_path, cache):

@@ -10,7 +10,6 @@ from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import ExampleData
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClsRecipe, parse_recipe
-from zerofit.recipe.tasks import GLUE_ON_THE_HUB
 
 VOCAB = 270  # 4 marks, 256 bytes, 10 merges
 WORDS = ("good", "bad", "long", "short", "story", "film", "play", "song")
@@ -69,41 +68,16 @@ def test_formats_and_columns_that_are_found(tmp_path, prepare, ending, column):
     assert (first[0], first[-1]) == (data.tokenizer.cls_token_id, data.tokenizer.sep_token_id)
 
 
-def test_columns_that_are_named(tmp_path, prepare):
-    columns = {"headline": TEXTS, "note": TEXTS[::-1], "verdict": LABELS, "label": ["x"] * 40}
-    path = write(tmp_path / "a.csv", columns)
-    flags = ("--label_column", "verdict", "--validation_split_percentage", "0")
-    data = prepare(path, "--text_columns", "note", *flags)
-    assert words(data) == TEXTS[::-1]
-    assert names(data) == LABELS
-    pair = prepare(path, "--text_columns", "note", "headline", *flags)
-    assert len(pair.train[0]["input_ids"]) > len(data.train[0]["input_ids"])
-
-
-def test_the_label_column_that_is_named_is_no_text(tmp_path, prepare):
-    path = write(tmp_path / "a.csv", {"body": TEXTS, "verdict": LABELS})
-    assert words(prepare(path, "--label_column", "verdict", "--validation_split_percentage", "0")) == TEXTS
-
-
 def test_columns_that_are_not_found(tmp_path, prepare):
     path = write(tmp_path / "a.csv", {"one": TEXTS, "two": TEXTS, "three": LABELS})
     message = refusal(prepare, path)
-    assert message.startswith("error: 2 problems")  # both at once
-    assert "with --text_columns" in message
-    assert "Name it with --label_column" in message
+    assert "--text_columns" in message
+    assert "--label_column" in message
     assert message.count("the columns are one, two, three") == 2
-    message = refusal(prepare, path, "--text_columns", "tow", "--label_column", "thre")
-    assert "text_columns: there is no column 'tow'; the columns are one, two, three" in message
-    assert "label_column: there is no column 'thre'; the columns are one, two, three" in message
+    message = refusal(prepare, path, "--text_columns", "tow", "--label_column", "three")
+    assert "text_columns = 'tow': there is no such column; the columns are one, two, three" in message
     message = refusal(prepare, path, "--task_name", "mrpc", "--label_column", "three")
-    assert "task_name = mrpc reads sentence1 and sentence2, which are not found" in message
-
-
-@pytest.mark.parametrize("option", ["text_columns", "label_column"])
-def test_a_column_of_lists_is_refused(tmp_path, prepare, option):
-    columns = {"text": TEXTS, "tokens": [text.split() for text in TEXTS], "label": LABELS}
-    message = refusal(prepare, write(tmp_path / "a.jsonl", columns), f"--{option}", "tokens")
-    assert f"{option}: 'tokens' holds lists" in message
+    assert "sentence1 sentence2" in message
 
 
 def test_a_held_out_file_with_other_columns_or_labels(tmp_path, prepare):
@@ -115,14 +89,6 @@ def test_a_held_out_file_with_other_columns_or_labels(tmp_path, prepare):
     wrong = write(tmp_path / "wrong.csv", {"text": TEXTS[:3], "label": ["yes", "no", "perhaps"]})
     message = refusal(prepare, train, "--validation_file", wrong)
     assert f"{wrong}, record 3: the label 'perhaps' is outside the label set (no, yes)" in message
-
-
-def test_labels_that_the_two_files_write_differently(tmp_path, prepare):
-    """pandas reads whole numbers, and numbers with a point where one is missing, as other types."""
-    train = write(tmp_path / "train.csv", {"text": TEXTS, "label": [n % 2 for n in range(40)]})
-    held_out = write(tmp_path / "dev.csv", {"text": TEXTS[:4], "label": ["1.0", "0.0", "0.0", "1.0"]})
-    data = prepare(train, "--validation_file", held_out)
-    assert names(data, data.held_out[0].samples) == ["1", "0", "0", "1"]
 
 
 def test_regression(tmp_path, prepare):
@@ -178,26 +144,6 @@ def test_mnli_as_released_has_two_held_out_parts(tmp_path, prepare):
     assert any("1 of 40 records" in note for note in data.notes)
 
 
-def test_a_task_without_files_comes_from_the_hub():
-    model = ["--model_type", "bert", "--tokenizer_name", "x"]
-    recipe = parse_recipe(ClsRecipe, [*model, "--task_name", "rte"])
-    assert (recipe.dataset_name, recipe.dataset_config_name) == (GLUE_ON_THE_HUB, "rte")
-    assert parse_recipe(ClsRecipe, [*model, "--task_name", "rte", "--train_file", "a.tsv"]).dataset_name is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--text_columns", "a", "b", "c"), "name one column, or the two of a pair"),
-        (("--task_name", "sst2", "--validation_mismatched_file", "b.tsv"), "belongs to --task_name mnli"),
-        (("--task_name", "sst2", "--regression"), "remove regression"),
-        (("--max_length", "8", "--max_seq_length", "9"), "are the same option"),
-    ],
-)
-def test_options_that_do_not_go_together(prepare, flags, words):
-    assert words in refusal(prepare, "a.csv", *flags)
-
-
 # -------------------------------------------------------------------------------------------------------- hard content
 
 
@@ -207,53 +153,18 @@ def test_words_that_pandas_would_take_for_nothing(tmp_path, prepare):
     assert words(data) == texts
 
 
-def test_texts_of_digits(tmp_path, prepare):
-    digits = [str(10_000 + n * n) for n in range(40)]
-    single = write(tmp_path / "single.csv", {"text": digits, "label": LABELS})
-    assert words(prepare(single, "--validation_split_percentage", "0", vocab=261)) == digits
-    pair = write(tmp_path / "pair.csv", {"sentence1": digits, "sentence2": TEXTS, "label": LABELS})
-    assert words(prepare(pair, "--validation_split_percentage", "0"))[5] == f"{digits[5]} {TEXTS[5]}"
-
-
-@pytest.mark.parametrize("late", ["", "two"])
-def test_a_column_whose_type_changes_late(tmp_path, prepare, late):
-    """The datasets library guesses a column's type from its first 10,000 records."""
-    labels = [n % 2 for n in range(10_001)] + [late]
-    path = write(tmp_path / "a.csv", {"text": [f"{WORDS[n % 8]} {n}" for n in range(10_002)], "label": labels})
-    flags = ("--skip_bad_records", "--validation_split_percentage", "0")
-    data = prepare(path, *flags)
-    assert len(data.train) == 10_002 - (not late)
-    assert data.labels.names == (("0", "1", "two") if late else ("0", "1"))
-
-
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
 def test_empty_texts_and_missing_labels(tmp_path, prepare, ending):
     texts, labels = [*TEXTS[:6], " ", *TEXTS[7:20], "", *TEXTS[21:]], [*LABELS[:30], "", *LABELS[31:]]
     path = write(tmp_path / f"a.{ending}", {"text": texts, "label": labels})
     message = refusal(prepare, path)
-    alike = "(2 such records; 1 more that cannot be used: it has no label (label))"
-    assert f"{path}, record 7: the text (text) is empty {alike}" in message
+    assert f"{path}, record 7: the text (text) is empty (3 records cannot be used)" in message
     assert "--skip_bad_records" in message
     data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
     kept = [n for n in range(40) if n not in (6, 20, 30)]
     assert words(data) == [TEXTS[n] for n in kept]
     assert names(data) == [LABELS[n] for n in kept]  # no label moved to its neighbour
-    (note,) = [note for note in data.notes if "3 of 40 records" in note]
-    assert note.endswith("are skipped: 1: it has no label (label); 2: the text (text) is empty")
-
-
-def test_of_a_pair_one_text_may_be_empty(tmp_path, prepare):
-    path = write(tmp_path / "a.jsonl", {"premise": TEXTS, "hypothesis": ["", None] * 20, "label": LABELS})
-    data = prepare(path, "--validation_split_percentage", "0")
-    assert words(data) == TEXTS
-
-
-def test_no_record_that_can_be_used(tmp_path, prepare):
-    train = write(tmp_path / "train.csv", {"text": TEXTS, "label": LABELS})
-    empty = write(tmp_path / "dev.csv", {"text": [" ", " "], "label": ["yes", "no"]})
-    assert f"{empty} has no record that can be used" in refusal(
-        prepare, train, "--validation_file", empty, "--skip_bad_records"
-    )
+    assert any("3 of 40 records" in note for note in data.notes)
 
 
 # ----------------------------------------------------------------------------------------------------- splits and rows
@@ -271,17 +182,6 @@ def test_the_split_loses_nothing_and_keeps_labels_with_their_texts(tmp_path, pre
     assert held_out.texts["text"][:] == words(data, held_out.samples)  # what predictions.jsonl shows
     again = prepare(path, "--validation_split_percentage", "25", "--seed", "7")
     assert words(again, again.held_out[0].samples) == words(data, held_out.samples)
-
-
-def test_only_so_many_samples(tmp_path, prepare):
-    path = write(tmp_path / "a.csv", {"text": TEXTS, "label": LABELS})
-    flags = ("--validation_split_percentage", "50")
-    whole = prepare(path, *flags)
-    part = prepare(path, *flags, "--n_train", "15", "--max_eval_samples", "4", vocab=262)
-    assert words(part) == words(whole)[:15]
-    assert names(part) == names(whole)[:15]
-    assert words(part, part.held_out[0].samples) == words(whole, whole.held_out[0].samples)[:4]
-    assert len(part.held_out[0].texts) == 4
 
 
 def test_pairs_have_token_types(tmp_path, prepare):
@@ -311,10 +211,12 @@ def test_truncation_is_counted_and_keeps_the_marks(tmp_path, prepare):
     assert words(cut)[0].endswith("ok")  # the longer text is cut, not the last one
 
 
-def test_more_tokens_than_the_model_has_positions(tmp_path, prepare):
-    path = write(tmp_path / "a.csv", {"text": [f"{text} " * 20 for text in TEXTS], "label": LABELS})
-    message = refusal(prepare, path, "--max_seq_length", "65")
-    assert "max_length = 65 (--max_length):" in message
-    data = prepare(path)  # the default, 128, gives way
-    assert data.max_length == 64
-    assert data.train.lengths.max() == 64
+@pytest.mark.parametrize("late", ["", "two"])
+def test_a_column_whose_type_changes_late(tmp_path, prepare, late):
+    """The datasets library guesses a column's type from its first 10,000 records."""
+    labels = [n % 2 for n in range(10_001)] + [late]
+    path = write(tmp_path / "a.csv", {"text": [f"{WORDS[n % 8]} {n}" for n in range(10_002)], "label": labels})
+    flags = ("--skip_bad_records", "--validation_split_percentage", "0")
+    data = prepare(path, *flags)
+    assert len(data.train) == 10_002 - (not late)
+    assert data.labels.names == (("0", "1", "two") if late else ("0", "1"))

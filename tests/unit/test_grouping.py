@@ -5,18 +5,11 @@ import numpy as np
 import pytest
 from test_order import LAYOUTS
 
-from zerofit.data.order import FILLER, FixedOrder, LengthGroups, MicroBatches, SampleOrder
+from zerofit.data.order import FILLER, LengthGroups, MicroBatches, SampleOrder
 
 G = 8  # of all layouts
 SAMPLES = 333  # divided by nothing
 LENGTHS = np.random.default_rng(0).integers(1, 500, SAMPLES)
-
-
-@pytest.fixture(autouse=True, params=["drawn", "computed"])
-def way(request, monkeypatch):
-    """How an epoch's permutation is made: as a whole, or place by place as that of very many samples."""
-    if request.param == "computed":
-        monkeypatch.setattr("zerofit.data.order.LARGEST_DRAWN", 0)
 
 
 GROUPED = pytest.mark.parametrize("window", [0, 16], ids=["drawn", "grouped"])
@@ -84,43 +77,6 @@ def test_an_updates_samples_are_of_similar_length():
     assert spread(wide) < spread(grouped)  # the more there is to choose from, the more alike
 
 
-def test_batches_stay_alike_where_an_epoch_begins_inside_an_update():
-    """The groups are laid out from the first update that an epoch begins, not from the epoch's first sample."""
-    row = order().places(0, 6 * SAMPLES // G * G).reshape(-1, G)
-    seams = {-(-epoch * SAMPLES // G) - 1 for epoch in range(1, 6)}
-    tails = {seam - 1 for seam in seams}  # an epoch's last few samples are too few for a group
-    inside = np.array([update for update in range(len(row)) if update not in seams | tails])
-    assert len(inside) > 200
-    lengths = LENGTHS[row[inside]]
-    assert (lengths.max(axis=1) - lengths.min(axis=1)).max() < 200  # of 500: one shifted place would mix two groups
-
-
-def test_short_and_long_have_the_same_chance_of_every_update():
-    """The correlation of length and update over 400 epochs: its mean is within four standard errors of zero."""
-    epochs = 400
-    updates = np.arange(SAMPLES) // G
-    found = [np.corrcoef(LENGTHS[order(seed, window=5).epoch(0)], updates)[0, 1] for seed in range(epochs)]
-    assert abs(np.mean(found)) < 4 * np.std(found) / np.sqrt(epochs)
-    assert np.std(found) < 0.5  # and no epoch is sorted as a whole
-
-
-def test_the_longest_sample_may_be_anywhere():
-    """Over 600 seeds, in each quarter of the epoch about 150 times: within five standard deviations (10.6)."""
-    longest = int(LENGTHS.argmax())
-    places = [order(seed).epoch(0).tolist().index(longest) for seed in range(600)]
-    quarters = np.histogram(places, bins=4, range=(0, SAMPLES))[0]
-    assert quarters.sum() == 600
-    assert all(abs(count - 150) < 53 for count in quarters), quarters
-
-
-@GROUPED
-def test_the_seed_decides_and_the_epoch_too(window):
-    first, other = order(1, window=window), order(2, window=window)
-    assert first.epoch(0).tolist() != other.epoch(0).tolist()
-    assert first.epoch(0).tolist() == order(1, window=window).epoch(0).tolist()
-    assert first.epoch(1).tolist() != first.epoch(0).tolist()
-
-
 @pytest.mark.parametrize("groups", [None, LengthGroups(LENGTHS, G)])
 @pytest.mark.parametrize("layout", [(2, 2, 2), (1, 8, 1), (4, 1, 2)])
 def test_micro_batches_hold_neighbours_in_length_the_longest_first(layout, groups):
@@ -142,12 +98,3 @@ def test_fillers_stand_at_the_end(layout, lengths):
     assert missing == 3
     assert batches[-missing:].tolist() == [FILLER] * missing
     assert sorted(batches[:-missing].tolist()) == list(range(SAMPLES))
-
-
-def test_an_evaluation_sees_every_sample_once_the_longest_first():
-    whole = FixedOrder(SAMPLES, LENGTHS)
-    batches = global_batches(whole, SAMPLES, (4, 1, 2), lengths=LENGTHS).reshape(-1)
-    seen = batches[batches != FILLER]
-    assert sorted(seen.tolist()) == list(range(SAMPLES))
-    assert (np.diff(LENGTHS[seen]) <= 0).all()
-    assert FixedOrder(5).places(1, 9).tolist() == [1, 2, 3, 4]

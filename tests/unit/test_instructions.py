@@ -7,11 +7,8 @@ import pytest
 from datasets import Dataset
 from helpers import check_refusal, refusal, write_records
 
-from zerofit.data.causal import prepare_causal_data
 from zerofit.data.chat.instructions import Form, FormOptions, find_form
 from zerofit.data.records import BadRecord
-from zerofit.model.configuration import load_configuration
-from zerofit.recipe import ClmRecipe, parse_recipe
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -31,7 +28,6 @@ def form_of(record: dict, **options) -> Form | None:
     ("record", "options", "expected"),
     [
         ({"text": "x"}, {}, None),
-        ({"text": "x", "label": 1, "prompt": "y"}, {}, None),
         ({"instruction": "x", "output": "y"}, {}, Form("instruction", "instruction", "output")),
         ({"instruction": "x", "input": "z", "output": "y", "text": "all of it"}, {},
          Form("instruction", "instruction", "output", "input")),
@@ -42,7 +38,6 @@ def form_of(record: dict, **options) -> Form | None:
         ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
          Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
-        ({"prompt": "x", "response": "y"}, {}, Form("prompt", "prompt", "response", plain=True)),
         ({"prompt": [QUESTION], "completion": [ANSWER]}, {}, Form("prompt", "prompt", "completion")),
         ({"question": "x", "answer": "y"}, {}, Form("prompt", "question", "answer", plain=True)),
         ({"messages": TURNS, "source": "x"}, {}, Form("messages", "messages")),
@@ -67,7 +62,7 @@ def test_forms_that_are_found(record, options, expected):
     assert found == expected
     if found:
         assert all(name in found.describe for name in found.columns)
-        assert found.messages(record)[-1]["role"] == "assistant"
+        assert found.read(record)[-1]["role"] == "assistant"
 
 
 def test_turns_whose_roles_are_not_known():
@@ -76,7 +71,7 @@ def test_turns_whose_roles_are_not_known():
     form = form_of(record, data_format="messages")
     assert form == Form("messages", "dialogue")
     with pytest.raises(BadRecord, match="turn 1 of its dialogue has the role 'ann'"):
-        form.messages(record)
+        form.read(record)
 
 
 @pytest.mark.parametrize(
@@ -95,22 +90,6 @@ def test_forms_that_are_not_found(options, words):
     assert "the columns are a, b" in message
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--text_column", "a", "--messages_column", "b"], "text_column = 'a' and messages_column = 'b': keep one"),
-        (["--data_format", "text", "--messages_column", "b"], "messages_column = 'b' has no effect with data_format"),
-        (["--data_format", "messages", "--text_column", "b"], "text_column = 'b' has no effect with data_format"),
-        (["--data_format", "prompt", "--packing", "concatenate"], "packing = concatenate and data_format = prompt"),
-        (["--data_format", "chat"], "data_format = 'chat' (--data_format): it must be one of auto, text"),
-    ],
-)
-def test_options_that_contradict_each_other(flags, words):
-    required = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.jsonl"]
-    assert words in refusal(parse_recipe, ClmRecipe, [*required, *flags])
-    assert parse_recipe(ClmRecipe, [*required, "--data_format", "messages", "--messages_column", "b"])
-
-
 # ------------------------------------------------------------------------------------------------------------ messages
 
 INSTRUCTION = Form("instruction", "instruction", "output", "input", "history", "system", "Default.")
@@ -127,26 +106,26 @@ def test_an_instruction():
     default = {"role": "system", "content": "Default."}
     asked = {"role": "user", "content": "Add.", "instruction": "Add."}
     three = {"role": "assistant", "content": "3"}
-    assert INSTRUCTION.messages(instruction()) == [default, asked, three]
-    assert INSTRUCTION.messages(instruction(input=" \n", system=" ")) == [default, asked, three]
+    assert INSTRUCTION.read(instruction()) == [default, asked, three]
+    assert INSTRUCTION.read(instruction(input=" \n", system=" ")) == [default, asked, three]
     with_input = {**asked, "content": "Add.\n\n1 2", "input": "1 2"}
     own = {"role": "system", "content": "Count."}
-    assert INSTRUCTION.messages(instruction(input="1 2", system="Count.")) == [own, with_input, three]
+    assert INSTRUCTION.read(instruction(input="1 2", system="Count.")) == [own, with_input, three]
     past = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}]  # fmt: skip
-    assert INSTRUCTION.messages(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
-    assert INSTRUCTION.messages(instruction(output=3)) == [default, asked, three], "an answer of digits"
+    assert INSTRUCTION.read(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
+    assert INSTRUCTION.read(instruction(output=3)) == [default, asked, three], "an answer of digits"
 
 
 def test_a_prompt():
     """Text is kept to the last space: what stands between prompt and answer is the data's."""
-    assert PROMPT.messages({"prompt": "The sky is", "completion": " blue."}) == [
+    assert PROMPT.read({"prompt": "The sky is", "completion": " blue."}) == [
         {"role": "user", "content": "The sky is"},
         {"role": "assistant", "content": " blue."},
     ]
     lists = {"prompt": [SYSTEM, *TURNS, QUESTION], "completion": [ANSWER, QUESTION, ANSWER]}
     given = {**ANSWER, "trained": False}
-    assert PROMPT.messages(lists) == [SYSTEM, QUESTION, given, QUESTION, ANSWER, QUESTION, ANSWER]
+    assert PROMPT.read(lists) == [SYSTEM, QUESTION, given, QUESTION, ANSWER, QUESTION, ANSWER]
 
 
 @pytest.mark.parametrize(
@@ -160,40 +139,34 @@ def test_a_prompt():
     ],
 )
 def test_a_conversation(turns):
-    assert CHAT.messages({"messages": turns}) == TURNS
+    assert CHAT.read({"messages": turns}) == TURNS
 
 
 def test_a_system_text():
     with_default = Form("messages", "messages", system_prompt="Default.")
-    assert with_default.messages({"messages": [SYSTEM, *TURNS]}) == [SYSTEM, *TURNS]
+    assert with_default.read({"messages": [SYSTEM, *TURNS]}) == [SYSTEM, *TURNS]
     default = {"role": "system", "content": "Default."}
-    assert with_default.messages({"messages": TURNS}) == [default, *TURNS]
-    assert with_default.messages({"messages": [{**SYSTEM, "content": ""}, *TURNS]}) == [default, *TURNS]
-    assert CHAT.messages({"messages": [{**SYSTEM, "content": " "}, *TURNS]}) == TURNS
+    assert with_default.read({"messages": TURNS}) == [default, *TURNS]
+    assert with_default.read({"messages": [{**SYSTEM, "content": ""}, *TURNS]}) == [default, *TURNS]
+    assert CHAT.read({"messages": [{**SYSTEM, "content": " "}, *TURNS]}) == TURNS
 
 
 @pytest.mark.parametrize(
     ("form", "record", "words"),
     [
         (INSTRUCTION, instruction(output=""), "the output is empty"),
-        (INSTRUCTION, instruction(output=None), "the output is empty"),
         (INSTRUCTION, instruction(instruction=" \n"), "the instruction is empty"),
         (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
         (INSTRUCTION, instruction(history=[["a?"]]), "entry 1 of its history is no pair of question and answer"),
-        (PROMPT, {"prompt": "", "completion": "x"}, "the prompt is empty"),
         (PROMPT, {"prompt": "x", "completion": None}, "the completion is empty"),
         (PROMPT, {"prompt": [QUESTION], "completion": [QUESTION]}, "turn 2 is the user's, where one of the assistant"),
         (PROMPT, {"prompt": [QUESTION], "completion": []}, "no answer: the last turn, number 1, is the user's"),
         (CHAT, {"messages": []}, "a conversation without a turn"),
-        (CHAT, {"messages": None}, "a conversation without a turn"),
         (CHAT, {"messages": [SYSTEM]}, "no answer: the last turn, number 1, is the system's"),
-        (CHAT, {"messages": [QUESTION]}, "no answer: the last turn, number 1, is the user's"),
         (CHAT, {"messages": [SYSTEM, *TURNS, QUESTION]}, "no answer: the last turn, number 4, is the user's"),
         (CHAT, {"messages": [ANSWER, QUESTION, ANSWER]}, "turn 1 is the assistant's, where one of the user was due"),
-        (CHAT, {"messages": [SYSTEM, *TURNS, ANSWER]}, "turn 4 is the assistant's, where one of the user was due"),
         (CHAT, {"messages": [QUESTION, QUESTION, ANSWER]}, "turn 2 is the user's, where one of the assistant was due"),
         (CHAT, {"messages": [QUESTION, SYSTEM, ANSWER]}, "turn 2 is the system's, which can only be the first"),
-        (CHAT, {"messages": [SYSTEM, SYSTEM, *TURNS]}, "turn 2 is the system's, which can only be the first"),
         (CHAT, {"messages": [QUESTION, {"role": "ann", "content": "x"}]}, "turn 2 .* the role 'ann'.*user: user, h"),
         (CHAT, {"messages": [QUESTION, RESULT, ANSWER]}, "turn 2 is the tool's, where one of the assistant was due"),
         (
@@ -210,7 +183,7 @@ def test_a_system_text():
 )
 def test_records_that_are_of_no_use(form, record, words):
     with pytest.raises(BadRecord, match=words):
-        form.messages(record)
+        form.read(record)
 
 
 # ------------------------------------------------------------------------------------------------------- from the file
@@ -218,7 +191,7 @@ def test_records_that_are_of_no_use(form, record, words):
 
 def test_tools_answer_between_two_turns_of_the_assistant():
     call = {"role": "function_call", "content": '{"name": "ask"}'}
-    found = CHAT.messages({"messages": [QUESTION, call, RESULT, RESULT, ANSWER, QUESTION, ANSWER]})
+    found = CHAT.read({"messages": [QUESTION, call, RESULT, RESULT, ANSWER, QUESTION, ANSWER]})
     assert [message["role"] for message in found] == [
         "user", "assistant", "tool", "tool", "assistant", "user", "assistant"
     ]  # fmt: skip
@@ -227,9 +200,9 @@ def test_tools_answer_between_two_turns_of_the_assistant():
 def test_the_first_of_several_answers_is_trained_on():
     form = Form("instruction", "question", "answers", "context")
     for answers in ({"text": ["y", "z"], "answer_start": [0, 1]}, [{"text": "y", "answer_start": 0}], ["y", "z"]):
-        assert form.messages({"question": "x", "context": "c", "answers": answers})[-1]["content"] == "y"
+        assert form.read({"question": "x", "context": "c", "answers": answers})[-1]["content"] == "y"
     with pytest.raises(BadRecord, match="the answers is empty"):
-        form.messages({"question": "x", "context": "c", "answers": {"text": [], "answer_start": []}})
+        form.read({"question": "x", "context": "c", "answers": {"text": [], "answer_start": []}})
 
 
 @pytest.mark.parametrize("record", [
@@ -275,15 +248,6 @@ def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_pat
     assert text_of(few, few.train).count("It is") == 7
 
 
-def test_prompts_need_no_template(tmp_path, prepare):
-    path = write_records(tmp_path / "a.jsonl", [{"prompt": f"{n}, ", "completion": f"{n + 1}."} for n in range(40)])
-    data = prepare(path)
-    assert data.notes[0] == "template  none (the tokenizer has no template of its own)"
-    assert "7, 8.</s>" in text_of(data, data.train)
-    lists = [{"prompt": [QUESTION], "completion": [ANSWER]} for _ in range(40)]
-    assert "has no chat template" in refusal(prepare, write_records(tmp_path / "b.jsonl", lists))
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -314,14 +278,6 @@ def test_options_that_do_not_go_with_instructions(tmp_path, prepare, flags, word
     check_refusal(words, prepare, path, *flags)
 
 
-def test_a_held_out_file_without_the_columns(tmp_path, prepare):
-    path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
-    other = write_records(tmp_path / "b.jsonl", [{"text": "x"}])
-    message = refusal(prepare, path, "--chat_template", "instruction", "--validation_file", other)
-    assert "training and held-out data have different formats" in message
-    assert f"{other}: running text a record, the columns are text" in message
-
-
 def test_a_held_out_file_of_another_form(tmp_path, prepare):
     """Each part is read as what it is: other columns, or turns in place of columns."""
     path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
@@ -335,18 +291,6 @@ def test_turns_as_the_text_of_a_json_list():
     table = Dataset.from_list([{"messages": json.dumps(TURNS)}])
     form = find_form(FormOptions(), table)
     assert form == Form("messages", "messages")
-    assert form.messages(table[0]) == TURNS
+    assert form.read(table[0]) == TURNS
     with pytest.raises(BadRecord, match="JSON list that is not valid"):
-        form.messages({"messages": "[{"})
-
-
-def test_a_tokenizer_is_trained_on_the_conversations(tmp_path, cache):
-    path = write_records(
-        tmp_path / "a.jsonl", [{"messages": TURNS}, *({"messages": [SYSTEM, *TURNS]} for _ in range(30))]
-    )
-    flags = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "261", "--train_file", str(path), "--cache_dir",
-             cache, "--chat_template", "instruction", "--block_size", "64"]  # fmt: skip
-    recipe = parse_recipe(ClmRecipe, flags)
-    data = prepare_causal_data(recipe, load_configuration(recipe))
-    assert len(data.tokenizer) == 261
-    assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo.<|endoftext|>" in text_of(data, data.train)
+        form.read({"messages": "[{"})

@@ -1,6 +1,5 @@
 """Several machines: caches that some share and some do not, and views that differ."""
 
-import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,6 @@ from test_saving import Alone, fill
 from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
-from zerofit.data import token_tables
-from zerofit.data.token_tables import TableCache
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.files import appears, is_shared, is_there, put_in_place
 from zerofit.strategy import machines
@@ -137,28 +134,6 @@ def test_a_machine_that_does_not_see_the_checkpoint_is_named(ranks, tmp_path, mo
 
 
 # ------------------------------------------------------------------------------------------------------------- caches
-
-
-def test_who_renews_a_cache(monkeypatch, tmp_path):
-    """On a disk of the machine's own each machine does, on a shared one rank 0 alone."""
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setattr(token_tables, "is_shared", lambda folder: False)
-    assert TableCache.of(tmp_path, None, True).overwrite
-    monkeypatch.setattr(token_tables, "is_shared", lambda folder: True)
-    assert not TableCache.of(tmp_path, None, True).overwrite
-    monkeypatch.setenv("RANK", "0")
-    assert TableCache.of(tmp_path, None, True).overwrite
-    assert not TableCache.of(tmp_path, None, False).overwrite
-
-
-def test_what_this_launch_has_renewed_is_not_renewed_again(monkeypatch, tmp_path):
-    table = tmp_path / "tokens.arrow"
-    table.write_text("")
-    launched = psutil.Process(os.getppid()).create_time()
-    for world_size, age, expected in ((2, 5, True), (2, -5, False), (1, 5, False)):
-        monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        os.utime(table, (launched + age, launched + age))
-        assert token_tables.made_by_this_launch([table]) is expected
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("nfs4", True), ("lustre", True), ("ext4", False), ("overlay", False)])

@@ -9,8 +9,7 @@ from helpers import refusal, tiny_model
 from transformers import AutoModelForCausalLM
 
 from zerofit.data.collate import CausalCollator
-from zerofit.data.pack import PackedBlocks
-from zerofit.data.token_row import Documents
+from zerofit.data.pack import Documents, PackedBlocks
 from zerofit.estimate.operations import MATRIX
 from zerofit.estimate.planned_model import make_model
 from zerofit.estimate.planned_rows import Rows
@@ -159,11 +158,6 @@ def test_experts_that_are_divided(family):
     message = refusal(check_experts, model.config, 3, "ep.yaml")
     assert "ep.yaml: expert parallelism on 3 processes, and the model has 4 experts" in message
     assert "--num_processes 2, 4, or fsdp2.yaml" in message
-
-
-def test_a_model_without_experts_has_none_to_divide():
-    config = tiny_model("llama").config
-    assert "a llama is not a mixture of experts. Use fsdp2.yaml" in refusal(check_experts, config, 2, "ep.yaml")
 
 
 @pytest.mark.parametrize(("sharding", "options", "words"), [

@@ -14,13 +14,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(autouse=True, params=["drawn", "computed"])
-def way(request, monkeypatch):
-    """How an epoch's permutation is made: as a whole, or place by place as that of very many samples."""
-    if request.param == "computed":
-        monkeypatch.setattr("zerofit.data.order.LARGEST_DRAWN", 0)
-
-
 def growing_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> list[list[int]]:
     """What all ranks together see in each update, which grow from 8 to 24 samples in four updates."""
     micro, accumulation, world = layout

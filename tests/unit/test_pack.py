@@ -11,8 +11,7 @@ from torch.nn import Linear
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
 from zerofit.data.order import FILLER
-from zerofit.data.pack import PackedBlocks, SeparateDocuments
-from zerofit.data.token_row import Documents
+from zerofit.data.pack import Documents, PackedBlocks, SeparateDocuments
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE
 from zerofit.recipe import ClmRecipe
@@ -28,14 +27,6 @@ def documents(request, tmp_path) -> Documents:
     features = Features({"input_ids": List(Value("int32"))})
     dataset = Dataset.from_dict({"input_ids": TEXTS}, features=features)
     return Documents(dataset.map(lambda row: row, batched=True, batch_size=request.param, features=features))
-
-
-def test_documents_are_one_row(documents):
-    assert documents.num_tokens == 18
-    assert documents.offsets.tolist() == [0, 3, 5, 6, 15, 18]
-    for start in range(18):
-        for stop in range(start, 19):
-            assert documents.tokens(start, stop).tolist() == FLAT[start:stop].tolist()
 
 
 @pytest.mark.parametrize("size", [2, 4, 5, 7, 18, 32])
@@ -56,21 +47,6 @@ def test_blocks_with_boundaries(documents, size):
     assert blocks.stats.trained == counted
     assert blocks.stats.padding == pytest.approx((len(tokens) - 18) / len(tokens))
     assert blocks.stats.truncated == 0
-
-
-@pytest.mark.parametrize("size", [2, 4, 5, 7, 18])
-def test_concatenation_is_group_texts(documents, size):
-    def group_texts(ids: list[int]) -> list[list[int]]:  # transformers, examples/pytorch/language-modeling/run_clm.py
-        total = (len(ids) // size) * size
-        return [ids[i : i + size] for i in range(0, total, size)]
-
-    blocks = PackedBlocks(documents, size, boundaries=False, filler=99)
-    assert [block["input_ids"].tolist() for block in blocks_of(blocks)] == group_texts(FLAT.tolist())
-    for block in blocks_of(blocks):
-        assert block["labels"].tolist() == block["input_ids"].tolist()
-        assert "position_ids" not in block
-    assert blocks.stats.trained == len(blocks) * (size - 1)
-    assert blocks.stats.truncated == 18 % size
 
 
 def test_separate_documents_are_cut_and_padded(documents):
@@ -95,23 +71,6 @@ def blocks_of(samples) -> list[dict]:
     return [samples[index] for index in range(len(samples))]
 
 
-def test_the_first_blocks_alone_are_those_of_all(documents):
-    for make in (lambda limit: PackedBlocks(documents, 4, True, 99, limit),
-                 lambda limit: PackedBlocks(documents, 4, False, 99, limit),
-                 lambda limit: SeparateDocuments(documents, 4, limit)):  # fmt: skip
-        full = blocks_of(make(None))
-        assert len(full) >= 4
-        for limit in (1, 3, 100):
-            first = make(limit)
-            assert len(first) == first.stats.samples == min(limit, len(full))
-            for block, same in zip(blocks_of(first), full):
-                assert all(np.array_equal(block[name], same[name]) for name in same)
-            predicted = sum(int((block["labels"][1:] != IGNORE).sum()) for block in blocks_of(first))
-            assert first.stats.trained == predicted
-    stats = PackedBlocks(documents, 4, True, 99, 2).stats
-    assert (stats.documents, stats.tokens, stats.truncated, stats.padding) == (4, 8, 0, 0.0)
-
-
 @pytest.mark.parametrize("packing", ["documents", "concatenate", "none"])
 def test_an_evaluation_reads_the_same_samples_on_any_number_of_processes(tmp_path, cache, packing):
     (tmp_path / "a.txt").write_text("".join(f"This is line {number} of a text.\n" for number in range(300)))
@@ -128,3 +87,18 @@ def test_an_evaluation_reads_the_same_samples_on_any_number_of_processes(tmp_pat
             for batch in eval_batches(engine, samples, CausalCollator(0), 2):
                 read += batch.samples
         assert sorted(read) == list(range(11)), processes
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 7, 18])
+def test_concatenation_is_group_texts(documents, size):
+    def group_texts(ids: list[int]) -> list[list[int]]:  # transformers, examples/pytorch/language-modeling/run_clm.py
+        total = (len(ids) // size) * size
+        return [ids[i : i + size] for i in range(0, total, size)]
+
+    blocks = PackedBlocks(documents, size, boundaries=False, filler=99)
+    assert [block["input_ids"].tolist() for block in blocks_of(blocks)] == group_texts(FLAT.tolist())
+    for block in blocks_of(blocks):
+        assert block["labels"].tolist() == block["input_ids"].tolist()
+        assert "position_ids" not in block
+    assert blocks.stats.trained == len(blocks) * (size - 1)
+    assert blocks.stats.truncated == 18 % size

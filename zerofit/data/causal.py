@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
-from zerofit.data.chat.prepare import ChatSettings, prepare_chat
+from zerofit.data.chat.prepare import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
 from zerofit.data.options import DataOptions
@@ -11,8 +11,7 @@ from zerofit.data.pack import TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source, not_utf8
 from zerofit.data.tables import columns_present
-from zerofit.data.text.documents import read_records, take_texts
-from zerofit.data.text.prepare import prepare_text
+from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -46,7 +45,7 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         with one_process_at_a_time(options.cache.folder):
             data = _prepare_text_or_chat(recipe, options, form, config, block_size)
     except UnicodeDecodeError as error:
-        raise not_utf8(options.files, error) from None
+        raise not_utf8(options, error) from None
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
     return data
 
@@ -54,27 +53,24 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
 def _prepare_text_or_chat(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
 ) -> TextData:
-    source, unit = read_records(options.files, recipe.document_separator, recipe.packing)
+    source, unit = read_records(options, recipe.document_separator, recipe.packing)
     forms = {part: find_form(form, table) for part, table in source.parts.items()}
     _check_options(recipe, next(iter(forms.values())), source)
     if all(forms.values()):
-        settings = ChatSettings(recipe.chat_template, recipe.train_on_prompt, recipe.packing, block_size)
-        return prepare_chat(options, config, source, forms, settings)
+        more = recipe.packing, recipe.chat_template, recipe.train_on_prompt
+        return prepare_chat(options, config, source, forms, block_size, *more)
     if any(forms.values()):
         kinds = "; ".join(
-            f"{source.where(part)}: {KINDS[form.kind] if form else 'running text'} a record, "
-            f"{columns_present(source.parts[part])}"
+            f"{source.where(part)}: {KINDS[form.kind] if form else 'text'}, {columns_present(source.parts[part])}"
             for part, form in forms.items()
         )
-        raise UserError(
-            f"training and held-out data have different formats. {kinds}. Say what both are with --data_format"
-        )
-    records = take_texts(source, unit, recipe.text_column, recipe.document_separator, options.parts)
-    texts = records.train if recipe.trains else records.validation
+        raise UserError(f"training and held-out data have different forms. {kinds}. Name one with --data_format")
+    parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
+    texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, texts._fingerprint)
     return prepare_text(
-        records, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
+        parts, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
     )
 
 

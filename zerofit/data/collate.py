@@ -110,7 +110,10 @@ class CausalCollator:
 
 @dataclass
 class ExampleCollator:
-    """Pad rows on the right and stack their labels: one label per row, a class (int64) or a number (float32).
+    """Pad rows on the right and stack their labels: one label per sample, a class (int64) or a number (float32).
+
+    Samples with `sizes` hold several rows, one per choice. Their inputs are (B, C, T): C is the largest number of
+    choices, a missing choice is a row of one token.
 
     Args:
         fillers: {column of a sample that the model reads: value that pads it}.
@@ -123,42 +126,24 @@ class ExampleCollator:
     multiple: int = 1
 
     def __call__(self, samples: Samples) -> Batch:
-        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        indices = [index for _, index in samples]
+        sizes = [sample.get("sizes", [len(sample["input_ids"])]) for sample, _ in samples]
+        rows, max_choices = [], max(map(len, sizes))
+        for (sample, _), lengths in zip(samples, sizes):
+            parts = {name: np.split(sample[name], np.cumsum(lengths)[:-1]) for name in self.fillers}
+            rows += [{name: parts[name][place] for name in parts} for place in range(len(lengths))]
+            missing = {name: np.array([filler]) for name, filler in self.fillers.items()}
+            rows += [missing] * (max_choices - len(lengths))
         lengths = [len(row["input_ids"]) for row in rows]
         width = self.width or round_up(max(lengths), self.multiple)
         inputs = {name: stack(rows, name, width, filler) for name, filler in self.fillers.items()}
         inputs["attention_mask"] = mask(lengths, width)
-        labels = torch.from_numpy(np.stack([row["label"] for row in rows]))
+        if "sizes" in samples[0][0]:
+            inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in inputs.items()}
+        labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
         labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
-        num_targets = int(counted(indices).sum())
-        return Batch(inputs, num_targets, total(lengths, indices), len(rows) * width, indices, labels)
-
-
-@dataclass
-class ChoiceCollator(ExampleCollator):
-    """Rows of all choices (B, C, T): C is the largest number of choices, a missing choice is a row of one token."""
-
-    def __call__(self, samples: Samples) -> Batch:
-        max_choices, rows = max(len(sample["sizes"]) for sample, _ in samples), []
-        for sample, index in samples:
-            stops = np.cumsum(sample["sizes"])[:-1]
-            parts = {name: np.split(sample[name], stops) for name in self.fillers}
-            missing = {name: np.array([filler]) for name, filler in self.fillers.items()}
-            for place in range(max_choices):
-                exists = place < len(sample["sizes"])
-                row = {name: parts[name][place] for name in parts} if exists else missing
-                rows.append(({**row, "label": sample["label"]}, index))
-        flat = super().__call__(rows)
-        inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in flat.inputs.items()}
-        indices = [index for _, index in samples]
-        return replace(
-            flat,
-            inputs=inputs,
-            labels=flat.labels[::max_choices],
-            indices=indices,
-            num_targets=int(counted(indices).sum()),
-            num_tokens=total([len(sample["input_ids"]) for sample, _ in samples], indices),  # without missing choices
-        )
+        tokens = total([len(sample["input_ids"]) for sample, _ in samples], indices)  # without missing choices
+        return Batch(inputs, int(counted(indices).sum()), tokens, len(rows) * width, indices, labels)
 
 
 @dataclass

@@ -1,22 +1,27 @@
-"""The formats of data files, by their endings, and what is wrong with a file that cannot be read."""
+"""The formats of data files, by their endings, and what is wrong with a file that cannot be read.
+
+Files in another encoding, Excel files, and JSON objects with the records under a key are converted for the readers: to
+UTF-8, to .csv, to the records alone. The converted file is cached."""
 
 import csv
 import io
 import json
 import sys
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
+from zipfile import BadZipFile
 
 import pandas as pd
-import pyarrow.parquet as parquet
 from datasets import Features, Value
 
-from zerofit.data.encodings import open_bytes, proposal
-from zerofit.recipe.columns import HEAD_BYTES, ending_of, find_delimiter, head_of
-from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import TOO_DEEP, parse_json
+from zerofit.data.encodings import as_utf8, open_bytes, proposal
+from zerofit.data.options import DataOptions
+from zerofit.recipe.columns import ending_of, find_delimiter, head_of
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import atomic_file
+from zerofit.recipe.parsing import parse_json
 
-LONGEST_LINE = 32 << 20  # bytes
-MOST_COLUMNS = 4096
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx", ".parquet": "parquet",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
@@ -67,39 +72,9 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
 
 def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> dict:
     """The arguments of the reader of .csv and .tsv files, with the delimiter of these files."""
-    if delimiter is None and "names" not in kwargs and (head := head_of(paths[0])) is not None:
+    if delimiter is None and "names" not in kwargs and (head := head_of(paths[0], [kwargs["encoding"]])):
         delimiter = find_delimiter(head, ending_of(paths[0]))
     return {**kwargs, "sep": delimiter} if delimiter else kwargs
-
-
-def check_size(path: Path, kind: str) -> None:
-    """Raises UserError if a file cannot be read in bounded time and memory: too many columns, or a line that is too
-    long or nested too deeply. Of lines the beginning of the file is read."""
-    if kind == "parquet":
-        check_columns(path, parquet.read_schema(path).names)
-    if ending_of(path) != ".jsonl":
-        return
-    with open_bytes(path) as file:
-        head = file.read(LONGEST_LINE + 1)
-    if len(head) > LONGEST_LINE and b"\n" not in head:
-        raise UserError(
-            f"{path}: its first line is longer than {LONGEST_LINE >> 20} MiB. A .jsonl has a record in each line: cut "
-            "this one into several"
-        )
-    for number, line in enumerate(head[:HEAD_BYTES].splitlines() or [b""], 1):
-        try:
-            parse_json(line)
-        except json.JSONDecodeError as error:
-            if error.msg == TOO_DEEP:
-                raise UserError(f"{path}, line {number}: its record is {TOO_DEEP}") from None
-        except UnicodeDecodeError:  # which is said where the file is read
-            return
-
-
-def check_columns(path: Path, names: list[str]) -> None:
-    """Raises UserError if there are too many."""
-    if len(names) > MOST_COLUMNS:
-        raise UserError(f"{path} has {len(names):,} columns, and {MOST_COLUMNS:,} can be read. Keep those you need")
 
 
 def check_fields(path: Path, kwargs: dict) -> None:
@@ -115,7 +90,6 @@ def check_fields(path: Path, kwargs: dict) -> None:
         rows = filter(None, lines)
         header = kwargs.get("names") or next(rows, [])
         record = next(rows, None)
-    check_columns(path, header)
     if record is None:
         raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
     if len(record) > len(header):
@@ -131,3 +105,74 @@ def text_features(path: Path, kwargs: dict) -> Features:
     if a column of numbers has a word or an empty value after them."""
     columns = pd.read_csv(path, nrows=0, **kwargs).columns
     return Features(dict.fromkeys(columns, Value("string")))
+
+
+# ---------------------------------------------------------------------------------------------------------- conversion
+
+
+def plain_files(paths: list[Path], kind: str, data: DataOptions) -> list[Path]:
+    """The files themselves, or converted copies.
+
+    Raises:
+        UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
+    """
+    for option, value, kinds in (
+        ("encoding", data.encoding, ("json", "csv", "tsv", "text")),
+        ("delimiter", data.delimiter, ("csv", "tsv")),
+        ("field", data.field, ("json",)),
+    ):
+        if value and kind not in kinds:
+            raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
+    converts = kind == "xlsx" or data.encoding or data.field
+    return [_converted(path, kind, data) for path in paths] if converts else paths
+
+
+def _converted(path: Path, kind: str, data: DataOptions) -> Path:
+    """The converted file in the cache, which is written once."""
+    file_stat = path.stat()
+    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, data.encoding, data.field)
+    ending = ".csv" if kind == "xlsx" else ".jsonl" if data.field else ending_of(path)
+    place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
+    if place.exists():
+        return place
+    with atomic_file(place, "wb") as written, open_bytes(path) as file:
+        portions = as_utf8(file, data.encoding, path) if data.encoding else file
+        if kind == "xlsx":
+            written.write(_first_sheet(path))
+        else:
+            written.writelines(_records(portions, data.field, path) if data.field else portions)
+    return place
+
+
+def _first_sheet(path: Path) -> bytes:
+    """The first sheet of an Excel file as .csv."""
+    try:
+        sheet = pd.read_excel(path, dtype=str, keep_default_na=False, engine="openpyxl")
+    except ImportError:
+        raise UserError(
+            f"{path}: pandas reads .xlsx files with openpyxl, which is not installed. Type pip install openpyxl, or "
+            "save it as .csv (UTF-8)"
+        ) from None
+    except (ValueError, KeyError, OSError, BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as .xlsx: {first_line(error)}") from None
+    return sheet.to_csv(index=False).encode()
+
+
+def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
+    """The records under a key of one JSON object, one record per line."""
+    try:
+        held = parse_json(b"".join(portions))
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not valid JSON: {error}. (field = {field!r} is for files of one JSON object)"
+        ) from None
+    for key in field.split("."):
+        if not isinstance(held, dict) or key not in held:
+            keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
+            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {keys}")
+        held = held[key]
+    if not isinstance(held, list) or not held:
+        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
+    for record in held:
+        row = record if isinstance(record, dict) else {"text": record}
+        yield json.dumps(row, ensure_ascii=False).encode() + b"\n"

@@ -73,8 +73,8 @@ def report_data_loss(
     Args:
         is_allowed: allow_data_loss.
         what: the rest of the sentence: "training samples are skipped: ...".
-        lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them,
-            or as many as the model has positions for.
+        lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them
+            complete, or says that the model has too few positions.
         stops: whether to stop the run if they are more than half.
 
     Raises:
@@ -83,12 +83,9 @@ def report_data_loss(
     fraction, remedy = lost / max(total, 1), ""
     if lost and lengths is not None:
         needed, positions = int(np.quantile(lengths, KEPT, method="higher")), usable_positions(config)
-        kept, at_most = KEPT, ""
+        remedy = f". {option} = {needed} would keep {KEPT:.0%} of them complete"
         if positions and positions < needed:
-            needed, kept, at_most = positions, float((lengths <= positions).mean()), ", as many as the model has,"
-        remedy = f". {option} = {needed}{at_most} would keep {kept:.0%} of them complete"
-        if at_most and kept <= 1 - fraction:
-            remedy = f". The model has {positions} positions, and no more"
+            remedy = f". The model has {positions} positions, which keep {(lengths <= positions).mean():.0%} complete"
     message = f"{lost:,} of {total:,} {what}"
     if stops and fraction > STOPPED and not is_allowed:
         raise UserError(f"{fraction:.0%}: {message}{remedy}. To train anyway, say --allow_data_loss")

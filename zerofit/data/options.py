@@ -1,6 +1,7 @@
 """What a recipe says about data, as values. The doors of this room read them once; nothing below takes a recipe."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from zerofit.data.token_tables import TableCache
@@ -12,12 +13,13 @@ from zerofit.recipe.tasks import TaskRecipe
 PREDICT = "predict"  # the part of predict_file, without labels
 PARTS = {"train": "training", "validation": "held-out"}  # in messages
 PART_FILES = {name: f"{name}_file" for name in ("train", "validation", "validation_mismatched", PREDICT)}
-COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column")
+COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column",
+                  "text_columns", "label_column")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class DataFiles:
-    """The data to read: a data set of the hub, or files, and how they are written.
+class DataOptions:
+    """The data to read: a data set of the hub, or files, and how they are written; and what becomes of the records.
 
     Args:
         patterns: files or globs of each part.
@@ -25,92 +27,57 @@ class DataFiles:
         named_columns: columns that options name; they keep their capital letters.
         lowercases: whether the names of other columns become lower case.
         trains: whether the launch trains; without, training data are read only to hold out a part of them.
-    """
-
-    patterns: dict[str, list[str]]
-    cache: TableCache
-    dataset_name: str | None = None
-    dataset_config_name: str | None = None
-    encoding: str | None = None
-    delimiter: str | None = None
-    field: str | None = None
-    hub_cache: Path | None = None
-    named_columns: frozenset[str] = frozenset()
-    lowercases: bool = True
-    trains: bool = True
-
-
-@dataclass(frozen=True)
-class PartOptions:
-    """Which records are trained on and which are held out.
-
-    Args:
         held_out_fraction: of the training records, where the data has no held-out part.
         max_train_samples, max_eval_samples: None: all.
-    """
-
-    held_out_fraction: float
-    max_train_samples: int | None
-    max_eval_samples: int | None
-    trains: bool
-
-    def limit(self, part: str) -> int | None:
-        """The largest number of samples of a part."""
-        return self.max_train_samples if part == "train" else self.max_eval_samples
-
-
-@dataclass(frozen=True)
-class RecordRules:
-    """What happens to records that cannot be used.
-
-    Args:
         column_options: those of the task, for messages.
     """
 
-    skip_bad_records: bool
-    allow_data_loss: bool
-    column_options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The options of data that every task has."""
-
-    files: DataFiles
-    parts: PartOptions
-    rules: RecordRules
+    patterns: dict[str, list[str]]
+    dataset_name: str | None
+    dataset_config_name: str | None
+    encoding: str | None
+    delimiter: str | None
+    field: str | None
+    cache: TableCache
+    hub_cache: Path | None
+    named_columns: frozenset[str]
+    lowercases: bool
     tokenizer: TokenizerOptions
     difficulty: Difficulty | None
-
-    @property
-    def cache(self) -> TableCache:
-        return self.files.cache
+    trains: bool
+    held_out_fraction: float
+    max_train_samples: int | None
+    max_eval_samples: int | None
+    skip_bad_records: bool
+    allow_data_loss: bool
+    column_options: tuple[str, ...]
 
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":
-        cache = TableCache.of(cache_root(recipe.cache_dir), recipe.preprocessing_num_workers, recipe.overwrite_cache)
-        columns = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
-        files = DataFiles(
+        cache = TableCache(cache_root(recipe.cache_dir), recipe.preprocessing_num_workers)
+        named = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns")) and value]
+        return cls(
             patterns={part: files for part, option in PART_FILES.items() if (files := getattr(recipe, option, None))},
-            cache=cache,
             dataset_name=recipe.dataset_name,
             dataset_config_name=recipe.dataset_config_name,
             encoding=recipe.encoding,
             delimiter=recipe.separator,
             field=recipe.field,
+            cache=cache,
             hub_cache=cache.folder if recipe.cache_dir else None,
-            named_columns=frozenset(
-                name for value in columns if value for name in ([value] if isinstance(value, str) else value)
-            ),
+            named_columns=frozenset(chain.from_iterable([name] if isinstance(name, str) else name for name in named)),
             lowercases=not getattr(recipe, "task_name", None),
+            tokenizer=TokenizerOptions.of(recipe),
+            difficulty=recipe.difficulty,
             trains=recipe.trains,
+            held_out_fraction=recipe.validation_split_percentage / 100,
+            max_train_samples=recipe.max_train_samples,
+            max_eval_samples=recipe.max_eval_samples,
+            skip_bad_records=recipe.skip_bad_records,
+            allow_data_loss=recipe.allow_data_loss,
+            column_options=tuple(name for name in COLUMN_OPTIONS if hasattr(recipe, name)),
         )
-        parts = PartOptions(
-            recipe.validation_split_percentage / 100,
-            recipe.max_train_samples,
-            recipe.max_eval_samples,
-            recipe.trains,
-        )
-        known = tuple(name for name in COLUMN_OPTIONS if hasattr(recipe, name))
-        rules = RecordRules(recipe.skip_bad_records, recipe.allow_data_loss, known)
-        return cls(files, parts, rules, TokenizerOptions.of(recipe), recipe.difficulty)
+
+    def limit(self, part: str) -> int | None:
+        """The largest number of samples of a part; every record of predict_file is answered."""
+        return {"train": self.max_train_samples, PREDICT: None}.get(part, self.max_eval_samples)

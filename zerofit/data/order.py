@@ -6,9 +6,6 @@ then each update begins where the one before has ended); a batch may span two ep
 sample is dropped or repeated between them. The position in the data is therefore one number, the consumed samples, and
 seeking to it costs nothing. The last update of a run is filled up with places that do not count.
 
-The permutation of an epoch is drawn as a whole, or, of more than LARGEST_DRAWN samples, computed place by place: then
-neither its memory nor the time to seek depends on how many there are.
-
 If samples differ in length, LengthGroups rearranges the permutation so that the samples of one update are of similar
 length, and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
 """
@@ -22,11 +19,10 @@ import numpy as np
 import torch
 
 from zerofit.data.pack import Sample, SampleSet
-from zerofit.data.permutation import KeyedPermutation
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.growth import LENGTH, Difficulty
 
 FILLER = -1  # a place in a batch without a sample
-LARGEST_DRAWN = 2**26  # samples: 4 s to draw, and 0.5 GiB on each rank
 
 
 def samples_of_run(
@@ -111,6 +107,40 @@ class EasiestFirst:
         return np.concatenate([*taken, rng.permutation(pool[:size])])
 
 
+def easiest_first(
+    difficulty: Difficulty | None, samples: SampleSet | None, consumed: Callable[[int], int]
+) -> EasiestFirst | None:
+    """The beginning of the first epoch, with difficulty_warmup.
+
+    Args:
+        samples: of the training; their `scores`, else their lengths, say how difficult each is.
+        consumed: (updates) -> samples of so many updates.
+
+    Raises:
+        UserError: samples are packed, or the first epoch has fewer updates.
+    """
+    if difficulty is None or samples is None:
+        return None
+    name, updates, stated = difficulty.field, difficulty.updates, difficulty.stated
+    scores = samples.lengths if name == LENGTH else getattr(samples, "scores", None)
+    if samples.lengths is None:
+        raise UserError(
+            f"{stated}: samples are packed, each has its share of easy and difficult records. Say "
+            "--packing none, where each record is a sample of its own"
+        )
+    if scores is None:
+        raise UserError(f"{stated}: running text has no score. Say {LENGTH}@{updates}")
+    ends = [consumed(update) for update in range(1, updates + 1)]
+    if ends[-1] > len(samples):
+        max_updates = sum(end <= len(samples) for end in ends)
+        remedy = f"Say {name}@{max_updates} or less" if max_updates else "Leave it out"
+        raise UserError(
+            f"{stated}: the first epoch has {len(samples):,} samples, after which all have been seen, and "
+            f"{updates:,} updates take {ends[-1]:,}. {remedy}"
+        )
+    return EasiestFirst(scores, ends)
+
+
 class Order(Protocol):
     """Positions in the sequence of samples -> sample indices."""
 
@@ -125,50 +155,29 @@ class SampleOrder:
     ):
         self.num_samples, self.seed, self.groups, self.easiest = num_samples, seed, groups, easiest
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
-        self._window_at, self._window = (-1, -1), np.zeros(0, dtype=np.int64)
 
     def places(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run."""
-        part = self._drawn if self.num_samples <= LARGEST_DRAWN else self._computed
-        pieces = []
+        pieces = [np.zeros(0, dtype=np.int64)]
         while start < stop:
             epoch, offset = divmod(start, self.num_samples)
-            piece = part(epoch, offset, min(offset + stop - start, self.num_samples))
-            pieces.append(piece)
-            start += len(piece)
-        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+            pieces.append(self.epoch(epoch)[offset : offset + stop - start])
+            start += len(pieces[-1])
+        return np.concatenate(pieces)
 
     def epoch(self, number: int) -> np.ndarray:
-        """All of an epoch."""
-        return self.places(number * self.num_samples, (number + 1) * self.num_samples)
-
-    def _drawn(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Places of an epoch, from (seed, epoch) alone (and G, if samples are grouped by length)."""
-        if epoch != self._epoch:
-            rng = np.random.default_rng([self.seed, epoch])
+        """All of an epoch, from (seed, epoch) alone (and G, if samples are grouped by length)."""
+        if number != self._epoch:
+            rng = np.random.default_rng([self.seed, number])
             permutation = rng.permutation(self.num_samples)
-            if self.easiest is not None and epoch == 0:
+            if self.easiest is not None and number == 0:
                 permutation = self.easiest.arrange(permutation, rng)
             elif self.groups is not None:
-                head, window = self.groups.head(epoch, self.num_samples), self.groups.samples
+                head, window = self.groups.head(number, self.num_samples), self.groups.samples
                 windows = [permutation[at : at + window] for at in range(head, self.num_samples, window)]
                 permutation = np.concatenate([permutation[:head], *(self.groups.arrange(w, rng) for w in windows)])
-            self._epoch, self._permutation = epoch, permutation
-        return self._permutation[start:stop]
-
-    def _computed(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The same of very many samples: the first of the places, up to the end of a window."""
-        permutation = KeyedPermutation(self.num_samples, [self.seed, epoch])
-        head = self.groups.head(epoch, self.num_samples) if self.groups else self.num_samples
-        if start < head:
-            return permutation(np.arange(start, min(stop, head)))
-        number, offset = divmod(start - head, self.groups.samples)
-        if (epoch, number) != self._window_at:
-            first = head + number * self.groups.samples
-            drawn = permutation(np.arange(first, min(first + self.groups.samples, self.num_samples)))
-            self._window_at = epoch, number
-            self._window = self.groups.arrange(drawn, np.random.default_rng([self.seed, epoch, number]))
-        return self._window[offset : offset + stop - start]
+            self._epoch, self._permutation = number, permutation
+        return self._permutation
 
 
 class FixedOrder:

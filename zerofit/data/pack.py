@@ -1,21 +1,22 @@
-"""From documents to samples: packed blocks with or without document boundaries, or one padded row per document.
+"""From tables of token ids to samples: packed blocks with or without document boundaries, or a row per record.
+Conversations are packed in zerofit.data.chat.prepare.py.
 
-A conversation is never split over two blocks (zerofit/data/chat/prepare.py tokenizes conversations and makes labels).
+No library for tables is imported here: `zerofit plan` reads no data.
 """
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from zerofit.data.token_row import Documents
 from zerofit.model.loss import IGNORE
+from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
 # input_ids, labels, and position_ids if packed; each (length,) int64. num_tokens if some of them are filling.
 Sample = dict[str, np.ndarray]
 
@@ -76,6 +77,53 @@ class SampleSet(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class Documents:
+    """The token ids of all documents as one long row, read from the memory-mapped Arrow file.
+
+    `offsets` (int64, documents + 1) is the start of each document. `column` is the column of ids to read.
+    """
+
+    def __init__(self, dataset: "Dataset", column: str = "input_ids"):
+        assert dataset._indices is None, "tokenized data is read in its stored order"
+        self._chunks: list[np.ndarray] = []
+        lengths = []
+        for chunk in dataset.data.column(column).chunks:
+            offsets = chunk.offsets.to_numpy()
+            self._chunks.append(chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]])
+            lengths.append(np.diff(offsets))
+        lengths = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self._starts = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks])]).astype(np.int64)
+        if self.num_tokens == 0:
+            raise UserError(NO_TEXT)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def row(self, index: int) -> np.ndarray:
+        """The ids of one document, a copy (int64)."""
+        return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Ids [start, stop) of the long row, a copy (int64)."""
+        out = np.empty(stop - start, dtype=np.int64)
+        chunk = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            begin = self._starts[chunk]
+            end = min(stop, self._starts[chunk + 1])
+            out[len(out) - (stop - start) :][: end - start] = self._chunks[chunk][start - begin : end - begin]
+            start, chunk = end, chunk + 1
+        return out
 
 
 class PackedBlocks:
@@ -160,100 +208,46 @@ class SeparateDocuments:
         return {"input_ids": tokens, "labels": tokens.copy()}
 
 
-class Conversations:
-    """Conversations with their labels, one per sample; the collator pads them.
+class TokenizedDataset:
+    """A row of token ids for each record; the collator pads them.
 
     Args:
-        table: input_ids and labels, both empty for a skipped conversation; truncated, the number of tokens cut from
-            each; trained, the number of labels that are trained on.
+        table: columns of token ids, `truncated`, the number of tokens cut from each row, and perhaps `label`.
+        columns: of the token ids of a sample; `sizes` are the lengths of the rows that a sample holds (choices).
         scores: how difficult each is, where a column of the records says so.
     """
 
-    def __init__(self, table: "Dataset", scores: np.ndarray | None = None):
-        self.ids, self.labels = Documents(table), Documents(table, "labels")
-        self.rows = np.flatnonzero(self.ids.lengths)
-        self.lengths = self.sort_key = self.ids.lengths[self.rows]
-        self.scores = scores if scores is None else scores[self.rows]
-        numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
-        self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
-        self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))
-
-    def stats_of(self, samples: int, positions: int) -> DatasetStats:
-        """The statistics for this number of samples and of positions in all samples together."""
-        kept = self.ids.num_tokens
-        return DatasetStats(
-            documents=len(self.ids),
-            tokens=kept + self.truncated,
-            samples=samples,
-            truncated=self.truncated,
-            trained=self.trained,
-            padding=1 - kept / positions,
+    def __init__(self, table: "Dataset", columns: tuple[str, ...], scores: np.ndarray | None = None):
+        self.columns, self.scores = {name: Documents(table, name) for name in columns}, scores
+        numbers = table.with_format("numpy")
+        self.labels = numbers["label"][:] if "label" in table.column_names else None
+        counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
+        # Rows of one update have sources of similar length. With targets considered too, some updates would have only
+        # short targets, and a token has more weight in an update with fewer tokens (docs/measurements/padding.md).
+        self.lengths = counted[0]
+        self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
+        if "sizes" in columns:
+            sizes = [self.columns["sizes"].row(index) for index in range(len(table))]
+            self.lengths = self.sort_key = np.array([row.max() * len(row) for row in sizes])  # as padded
+        truncated = int(np.sum(numbers["truncated"][:]))
+        self.stats = DatasetStats(
+            documents=len(table),
+            tokens=int(np.sum(counted)) + truncated,
+            samples=len(table),
+            truncated=truncated,
+            trained=int(counted[1].sum()) if len(counted) > 1 else None,
         )
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Sample:
-        row = int(self.rows[index])
-        return {"input_ids": self.ids.row(row), "labels": self.labels.row(row)}
+        sample = {name: column.row(index) for name, column in self.columns.items()}
+        return sample if self.labels is None else {**sample, "label": self.labels[index]}
 
-
-class PackedConversations:
-    """Blocks of block_size tokens, each with as many complete conversations as fit, filled up with masked tokens.
-
-    None is split: the second half of an answer teaches nothing without its question. position_ids restart at each
-    conversation and at the filling, which keeps attention inside each.
-    """
-
-    def __init__(self, conversations: Conversations, block_size: int, filler: int):
-        self.conversations, self.block_size, self.filler = conversations, block_size, filler
-        self.lengths = self.sort_key = None
-        self.blocks = best_fit(conversations.lengths, block_size)
-        self.stats = conversations.stats_of(len(self.blocks), len(self.blocks) * block_size)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> Sample:
-        samples = [self.conversations[member] for member in self.blocks[index]]
-        lengths = [len(sample["input_ids"]) for sample in samples]
-        missing = self.block_size - sum(lengths)
-        return {
-            "input_ids": np.concatenate([*(sample["input_ids"] for sample in samples), np.full(missing, self.filler)]),
-            "labels": np.concatenate([*(sample["labels"] for sample in samples), np.full(missing, IGNORE)]),
-            "position_ids": np.concatenate([np.arange(length) for length in (*lengths, missing)]),
-            "num_tokens": np.array(sum(lengths)),
-        }
-
-
-def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack by best fit decreasing: the indices in each block, no block longer than `size`.
-
-    Each length in turn, the longest first, goes into the block that it fills up best. That takes at most 11/9 of the
-    fewest blocks possible, plus four (Johnson et al. 1974, doi:10.1137/0203025), and is the same every time.
-    """
-    blocks: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # tokens of room: the blocks that have as many
-    rooms: list[int] = []  # the keys of with_room, sorted
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[index])
-        place = bisect_left(rooms, length)
-        if place < len(rooms):
-            room = rooms[place]
-            block = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
-        else:
-            room, block = size, len(blocks)
-            blocks.append([])
-        blocks[block].append(index)
-        left = room - length
-        if left and left not in with_room:
-            with_room[left] = []
-            insort(rooms, left)
-        if left:
-            with_room[left].append(block)
-    return blocks
+    def mean_lengths(self) -> list[float]:
+        """The mean number of tokens in each column."""
+        return [float(column.lengths.mean()) for column in self.columns.values()]
 
 
 @dataclass

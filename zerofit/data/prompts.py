@@ -8,13 +8,13 @@ import numpy as np
 from zerofit.data.chat.instructions import FormOptions, find_form
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
-from zerofit.data.pairs.columns import PairColumns, find_sources
+from zerofit.data.pairs.columns import PairColumns, find_columns
 from zerofit.data.pairs.conversation_files import read_conversation_files
 from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, chosen_widths, split_translation_columns
-from zerofit.data.records import check_records, read_good, records_in
+from zerofit.data.records import read_parts
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.data.sources import Source, read_source
-from zerofit.data.text.documents import text_column
+from zerofit.data.text import text_column
 from zerofit.model.chat import install_template
 from zerofit.model.configuration import usable_positions
 from zerofit.model.tokenizer import get_tokenizer
@@ -58,10 +58,11 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
         UserError: no column of sources is found, a text is empty.
     """
     options = DataOptions.of(recipe)
-    source = read_source(options.files, sample_by=lambda files: "line", reader=read_conversation_files)
+    source = read_source(options, sample_by=lambda files: "line", reader=read_conversation_files)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_sources(PairColumns.of(recipe), source.first)
-    histories, notes = _read(options, source, columns.prompt_turns, columns)
+    columns = find_columns(PairColumns.of(recipe), source.first)
+    parts, notes = read_parts(source, {PREDICT: columns}, options)
+    histories = [pair.source for (pair,) in parts[PREDICT].contents()]
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     widths = chosen_widths(recipe, config)
     form = SourceFormat.of(tokenizer, config, widths[0])  # as in training, unless the recipe sets another
@@ -73,7 +74,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
         notes.append(
             f"note      {cut:,} of {len(ids):,} sources are cut at {form.max_length} tokens (max_source_length)"
         )
-    notes.insert(0, f"data      {columns.describe_sources}")
+    notes.insert(0, f"data      {columns.describe}")
     read = [{"source": tokenizer.decode(row, skip_special_tokens=True).strip()} for row in ids]
     return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
 
@@ -89,7 +90,7 @@ def read_causal_prompts(
     """
     unit = recipe.document_separator
     sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
-    source = read_source(options.files, sample_by=lambda files: sample_by)
+    source = read_source(options, sample_by=lambda files: sample_by)
     form = find_form(asked, source.first)
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:
@@ -99,7 +100,8 @@ def read_causal_prompts(
         ids = [renderer.ids(Prompt(record["prompt"])) for record in records]
     else:
         template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
-        conversations, notes = _read(options, source, form.prompt_messages, form)
+        parts, notes = read_parts(source, {PREDICT: form}, options)
+        conversations = list(parts[PREDICT].contents())
         notes = [form.describe, template.note, *notes]
         renderer = Renderer(tokenizer, config)
         records = [
@@ -117,12 +119,6 @@ def read_causal_prompts(
     prompts = Prompts(ids, records, form is not None, ends, sum(cut_tokens))
     kind = f"answered with at most {longest} tokens each"
     return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
-
-
-def _read(options: DataOptions, source: Source, read, key: object) -> tuple[list, list[str]]:
-    """(the result of `read` for each record that can be used, notes about the others)."""
-    notes = check_records(source, PREDICT, read, ("asked", key), options.rules, options.cache)
-    return [value for _, _, value in read_good(records_in(source.first), read)], notes
 
 
 def _texts(name: str | None, source: Source) -> list[str]:

@@ -1,23 +1,81 @@
-"""Read records one by one; skip or refuse those that cannot be used."""
+"""One way for chats, pairs, labelled texts and choices: read records one by one, skip or refuse those that cannot be
+used, hold a part out, and encode the others."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
 from datasets import Dataset, Features, Value
 
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import RecordRules
+from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import columns_present
+from zerofit.data.tables import columns_present, first_records, hold_out
 from zerofit.data.token_tables import TableCache, encode_table
 from zerofit.recipe.errors import UserError
-
-Read = TypeVar("Read")
+from zerofit.recipe.growth import LENGTH, Difficulty
 
 
 class BadRecord(Exception):
     """A record that cannot be used; the message is the reason."""
+
+
+class RecordReader(Protocol):
+    """The columns of a table's records, and how each is read. Cached tables depend on its repr."""
+
+    @property
+    def columns(self) -> list[str]: ...
+
+    def read(self, record: dict[str, Any]) -> Any:
+        """What the record holds. Raises BadRecord."""
+
+    def texts(self, content: Any) -> Iterable[str]:
+        """The texts in what `read` has returned, to train a tokenizer."""
+
+
+@dataclass
+class Part:
+    """Records of a part of the data, all of which can be read.
+
+    Args:
+        where: the part's name in messages.
+        numbers: (records,) the place of each in its source.
+        scores: (records,) how difficult each is, where a column of the records says so.
+    """
+
+    table: Dataset
+    reader: RecordReader
+    where: str
+    numbers: np.ndarray
+    scores: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def select(self, places: Iterable[int]) -> "Part":
+        scores = self.scores if self.scores is None else self.scores[places]
+        return replace(self, table=self.table.select(places), numbers=self.numbers[places], scores=scores)
+
+    def contents(self) -> Iterator[Any]:
+        """What each record holds."""
+        for batch in self.table.iter(200):
+            yield from map(self.reader.read, records_of(batch))
+
+    def texts(self) -> Iterator[str]:
+        """Every text, to train a tokenizer."""
+        return (text for content in self.contents() for text in self.reader.texts(content))
+
+    def encode(
+        self, encode: Callable[[list[Any], list[int]], dict], features: Features, key: tuple, cache: TableCache
+    ) -> Dataset:
+        """A table made by `encode` from (what some records hold, their places in this part); see encode_table."""
+        reader = self.reader  # the table is not sent to other processes
+
+        def of_batch(batch: dict, places: list[int]) -> dict:
+            return encode([reader.read(record) for record in records_of(batch)], places)
+
+        return encode_table(self.table, of_batch, features, (*key, reader), cache, with_indices=True)
 
 
 def records_of(batch: dict[str, list]) -> list[dict[str, Any]]:
@@ -25,92 +83,95 @@ def records_of(batch: dict[str, list]) -> list[dict[str, Any]]:
     return [dict(zip(batch, values)) for values in zip(*batch.values())]
 
 
-def read_good(
-    records: Iterable[dict[str, Any]], read: Callable[[dict[str, Any]], Read]
-) -> Iterator[tuple[int, dict[str, Any], Read]]:
-    """(place, record, what `read` makes of it) of each record that it does not refuse; check_records reports the rest.
+def read_parts(
+    source: Source, readers: dict[str, RecordReader], options: DataOptions
+) -> tuple[dict[str, Part], list[str]]:
+    """(the parts that a run uses, without the records that cannot be used; notes about these).
 
-    Args:
-        read: raises BadRecord.
+    A held-out part is split off if there is none; there is training data only if the run trains.
+
+    Raises:
+        UserError: a column is missing; a record cannot be used, and such records may not be skipped; a part is empty.
     """
-    for place, record in enumerate(records):
-        try:
-            yield place, record, read(record)
-        except BadRecord:
-            continue
+    parts, notes = {}, []
+    score = score_column(options.difficulty, source.parts["train"]) if options.trains else None
+    for name, table in source.parts.items():
+        reader, where = readers[name], source.where(name)
+        if missing := [column for column in reader.columns if column not in table.column_names]:
+            raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
+        scores = scores_of(table, score) if name == "train" else None
+        part = Part(table.select_columns(reader.columns), reader, where, np.arange(len(table)), scores)
+        bad = _bad_records(part, options.cache)
+        if len(bad):
+            notes += _report(bad, part, options)
+            part = part.select(np.setdiff1d(part.numbers, bad["record"][:]))
+        parts[name] = part
+    if "train" in parts and "validation" not in parts and options.held_out_fraction > 0:
+        train, held_out = hold_out(parts["train"], options.held_out_fraction)
+        parts = {**parts, "train": train, "validation": held_out}
+    return {name: part for name, part in parts.items() if options.trains or name != "train"}, notes
 
 
-def records_in(table: Dataset) -> Iterator[dict[str, Any]]:
-    """The records of a table, read in batches."""
-    return (record for batch in table.iter(200) for record in records_of(batch))
+def limit_parts(parts: dict[str, Any], options: DataOptions) -> dict[str, Any]:
+    """The first records of each part, as max_train_samples and max_eval_samples say."""
+    return {name: first_records(part, options.limit(name)) for name, part in parts.items()}
 
 
-def require_columns(source: Source, part: str, columns: Iterable[str]) -> None:
-    """Raises UserError if a part lacks columns that the first part has."""
-    table = source.parts[part]
-    if missing := [name for name in columns if name not in table.column_names]:
-        raise UserError(f"{source.where(part)} has no column {', '.join(missing)}; {columns_present(table)}")
+def _bad_records(part: Part, cache: TableCache) -> Dataset:
+    """The records that cannot be read: their places, and why."""
+    reader = part.reader
 
-
-def check_records(
-    source: Source,
-    part: str,
-    read: Callable[[dict[str, Any]], Any],
-    key: object,
-    rules: RecordRules,
-    cache: TableCache,
-) -> list[str]:
-    """Notes about the records of a part that `read` refuses. Raises UserError unless they may be skipped.
-
-    Args:
-        read: raises BadRecord.
-        key: everything that `read` depends on, as text.
-    """
-
-    def check(batch: dict, indices: list[int]) -> dict:
+    def check(batch: dict, places: list[int]) -> dict:
         problems = {"record": [], "problem": []}
-        for index, record in zip(indices, records_of(batch)):
+        for place, record in zip(places, records_of(batch)):
             try:
-                read(record)
+                reader.read(record)
             except BadRecord as bad:
-                problems["record"].append(index)
+                problems["record"].append(place)
                 problems["problem"].append(str(bad))
         return problems
 
-    table = source.parts[part]
     features = Features({"record": Value("int64"), "problem": Value("string")})
-    bad = encode_table(table, check, features, ("problems", key), cache, with_indices=True)
-    if not len(bad):
-        return []
-    where = source.where(part)
-    if len(bad) == len(table):
-        options = " or ".join(f"--{name}" for name in rules.column_options)
+    return encode_table(part.table, check, features, ("problems", reader), cache, with_indices=True)
+
+
+def _report(bad: Dataset, part: Part, options: DataOptions) -> list[str]:
+    """Notes about records that are skipped. Raises UserError unless they may be."""
+    first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
+    if len(bad) == len(part):
+        columns = " or ".join(f"--{name}" for name in options.column_options)
         raise UserError(
-            f"{where} has no record that can be used. Record {bad[0]['record'] + 1}: {bad[0]['problem']}. "
-            f"Correct the data, or name the right column with {options}"
+            f"{part.where} has no record that can be used. {first[0].upper()}{first[1:]}. Correct the data, or name "
+            f"the right column with {columns}"
         )
-    if not rules.skip_bad_records:
-        raise bad_record(where, bad[0]["record"], bad[0]["problem"], bad["problem"][:])
-    what = f"records of {where} are skipped, such as record {bad[0]['record'] + 1}: {bad[0]['problem']}"
-    return report_data_loss(rules.allow_data_loss, len(bad), len(table), what)
+    if not options.skip_bad_records:
+        more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
+        raise UserError(f"{part.where}, {first}{more}. Correct the data, or skip such records with --skip_bad_records")
+    what = f"records of {part.where} are skipped, such as {first}"
+    return report_data_loss(options.allow_data_loss, len(bad), len(part), what)
 
 
-def bad_record(where: str, index: int, what: str, problems: Iterable[str]) -> UserError:
-    """The error for a record that cannot be used.
+# ---------------------------------------------------------------------------------------------------------- difficulty
 
-    Args:
-        what: its problem.
-        problems: of all records that cannot be used, this one included.
+
+def score_column(difficulty: Difficulty | None, table: Dataset) -> str | None:
+    """The column of the training records that says how difficult each is; None where none does.
+
+    Raises:
+        UserError: there is no such column, or not a number in each record.
     """
-    kinds: dict[str, list[str]] = {}
-    for problem in problems:
-        kinds.setdefault(re.sub(r"\d+", "", problem), []).append(problem)
-    alike = kinds.pop(re.sub(r"\d+", "", what))
-    more = [f"{len(alike):,} such records"] if len(alike) > 1 else []
-    if kinds:
-        shown = "; ".join(others[0] for others in list(kinds.values())[:3])
-        more.append(f"{sum(map(len, kinds.values())):,} more that cannot be used: {shown}")
-    more = f" ({'; '.join(more)})" if more else ""
-    return UserError(
-        f"{where}, record {index + 1}: {what}{more}. Correct the data, or skip such records with --skip_bad_records"
-    )
+    if difficulty is None or difficulty.field == LENGTH:
+        return None
+    name, stated = difficulty.field, difficulty.stated
+    if name not in table.column_names:
+        raise UserError(f"{stated}: there is no column {name!r}; {columns_present(table)}. Name one, or {LENGTH}")
+    numbers = table.data.column(name)
+    is_number = getattr(table.features[name], "dtype", "").startswith(("int", "uint", "float", "bool"))
+    if not is_number or numbers.null_count or not np.isfinite(numbers.cast("float64").to_numpy()).all():
+        raise UserError(f"{stated}: not every record has a number in the column {name!r}")
+    return name
+
+
+def scores_of(table: Dataset, column: str | None) -> np.ndarray | None:
+    """The numbers of a column."""
+    return None if column is None else np.asarray(table.with_format("numpy")[column][:], dtype=np.float64)

@@ -6,20 +6,19 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, get_dataset_config_names, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 from zerofit.data.file_formats import (
     BUILDERS,
     check_fields,
-    check_size,
     format_of,
+    plain_files,
     text_features,
     unreadable,
     with_delimiter,
 )
-from zerofit.data.options import PREDICT, DataFiles
-from zerofit.data.plain_files import plain_files
+from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
@@ -31,14 +30,13 @@ HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets
 
 @dataclass
 class Source:
-    """The data that was read: `train` and the held-out parts, and its kind (hub, embedded, json, csv, ...).
+    """The data that was read: `train` and the held-out parts.
 
     Without training there is `train` only if the held-out part must still be split off from it. For predict_file there
     is only PREDICT.
     """
 
     parts: dict[str, Dataset]
-    kind: str
     files: dict[str, list[Path]]  # of each part; empty if no option names files
 
     @property
@@ -57,7 +55,7 @@ class Source:
 
 
 def read_source(
-    data: DataFiles,
+    data: DataOptions,
     held_out: dict[str, tuple[str, ...]] | None = None,
     sample_by: Callable[[list[Path]], str] | None = None,
     reader: Callable[[list[Path]], Dataset | None] | None = None,
@@ -76,18 +74,18 @@ def read_source(
     """
     held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
     if data.dataset_name in EMBEDDED:
-        return Source(_used_parts(read_stdlib(data.dataset_name, data.cache), data.trains), "embedded", {})
+        return Source(_used_parts(read_stdlib(data.dataset_name, data.cache), data.trains), {})
     files = {
         part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
     }
     if not files:
-        return Source(_used_parts(_from_hub(data, held_out), data.trains), "hub", {})
+        return Source(_used_parts(_from_hub(data, held_out), data.trains), {})
     named = next(iter(files))
     kind = format_of(files[named])
     for part, paths in files.items():
         if format_of(paths) != kind:
             raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
-    plain = {part: plain_files(paths, kind, data, part == PREDICT) for part, paths in files.items()}
+    plain = {part: plain_files(paths, kind, data) for part, paths in files.items()}
     builder, kwargs = BUILDERS.get(kind, (kind, {}))
     if kind == "text":
         kwargs = {"sample_by": sample_by(plain[named]) if sample_by else None}
@@ -95,7 +93,7 @@ def read_source(
         kwargs = {**kwargs, "names": list(header)} if header else kwargs
         kwargs = with_delimiter(plain[named], kwargs, data.delimiter)
     parts = {part: _load(builder, part, paths, kind, data.hub_cache, kwargs, reader) for part, paths in plain.items()}
-    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, kind, files)
+    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, files)
 
 
 def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, Dataset]:
@@ -107,7 +105,6 @@ def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict
         changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
         if changed:
             parts[part] = table.rename_columns(changed)
-            parts[part].as_written = {other: name for name, other in changed.items()}
     return parts
 
 
@@ -118,8 +115,6 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
 
 def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | None, kwargs: dict, reader) -> Dataset:
     try:
-        for path in paths:
-            check_size(path, kind)
         table = reader(paths) if reader and kind in ("json", "text") else None
         if table is not None:
             return table
@@ -143,7 +138,7 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | N
     return loaded[part]
 
 
-def not_utf8(data: DataFiles, error: UnicodeDecodeError) -> Exception:
+def not_utf8(data: DataOptions, error: UnicodeDecodeError) -> Exception:
     """The error for text that is not UTF-8 (in JSON files it appears only when a text is decoded)."""
     for part, patterns in data.patterns.items():
         files = find_files(f"{part}_file", patterns)
@@ -156,21 +151,14 @@ def not_utf8(data: DataFiles, error: UnicodeDecodeError) -> Exception:
 # ----------------------------------------------------------------------------------------------------------------- hub
 
 
-def _from_hub(data: DataFiles, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
+def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
     name, config = data.dataset_name, data.dataset_config_name
     try:
         dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
-        if config and Path(name).is_dir():
-            known = get_dataset_config_names(name)
-            if config not in known:
-                raise UserError(f"dataset_config_name = {config!r}: {name} has {', '.join(known)}") from None
-        first = first_line(error)
-        if Path(name).is_dir():
-            raise UserError(f"dataset_name = {name!r}: the folder cannot be loaded: {first}") from None
         raise UserError(
-            f"dataset_name = {name!r}: it is no local folder, and the hub did not return it: {first}. "
-            "Name a file with train_file, or run once with access to the hub"
+            f"dataset_name = {name!r}: it cannot be loaded: {first_line(error)}. Name a local folder, or files with "
+            "train_file, or run once with access to the hub"
         ) from None
     assert isinstance(dataset, DatasetDict)
     known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}

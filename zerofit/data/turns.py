@@ -66,11 +66,6 @@ def first_answer(value: Any) -> Any:
     return value
 
 
-def holds_lists(feature: Any) -> bool:
-    """Whether a column of this feature holds lists."""
-    return isinstance(feature, list) or hasattr(feature, "feature")
-
-
 def roles_of(items: Any) -> list[str | None]:
     """The role of each turn; None if it has none."""
     return [

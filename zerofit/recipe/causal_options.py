@@ -14,7 +14,7 @@ TEXT_OPTIONS = (  # options of text data, without effect on corpora
     "validation_split_percentage", "allow_data_loss",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
     "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
-    "train_on_prompt", "cache_dir", "overwrite_cache",
+    "train_on_prompt", "cache_dir",
 )  # fmt: skip
 
 

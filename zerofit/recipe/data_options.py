@@ -70,7 +70,6 @@ class SourceOptions(Recipe):
         None, "Processes that tokenize; by default the tokenizer uses its own threads.", positive=True
     )
     cache_dir: str | None = option(None, "Folder for prepared data; by default the cache of the datasets library.")
-    overwrite_cache: bool = option(False, "Prepare the data again, whatever the cache has.")
 
     @property
     def separator(self) -> str | None:

@@ -27,7 +27,7 @@ GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
 NOT_THE_RUN = {
     "strategy", "deepspeed_config", "output_dir", "overwrite_output_dir", "logging_steps", "with_tracking",
     "report_to", "report_name", "run_name", "preprocessing_num_workers", "dataloader_num_workers", "cache_dir",
-    "data_cache_path", "overwrite_cache", "sample_tokens", "sample_prompt", "per_device_train_batch_size",
+    "data_cache_path", "sample_tokens", "sample_prompt", "per_device_train_batch_size",
     "per_device_eval_batch_size", "gradient_accumulation_steps", "global_batch_size", "gradient_checkpointing",
     "activation_offload", "torch_compile", "loss", "metric_for_best_model", "save_best", "load_best_model_at_end",
     "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit", "resume", "max_hours",

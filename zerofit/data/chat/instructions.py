@@ -5,15 +5,15 @@ A *message* is {"role": system, user or assistant, "content": text}. The message
 that calls tools has its `tool_calls`, as transformers' templates take them.
 """
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import columns_present, text_columns
+from zerofit.data.tables import check_column, columns_present, holds_lists, text_columns
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -21,7 +21,6 @@ from zerofit.data.turns import (
     blank,
     calls_of,
     first_answer,
-    holds_lists,
     question_answering_columns,
     refuse_preferences,
     refuse_rejected,
@@ -72,6 +71,7 @@ class Form:
         system_prompt: for conversations without one.
         verdict: the column that says whether the answer is a good one.
         plain: prompt and answer are texts, which can be concatenated without a template.
+        answered: whether records have an answer, which is trained on; else one is removed.
     """
 
     kind: str
@@ -83,6 +83,7 @@ class Form:
     system_prompt: str | None = None
     verdict: str | None = None
     plain: bool = False
+    answered: bool = True
 
     @property
     def columns(self) -> list[str]:
@@ -94,20 +95,16 @@ class Form:
         """For the log."""
         return f"data      each record is {KINDS[self.kind]} ({', '.join(self.columns)})"
 
-    def messages(self, record: dict[str, Any]) -> list[Message]:
-        """The conversation of a record.
+    def texts(self, content: list[Message]) -> Iterator[str]:
+        return (message["content"] for message in content)
+
+    def read(self, record: dict[str, Any]) -> list[Message]:
+        """The conversation of a record, up to its answer or with it.
 
         Raises:
             BadRecord: a text is empty, a role is unknown or out of order, there is no answer.
         """
-        return self._conversation(record, answered=True)
-
-    def prompt_messages(self, record: dict[str, Any]) -> list[Message]:
-        """The messages before the answer of the model; an answer in the record is removed."""
-        return self._conversation(record, answered=False)
-
-    def _conversation(self, record: dict[str, Any], answered: bool) -> list[Message]:
-        if answered:
+        if self.answered:
             refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
             turns = [*self._history(record), self._instruction(record)]
@@ -120,9 +117,9 @@ class Form:
         if self.answer:
             answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
             turns += _turns(answer, "assistant", self.answer)
-        while not answered and turns and turns[-1]["role"] == "assistant":
+        while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
-        _check_order(turns, answered)
+        _check_order(turns, self.answered)
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
         if turns[0]["role"] == "system":
             if self.system and not blank(record[self.system]):
@@ -231,14 +228,7 @@ def find_form(options: FormOptions, table: Dataset) -> Form | None:
     """
     if options.data_format == "text" or options.text_column:
         return None
-    if options.messages_column and options.messages_column not in table.column_names:
-        raise UserError(
-            f"messages_column = {options.messages_column!r}: there is no such column; {columns_present(table)}"
-        )
-    if options.messages_column and not holds_lists(table.features[options.messages_column]):
-        raise UserError(
-            f"messages_column = {options.messages_column!r} holds no list of turns; {columns_present(table)}"
-        )
+    check_column(table, "messages_column", options.messages_column, "list of turns")
     verdict = None if options.messages_column else refuse_preferences(table, "--messages_column")
     kinds = KINDS if options.data_format == "auto" else (options.data_format,)
     kinds = ("messages",) if options.messages_column else kinds
@@ -251,7 +241,7 @@ def find_form(options: FormOptions, table: Dataset) -> Form | None:
         raise UserError(
             f"data_format = {options.data_format}: it reads {expected[options.data_format]}; {columns_present(table)}"
         )
-    return dataclasses.replace(form, verdict=verdict) if form else None
+    return replace(form, verdict=verdict, answered=options.answered) if form else None
 
 
 def _form(kind: str, options: FormOptions, table: Dataset) -> Form | None:

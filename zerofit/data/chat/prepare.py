@@ -1,7 +1,7 @@
-"""Instructions and chats for the causal task: from records to token ids, with labels for the answers."""
+"""Instructions and chats for the causal task: from records to token ids with labels for the answers, and to samples, a
+row each or several in a block. A conversation is never split over two blocks."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_left, insort
 from hashlib import sha256
 from pathlib import Path
 
@@ -9,15 +9,12 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from zerofit.data.chat.instructions import Form
-from zerofit.data.difficulty import SCORE, score_column, scores_of
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import PARTS, DataOptions, PartOptions
-from zerofit.data.pack import Conversations, PackedConversations, SampleSet, TextData
-from zerofit.data.records import check_records, read_good, records_in, records_of
+from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
+from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import limit_parts, split_parts
-from zerofit.data.token_row import Documents
-from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
+from zerofit.data.token_tables import IDS, TableCache, fingerprint
 from zerofit.model import chat
 from zerofit.model.chat import BadTemplate, Template, install_template, missing_end_token, render
 from zerofit.model.loss import IGNORE
@@ -27,95 +24,49 @@ from zerofit.recipe.errors import UserError
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool")}
 )
-SHOWN = 1600  # about how many characters of a sample to show
-
-
-@dataclass
-class NumberedRecords:
-    """Records of a part, the number of each in its source, and the source's name."""
-
-    table: Dataset
-    numbers: np.ndarray
-    where: str
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def select(self, indices: Iterable[int]) -> "NumberedRecords":
-        return NumberedRecords(self.table.select(indices), self.numbers[indices], self.where)
-
-
-@dataclass(frozen=True)
-class ChatSettings:
-    """How conversations become samples.
-
-    Args:
-        template: chat_template.
-        packing: none: a row for each; else several in a block.
-    """
-
-    template: str | None
-    train_on_prompt: bool
-    packing: str
-    block_size: int
+SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
 def prepare_chat(
-    options: DataOptions, config, source: Source, forms: dict[str, Form], settings: ChatSettings
+    options: DataOptions,
+    config,
+    source: Source,
+    forms: dict[str, Form],
+    block_size: int,
+    packing: str,
+    chat_template: str | None,
+    train_on_prompt: bool,
 ) -> TextData:
     """Check, split, render, tokenise and pack conversations.
 
     Args:
         config: the model's.
         forms: the form of the records of each part; they may differ.
+        packing: none: a row for each; else several in a block.
 
     Raises:
         UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
     """
-    form, block_size = next(iter(forms.values())), settings.block_size
-    notes = [form.describe]
-    for part in source.parts:
-        notes += check_records(source, part, forms[part].messages, forms[part], options.rules, options.cache)
-    score = score_column(options.difficulty, source.first)
-    parts = _split(options.parts, source, forms, score)
+    form = next(iter(forms.values()))
+    parts, notes = read_parts(source, forms, options)
+    parts = limit_parts(parts, options)
     first_of = next(iter(parts))
-    train = parts[first_of].table
-    tokenizer = get_tokenizer(options.tokenizer, config, lambda: _texts(train, form), f"{train._fingerprint} {form}")
-    template = install_template(tokenizer, settings.template, "none" if form.plain else None)
-    notes = [template.note, *notes, *missing_end_token(tokenizer, template)]
+    train = parts[first_of]
+    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, f"{train.table._fingerprint} {form}")
+    template = install_template(tokenizer, chat_template, "none" if form.plain else None)
+    notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
+    encoder = ChatEncoder(tokenizer, template, block_size, train_on_prompt)
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
-        encoder = ChatEncoder(tokenizer, forms.get(name, form), template, block_size, settings.train_on_prompt)
-        of_part = score if name == "train" else None
-        table = _encode(part, encoder, options.cache, of_part)
-        notes += truncation_notes(options.rules.allow_data_loss, config, table, name, block_size)
-        sets[name] = Conversations(table, scores_of(table, of_part and SCORE))
+        table = _encode(part, encoder, options.cache)
+        notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
+        sets[name] = Conversations(table, part.scores)
     shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
     filler = padding_token(tokenizer)
     packed: dict[str, SampleSet] = dict(sets)
-    if settings.packing != "none":
+    if packing != "none":
         packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
     return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
-
-
-def _split(
-    options: PartOptions, source: Source, forms: dict[str, Form], score: str | None
-) -> dict[str, NumberedRecords]:
-    """The parts of the run, cut to max_*_samples."""
-    columns = {name: list(form.columns) for name, form in forms.items()}
-    if score and score not in columns["train"]:
-        columns["train"].append(score)
-    parts = {
-        name: NumberedRecords(table.select_columns(columns[name]), np.arange(len(table)), source.where(name))
-        for name, table in source.parts.items()
-    }
-    return limit_parts(split_parts(parts, options), options)
-
-
-def _texts(table: Dataset, form: Form):
-    """Every text, to train a tokenizer."""
-    for _, _, messages in read_good(records_in(table), form.messages):
-        yield from (message["content"] for message in messages)
 
 
 # --------------------------------------------------------------------------------------------------------- token ids
@@ -128,18 +79,18 @@ class ChatEncoder:
     one token has the prompt's last space and the answer's first word, the model must generate both.
     """
 
-    def __init__(self, tokenizer, form: Form, template: Template, block_size: int, train_on_prompt: bool):
+    def __init__(self, tokenizer, template: Template, block_size: int, train_on_prompt: bool):
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not return the "
                 "characters of a token, so answers and prompts cannot be separated. Set tokenizer_name to one with a "
                 "tokenizer.json"
             )
-        self.tokenizer, self.form, self.template = tokenizer, form, template
+        self.tokenizer, self.template = tokenizer, template
         self.block_size, self.train_on_prompt = block_size, train_on_prompt
         code = sha256(Path(chat.__file__).read_bytes()).hexdigest()
         special = sorted(tokenizer.special_tokens_map.items())
-        self.key = (fingerprint(tokenizer), special, tokenizer.chat_template, form, block_size, train_on_prompt, code)
+        self.key = (fingerprint(tokenizer), special, tokenizer.chat_template, block_size, train_on_prompt, code)
 
     def render(self, messages: list[chat.Message], where: str) -> tuple[str, list[chat.Span]]:
         """The text of a conversation and the answers in it. Raises UserError if the template fails on it."""
@@ -177,16 +128,113 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
 
 
-def _encode(part: NumberedRecords, encoder: ChatEncoder, cache: TableCache, score: str | None = None) -> Dataset:
-    def encode(batch: dict, indices: list[int]) -> dict:
-        rendered, scores = [], []
-        for place, record, messages in read_good(records_of(batch), encoder.form.messages):
-            rendered.append(encoder.render(messages, f"{part.where}, record {part.numbers[indices[place]] + 1}"))
-            scores += [record[score]] if score else []
-        return {**encoder.encode(rendered), **({SCORE: scores} if score else {})}
+def _encode(part: Part, encoder: ChatEncoder, cache: TableCache) -> Dataset:
+    where, numbers = part.where, part.numbers
 
-    features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
-    return encode_table(part.table, encode, features, (*encoder.key, score), cache, with_indices=True)
+    def encode(conversations: list[list[chat.Message]], places: list[int]) -> dict:
+        records = (f"{where}, record {numbers[place] + 1}" for place in places)
+        return encoder.encode([encoder.render(*pair) for pair in zip(conversations, records)])
+
+    return part.encode(encode, TABLE, encoder.key, cache)
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+class Conversations:
+    """Conversations with their labels, one per sample; the collator pads them.
+
+    Args:
+        table: input_ids and labels, both empty for a skipped conversation; truncated, the number of tokens cut from
+            each; trained, the number of labels that are trained on.
+        scores: how difficult each is, where a column of the records says so.
+    """
+
+    def __init__(self, table: Dataset, scores: np.ndarray | None = None):
+        self.ids, self.labels = Documents(table), Documents(table, "labels")
+        self.rows = np.flatnonzero(self.ids.lengths)
+        self.lengths = self.sort_key = self.ids.lengths[self.rows]
+        self.scores = scores if scores is None else scores[self.rows]
+        numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
+        self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
+        self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))
+
+    def stats_of(self, samples: int, positions: int) -> DatasetStats:
+        """The statistics for this number of samples and of positions in all samples together."""
+        kept = self.ids.num_tokens
+        return DatasetStats(
+            documents=len(self.ids),
+            tokens=kept + self.truncated,
+            samples=samples,
+            truncated=self.truncated,
+            trained=self.trained,
+            padding=1 - kept / positions,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        row = int(self.rows[index])
+        return {"input_ids": self.ids.row(row), "labels": self.labels.row(row)}
+
+
+class PackedConversations:
+    """Blocks of block_size tokens, each with as many complete conversations as fit, filled up with masked tokens.
+
+    None is split: the second half of an answer teaches nothing without its question. position_ids restart at each
+    conversation and at the filling, which keeps attention inside each.
+    """
+
+    def __init__(self, conversations: Conversations, block_size: int, filler: int):
+        self.conversations, self.block_size, self.filler = conversations, block_size, filler
+        self.lengths = self.sort_key = None
+        self.blocks = best_fit(conversations.lengths, block_size)
+        self.stats = conversations.stats_of(len(self.blocks), len(self.blocks) * block_size)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> Sample:
+        samples = [self.conversations[member] for member in self.blocks[index]]
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        missing = self.block_size - sum(lengths)
+        return {
+            "input_ids": np.concatenate([*(sample["input_ids"] for sample in samples), np.full(missing, self.filler)]),
+            "labels": np.concatenate([*(sample["labels"] for sample in samples), np.full(missing, IGNORE)]),
+            "position_ids": np.concatenate([np.arange(length) for length in (*lengths, missing)]),
+            "num_tokens": np.array(sum(lengths)),
+        }
+
+
+def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Pack by best fit decreasing: the indices in each block, no block longer than `size`.
+
+    Each length in turn, the longest first, goes into the block that it fills up best. That takes at most 11/9 of the
+    fewest blocks possible, plus four (Johnson et al. 1974, doi:10.1137/0203025), and is the same every time.
+    """
+    blocks: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # tokens of room: the blocks that have as many
+    rooms: list[int] = []  # the keys of with_room, sorted
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            block = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        else:
+            room, block = size, len(blocks)
+            blocks.append([])
+        blocks[block].append(index)
+        left = room - length
+        if left and left not in with_room:
+            with_room[left] = []
+            insort(rooms, left)
+        if left:
+            with_room[left].append(block)
+    return blocks
 
 
 # ------------------------------------------------------------------------------------------------ notes
@@ -214,23 +262,17 @@ def truncation_notes(allow_data_loss: bool, config, table: Dataset, part: str, b
 
 
 def show(sample: dict[str, np.ndarray], tokenizer, template: Template, part: str = "training") -> list[str]:
-    """A sample as text, with marks around what is trained on (in the held-out part: predicted)."""
+    """The first runs of a sample as text, with marks around what is trained on (in the held-out part: predicted)."""
     trained = sample["labels"] != IGNORE
     ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
-    if len(ends) > 12:
-        ends = ends[:12]
     so_far, text = "", ""
-    for end in ends:
+    for end in ends[:SHOWN_RUNS]:
         decoded = tokenizer.decode(sample["input_ids"][:end], clean_up_tokenization_spaces=False)
-        run = _shortened(decoded[len(so_far) :], SHOWN // len(ends))
+        run = decoded[len(so_far) :]
+        run = f"{run[:SHOWN]} […] {run[-SHOWN:]}" if len(run) > 2 * SHOWN else run
         text += f"⟦{run}⟧" if trained[end - 1] else run
         so_far = decoded
-    text += " …" if ends[-1] < len(trained) else ""
+    text += " …" if len(ends) > SHOWN_RUNS else ""
     does = "is trained on" if part == PARTS["train"] else "is predicted"
     heading = f"sample    the first {part} sample, written by {template.origin}; the text in ⟦ ⟧ {does}:"
     return [heading, *("  | " + line for line in text.splitlines())]
-
-
-def _shortened(text: str, limit: int) -> str:
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]} […] {text[-half:]}"

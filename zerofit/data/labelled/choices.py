@@ -5,23 +5,19 @@ two texts (an article and what is asked of it, or SWAG's two sentences), the sec
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 
 from zerofit.data.labelled.labels import NO_LABEL, Labels
-from zerofit.data.labelled.samples import ExampleData, HeldOut, encode_texts, truncation_notes
+from zerofit.data.labelled.samples import Example, ExampleData, encode_parts
 from zerofit.data.options import DataOptions
-from zerofit.data.pack import Sample
-from zerofit.data.records import BadRecord, check_records, read_good, records_of, require_columns
+from zerofit.data.records import BadRecord, limit_parts, read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import columns_present, limit_parts, split_parts, text_columns
-from zerofit.data.tokenized import TokenizedDataset
-from zerofit.data.turns import blank, holds_lists
-from zerofit.model.tokenizer import get_tokenizer
+from zerofit.data.tables import columns_present, holds_lists, text_columns
+from zerofit.data.turns import blank
 from zerofit.recipe.errors import UserError
 
 NUMBERED = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+)")
@@ -63,7 +59,12 @@ class Choices:
     def columns(self) -> list[str]:
         return [*self.context, *self.choices, self.label]
 
-    def read(self, record: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
+    def texts(self, content: Example) -> Iterator[str]:
+        rows, _ = content
+        yield rows[0][0]
+        yield from (choice for _, choice in rows)
+
+    def read(self, record: dict[str, Any]) -> Example:
         """(the two texts of each choice, which is right). Raises BadRecord: a text is empty, or the label is none."""
         names, texts = self._choices(record)
         parts = [record[name] for name in self.context]
@@ -114,18 +115,11 @@ def find_choices(named: LabelColumns, table: Dataset) -> Choices | None:
     missing = [name for name in (*choices, *context, label) if name and name not in present]
     if not named.choices and not (context and label):
         return None  # it may be another kind of data
-    if missing or not (context and label) or (len(choices) == 1 and not _is_list(table, choices[0])):
-        what = (
-            f"there is no column {missing[0]!r}"
-            if missing
-            else (
-                "it takes two columns, or one that holds lists"
-                if context and label
-                else f"no column of the {'label' if context else 'question'} is found, name it with "
-                f"{'--label_column' if context else '--text_columns'}"
-            )
-        )
-        raise UserError(f"choice_columns = {' '.join(choices)}: {what}; {columns_present(table)}")
+    is_list = len(choices) > 1 or _is_list(table, choices[0])
+    if missing or not (context and label and is_list):
+        found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {columns_present(table)}"
+        problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
+        raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
     return _counted(Choices(context, choices, label), table)
 
 
@@ -151,34 +145,6 @@ def _counted(choices: Choices, table: Dataset) -> Choices:
     return replace(choices, start=int(bool(numbers) and 0 not in numbers and max(numbers) == max_choices))
 
 
-# ------------------------------------------------------------------------------------------------------------- samples
-
-
-class ChoiceRows:
-    """Samples of several rows: their concatenated ids, and in `sizes` the length of each row.
-
-    Args:
-        rows: a row for each choice of each record.
-        sizes: (records,) choices of each.
-        labels: (records,) the index of the right choice.
-    """
-
-    def __init__(self, rows: TokenizedDataset, sizes: np.ndarray, labels: np.ndarray):
-        self.rows, self.labels = rows, labels
-        self.starts = np.concatenate([[0], np.cumsum(sizes)])
-        self.lengths = self.sort_key = np.maximum.reduceat(rows.lengths, self.starts[:-1]) * sizes  # as padded
-        self.stats = replace(rows.stats, documents=len(labels), samples=len(labels))
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        rows = [self.rows[row] for row in range(self.starts[index], self.starts[index + 1])]
-        joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-        sizes = np.array([len(row["input_ids"]) for row in rows])
-        return {**joined, "sizes": sizes, "label": np.int64(self.labels[index])}
-
-
 def prepare_choices(
     options: DataOptions, config, source: Source, held_out: tuple[str, ...], choices: Choices, length: int
 ) -> ExampleData:
@@ -187,47 +153,11 @@ def prepare_choices(
     Raises:
         UserError: a column is missing, or a record cannot be used.
     """
-    notes = [
-        f"data      question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}, "
-        f"label {choices.label}"
-    ]
-    parts = {}
-    for name, table in source.parts.items():
-        require_columns(source, name, choices.columns)
-        notes += check_records(source, name, choices.read, choices, options.rules, options.cache)
-        table = table.select_columns(choices.columns)
-        parts[name] = table.select([place for place, _, _ in read_good(table, choices.read)])
-    parts = limit_parts(split_parts(parts, options.parts), options.parts)
-    train = next(iter(parts.values()))
-    tokenizer = get_tokenizer(
-        options.tokenizer, config, lambda: _texts(train, choices), train._fingerprint, pairs=True
-    )
-    sets = {}
-    for name, part in parts.items():
-        rows = encode_texts(_pairs(part, choices), tokenizer, length, options.cache)
-        notes += truncation_notes(rows, name, "choices", length, config)
-        sizes, right = zip(*((len(texts), number) for texts, number in map(choices.read, part)))
-        sets[name] = ChoiceRows(rows, np.array(sizes), np.array(right))
-    max_choices = max(int(np.diff(samples.starts).max()) for samples in sets.values())
-    labels = Labels(tuple(str(number + choices.start) for number in range(max_choices)), choices=True)
-    texts = {name: part.remove_columns(choices.label) for name, part in parts.items()}
-    held = [HeldOut(sets[name], texts[name], name.removeprefix("validation")) for name in held_out if name in sets]
-    return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)
-
-
-def _pairs(table: Dataset, choices: Choices) -> Dataset:
-    """The two texts of each choice of each record."""
-
-    def pairs(batch: dict) -> dict:
-        texts = [pair for record in records_of(batch) for pair in choices.read(record)[0]]
-        return {"first": [first for first, _ in texts], "second": [second for _, second in texts]}
-
-    name = sha256(f"{table._fingerprint} {choices}".encode()).hexdigest()[:32]
-    return table.map(pairs, batched=True, remove_columns=table.column_names, new_fingerprint=name, desc="Choices")
-
-
-def _texts(table: Dataset, choices: Choices):
-    for record in table:
-        texts, _ = choices.read(record)
-        yield texts[0][0]
-        yield from (second for _, second in texts)
+    question = f"question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}"
+    parts, notes = read_parts(source, dict.fromkeys(source.parts, choices), options)
+    parts = limit_parts(parts, options)
+    max_choices = max(len(rows) for part in parts.values() for rows, _ in part.contents())
+    names = tuple(str(number + choices.start) for number in range(max_choices))
+    data = encode_parts(options, config, parts, held_out, Labels(names, True, choices.label), length)
+    data.notes[:0] = [f"data      {question}, label {choices.label}", *notes]
+    return data

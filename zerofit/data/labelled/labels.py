@@ -4,13 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from zerofit.data.records import BadRecord
 from zerofit.recipe.errors import UserError
 
-MISSING = -1
+MISSING = -1  # the hub's GLUE marks records without a label so
 NO_LABEL = (None, "", "-")  # SNLI and MNLI write "-" where the annotators did not agree
-MANY_CLASSES, MOST_CLASSES = 20, 1000
+MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Labels:
 
     Args:
         choices: multiple choice: the classes are the choices of an example, by their numbers.
-        number: the name of the number in a regression.
+        number: the name of the label column, and of the number in a regression.
     """
 
     names: tuple[str, ...] | None
@@ -41,48 +40,28 @@ class Labels:
         shown = f"{len(self.names)} labels: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
         return shown + (f" (f1 is that of {self.names[1]})" if len(self.names) == 2 else "")
 
-    def encode(self, values: list[Any], where: str, class_names: tuple[str, ...] | None = None) -> np.ndarray:
-        """The labels of all records as int64 classes or float32 numbers; MISSING or nan without a label.
+    def encode(self, value: Any, class_names: tuple[str, ...] | None = None) -> int | float:
+        """The label of a record: the number of its class, or a number.
 
         Args:
             class_names: the names of the data's class numbers, if it has class numbers.
 
         Raises:
-            UserError: a label is none of the classes, or no number.
+            BadRecord: there is none; it is none of the classes, or no number.
         """
-        return self._numbers(values, where) if self.names is None else self._classes(values, where, class_names)
-
-    def _numbers(self, values: list[Any], where: str) -> np.ndarray:
-        for row, value in enumerate(values):
-            if not (_is_missing(value) or _is_number(value) or isinstance(value, bool)):
-                raise UserError(
-                    f"{where}, record {row + 1}: the label {value!r} is no number. With words as labels remove "
-                    "--regression"
-                )
-        return np.array([math.nan if _is_missing(value) else float(value) for value in values], dtype=np.float32)
-
-    def _classes(self, values: list[Any], where: str, class_names: tuple[str, ...] | None) -> np.ndarray:
-        number = {name: index for index, name in enumerate(self.names)}
-        known: dict[Any, int] = {}
-        for value in set(values):
-            if _is_missing(value):
-                known[value] = MISSING
-                continue
-            name = _name(value)
-            if class_names and name.lstrip("-").isdigit():
-                index = int(name)
-                name = class_names[index] if 0 <= index < len(class_names) else name
-                if index == MISSING:  # the hub's GLUE marks records without a label so
-                    known[value] = MISSING
-                    continue
-            if name not in number:
-                row = values.index(value)
-                raise UserError(
-                    f"{where}, record {row + 1}: the label {value!r} is outside the label set "
-                    f"({', '.join(self.names)}). Correct the record, or set label_column to the right column"
-                )
-            known[value] = number[name]
-        return np.array([known[value] for value in values], dtype=np.int64)
+        name = "" if _is_missing(value) else _name(value)
+        if class_names and name.lstrip("-").isdigit():
+            index = int(name)
+            name = "" if index == MISSING else class_names[index] if 0 <= index < len(class_names) else name
+        if not name:
+            raise BadRecord(f"it has no label ({self.number})")
+        if self.names is None:
+            if not (_is_number(value) or isinstance(value, bool)):
+                raise BadRecord(f"the label {value!r} is no number. With words as labels remove --regression")
+            return float(value)
+        if name not in self.names:
+            raise BadRecord(f"the label {value!r} is outside the label set ({', '.join(self.names)})")
+        return self.names.index(name)
 
 
 def find_labels(values: list[Any], where: str, feature: Any, regression: bool | None) -> Labels:
@@ -113,21 +92,6 @@ def find_labels(values: list[Any], where: str, feature: Any, regression: bool | 
             + ("" if len(names) < 2 else ", or predict a number with --regression")
         )
     return Labels(names)
-
-
-def rare_labels(labels: Labels, encoded: np.ndarray) -> list[str]:
-    """A warning for the log where most of many classes have one record: the column is an index or a name, not a class.
-
-    Args:
-        encoded: the classes of the training data.
-    """
-    single = int((np.bincount(encoded[encoded != MISSING]) == 1).sum()) if labels.names else 0
-    if single <= MANY_CLASSES or 2 * single <= len(labels.names):
-        return []
-    return [
-        f"WARNING   {single:,} of {len(labels.names):,} labels have one record each. Check that label_column = "
-        f"{labels.number!r} names the right column"
-    ]
 
 
 def in_model_order(labels: Labels, config) -> Labels:

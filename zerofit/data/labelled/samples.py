@@ -1,7 +1,8 @@
-"""Samples of labelled data: the held-out parts, all that a run needs, and texts as rows of token ids."""
+"""Samples of labelled data: texts, pairs and choices as rows of token ids, and the held-out parts."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import accumulate, chain, pairwise
+from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset, Features, Value
@@ -9,11 +10,15 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import PARTS
-from zerofit.data.pack import SampleSet
-from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
-from zerofit.data.tokenized import TokenizedDataset
-from zerofit.model.tokenizer import padding_values
+from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.pack import SampleSet, TokenizedDataset
+from zerofit.data.records import Part, limit_parts
+from zerofit.data.token_tables import IDS, TableCache, fingerprint
+from zerofit.model.tokenizer import get_tokenizer, padding_values
+
+Example = tuple[
+    list[tuple[str, ...]], int | float
+]  # the text or the pair of each row (one, or one a choice), the label
 
 
 class LabelledSamples(SampleSet, Protocol):
@@ -38,8 +43,7 @@ class HeldOut:
 
 @dataclass
 class ExampleData:
-    """Samples of all parts (TokenizedDataset; ChoiceRows for multiple choice; no `train` without training), the
-    labels, and the tokenizer that made them."""
+    """Samples of all parts (no `train` without training), the labels, and the tokenizer that made them."""
 
     train: SampleSet | None
     held_out: list[HeldOut]
@@ -49,38 +53,64 @@ class ExampleData:
     notes: list[str] = field(default_factory=list)
 
 
-def encode_texts(
-    texts: Dataset, tokenizer, length: int, cache: TableCache, labels: np.ndarray | None = None
-) -> TokenizedDataset:
-    """Token ids of the text or the pair, the longer text is truncated first if both do not fit."""
-    columns = tuple(padding_values(tokenizer))
-
-    def encode(batch: dict) -> dict:
-        given = [[text or "" for text in column] for column in batch.values()]
-        encoded = tokenizer(
-            *given, return_attention_mask=False, return_token_type_ids="token_type_ids" in columns, verbose=False
-        )
-        rows = {name: list(encoded[name]) for name in columns}
-        truncated = [0] * len(given[0])
-        for index, ids in enumerate(rows["input_ids"]):
-            if len(ids) > length:
-                cut = tokenizer(*(column[index] for column in given), truncation=True, max_length=length)
-                truncated[index] = len(ids) - len(cut["input_ids"])
-                for name in columns:
-                    rows[name][index] = cut[name]
-        return {**rows, "truncated": truncated}
-
-    features = Features({**dict.fromkeys(columns, IDS), "truncated": Value("int32")})
-    table = encode_table(texts, encode, features, (fingerprint(tokenizer), length, columns), cache)
-    return TokenizedDataset(table, columns, labels)
-
-
-def truncation_notes(rows: TokenizedDataset, part: str, what: str, length: int, config) -> list[str]:
-    """Notes about truncated texts.
+def encode_parts(
+    options: DataOptions, config, parts: dict[str, Part], held_out: tuple[str, ...], labels: Labels, length: int
+) -> ExampleData:
+    """The samples of all parts, whose readers return an Example; notes say which texts are truncated.
 
     Args:
-        what: texts or choices.
+        held_out: the names of the held-out parts.
     """
-    message = f"{PARTS.get(part, PARTS['validation'])} {what} are cut at {length} tokens (max_length)"
-    cut, lengths = int((rows.truncated > 0).sum()), rows.lengths + rows.truncated
-    return report_data_loss(False, cut, len(rows), message, lengths, "max_length", config, stops=False)
+    parts = limit_parts(parts, options)
+    train = next(iter(parts.values()))
+    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
+    columns, sets, notes = tuple(padding_values(tokenizer)), {}, []
+    for name, part in parts.items():
+        table = _encode(part, tokenizer, length, options.cache, labels.names is None)
+        sets[name] = TokenizedDataset(table, (*columns, "sizes") if labels.choices else columns, part.scores)
+        what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
+        longest = np.asarray(table.with_format("numpy")["longest"][:])
+        cut = int((longest > length).sum())
+        notes += report_data_loss(False, cut, len(part), what, longest, "max_length", config, stops=False)
+    held = []
+    for name in held_out:
+        if name in parts:
+            table, label = parts[name].table, parts[name].reader.label
+            texts = table.select_columns([column for column in table.column_names if column != label])
+            held.append(HeldOut(sets[name], texts, name.removeprefix("validation")))
+    return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)
+
+
+def _encode(part: Part, tokenizer, length: int, cache: TableCache, is_number: bool) -> Dataset:
+    """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
+    longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
+    columns = tuple(padding_values(tokenizer))
+
+    def encode(examples: list[Example], places: list[int]) -> dict[str, list[Any]]:
+        texts = list(zip(*chain.from_iterable(rows for rows, _ in examples)))
+        encoded = tokenizer(
+            *map(list, texts), return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
+            verbose=False,
+        )  # fmt: skip
+        ids = {name: list(encoded[name]) for name in columns}
+        whole = [len(row) for row in ids["input_ids"]]
+        for index, size in enumerate(whole):
+            if size > length:
+                cut = tokenizer(*(column[index] for column in texts), truncation=True, max_length=length)
+                for name in columns:
+                    ids[name][index] = cut[name]
+        sizes = [len(row) for row in ids["input_ids"]]
+        spans = list(pairwise(accumulate((len(rows) for rows, _ in examples), initial=0)))
+        return {
+            **{name: [list(chain.from_iterable(ids[name][a:b])) for a, b in spans] for name in columns},
+            "sizes": [sizes[a:b] for a, b in spans],
+            "truncated": [sum(whole[a:b]) - sum(sizes[a:b]) for a, b in spans],
+            "longest": [max(whole[a:b]) for a, b in spans],
+            "label": [label for _, label in examples],
+        }
+
+    features = Features({
+        **dict.fromkeys((*columns, "sizes"), IDS), **dict.fromkeys(("truncated", "longest"), Value("int32")),
+        "label": Value("float32" if is_number else "int64"),
+    })  # fmt: skip
+    return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)

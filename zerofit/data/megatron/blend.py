@@ -91,24 +91,14 @@ class Blend:
 
     def check(self) -> None:
         """Raises UserError if a part of the split would have no document, or no sample."""
-        problems = []
-        for corpus in self.corpora:
-            for part in (TRAINING, HELD_OUT):
-                if self.bounds[part] is None:
-                    continue
-                documents, tokens = len(self.documents(corpus, part)), self.tokens(corpus, part)
-                what = f"{documents:,} of the {len(corpus.lengths):,} documents of {corpus.prefix}"
-                if not documents:
-                    problems.append(
-                        f"split = {self.split!r} leaves {PARTS[part]} none of the {len(corpus.lengths):,} documents "
-                        f"of {corpus.prefix}. Give it a larger proportion, or 0"
-                    )
-                elif not self.samples(corpus, part):
-                    problems.append(
-                        f"split = {self.split!r} gives {PARTS[part]} {what}, {tokens:,} tokens: less than one sample "
-                        f"of block_size = {self.block_size} and one more. Give it a larger proportion or 0, or a "
-                        "smaller block_size"
-                    )
+        problems = [
+            f"split = {self.split!r} leaves {PARTS[part]} {len(self.documents(corpus, part)):,} of the "
+            f"{len(corpus.lengths):,} documents of {corpus.prefix}, {self.tokens(corpus, part):,} tokens: less than "
+            f"one sample of block_size = {self.block_size} and one more. Give it a larger proportion, or 0"
+            for corpus in self.corpora
+            for part in (TRAINING, HELD_OUT)
+            if self.bounds[part] is not None and not self.samples(corpus, part)
+        ]
         if problems:
             raise UserError(problems)
 

@@ -166,37 +166,34 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     """
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
     try:
-        return dataclasses.replace(_mapped(prefix), card=read_card(prefix))
-    except _BrokenCorpus as problem:
+        corpus = _mapped(prefix)
+    except ValueError as problem:
         raise UserError(f"{option} = {prefix!r}: {problem}") from None
-
-
-class _BrokenCorpus(Exception):
-    """A problem with the files of a corpus."""
+    return dataclasses.replace(corpus, card=read_card(prefix))
 
 
 def _mapped(prefix: str) -> Corpus:
-    """The corpus without its card. Raises _BrokenCorpus."""
+    """The corpus without its card. Raises ValueError."""
     index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     if missing := missing_corpus(prefix):
-        raise _BrokenCorpus(missing)
+        raise ValueError(missing)
     size = index.stat().st_size
     with index.open("rb") as file:
         head = file.read(HEADER.size)
     if not head.startswith(MAGIC):
-        raise _BrokenCorpus(f"{index} is not an index of Megatron's (it does not begin with MMIDIDX)")
+        raise ValueError(f"{index} is not an index of Megatron's (it does not begin with MMIDIDX)")
     if len(head) < HEADER.size:
-        raise _BrokenCorpus(f"{index} is truncated: {size} bytes")
+        raise ValueError(f"{index} is truncated: {size} bytes")
     _, version, code, sequences, documents = HEADER.unpack(head)
     if version != VERSION:
-        raise _BrokenCorpus(f"{index} has version {version} of the format; only {VERSION} can be read")
+        raise ValueError(f"{index} has version {version} of the format; only {VERSION} can be read")
     if not np.issubdtype(DTYPES.get(code, np.float32), np.integer):
-        raise _BrokenCorpus(f"{index} has ids of type {code}, which is not a type of integers")
+        raise ValueError(f"{index} has ids of type {code}, which is not a type of integers")
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size not in (expected, expected + sequences):  # the second has a mode of each sequence
-        raise _BrokenCorpus(f"{index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
+        raise ValueError(f"{index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
     if not sequences or documents < 2:
-        raise _BrokenCorpus("it holds no document")
+        raise ValueError("it holds no document")
     columns, place = [], HEADER.size
     for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, documents)):
         columns.append(np.memmap(index, kind, "r", place, (count,)))
@@ -204,18 +201,18 @@ def _mapped(prefix: str) -> Corpus:
     lengths, pointers, ends = columns
     corpus = Corpus(prefix, DTYPES[code], lengths, pointers, ends, None)
     if lengths.min() < 0:
-        raise _BrokenCorpus(f"{index} has a sequence of {lengths.min()} tokens: it is damaged. Copy it again")
+        raise ValueError(f"{index} has a sequence of {lengths.min()} tokens: it is damaged. Copy it again")
     width, num_bytes = corpus.dtype().itemsize, content.stat().st_size
     tokens = int(lengths.sum(dtype=np.int64))
     if num_bytes != tokens * width:
-        raise _BrokenCorpus(
+        raise ValueError(
             f"{content} has {num_bytes:,} bytes, and {tokens:,} tokens of {width} bytes in {index}: it is truncated, "
             "or from another corpus"
         )
     portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
     if int(pointers[-1]) + int(lengths[-1]) * width != num_bytes or not rises:
-        raise _BrokenCorpus(f"{index} contradicts itself. Prepare the corpus again, or copy it again")
+        raise ValueError(f"{index} contradicts itself. Prepare the corpus again, or copy it again")
     return corpus
 
 

@@ -45,11 +45,6 @@ def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callab
         raise UserError(
             f"split = {recipe.split!r}: nothing is held out to evaluate on. 0,1 evaluates on all documents"
         )
-    if held_out < blend.samples_per_epoch(HELD_OUT) / 2:
-        notes.append(
-            f"note      with these weights evaluation can have {held_out:,} of {blend.samples_per_epoch(HELD_OUT):,} "
-            "samples, or some would be repeated"
-        )
     root = Path(recipe.data_cache_path).expanduser() if recipe.data_cache_path else None
     root = root or cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)

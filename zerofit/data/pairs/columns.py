@@ -4,19 +4,19 @@ A *pair* is what an encoder-decoder model learns from: a source text and the tar
 conversation of n turns gives up to n - 1 pairs: each turn after the first is a reply to the turns before it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import check_name, columns_present, text_columns
+from zerofit.data.tables import check_column, check_name, columns_present, holds_lists, text_columns
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
     blank,
     first_answer,
-    holds_lists,
     question_answering_columns,
     refuse_preferences,
     refuse_rejected,
@@ -41,23 +41,28 @@ SOURCES_AND_TARGETS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """Turns (or one source text) and the target."""
+    """Turns (or one source text) and the target; None where the model answers."""
 
     source: list[str]
-    target: str
+    target: str | None
 
 
 @dataclass(frozen=True)
 class PairColumns:
-    """The columns that options name."""
+    """The columns that options name.
+
+    Args:
+        answered: whether records have a target; else one is removed.
+    """
 
     dialogue_column: str | None = None
     source_column: str | None = None
     target_column: str | None = None
+    answered: bool = True
 
     @classmethod
     def of(cls, recipe: PairOptions) -> "PairColumns":
-        return cls(recipe.dialogue_column, recipe.source_column, recipe.target_column)
+        return cls(recipe.dialogue_column, recipe.source_column, recipe.target_column, not recipe.predict_file)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class Columns:
     Args:
         context: the text that a question is about; it is appended to the source, as in run_seq2seq_qa.py.
         verdict: says whether the answer is a good one.
+        answered: whether records have a target.
     """
 
     dialogue: str | None
@@ -74,148 +80,106 @@ class Columns:
     target: str | None
     context: str | None = None
     verdict: str | None = None
+    answered: bool = True
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.dialogue, self.source, self.context, self.target, self.verdict) if name)
+    def columns(self) -> list[str]:
+        return [name for name in (self.dialogue, self.source, self.context, self.target, self.verdict) if name]
 
     @property
     def describe(self) -> str:
         """For the log."""
         if self.dialogue is None:
-            return f"source {self.source}{f' with {self.context}' if self.context else ''}, target {self.target}"
-        reply = f", reply {self.target}" if self.target else ", each turn after the first is a reply"
-        return f"conversations {self.dialogue}{reply}"
+            target = f", target {self.target}" if self.answered else ""
+            return f"source {self.source}{f' with {self.context}' if self.context else ''}{target}"
+        reply = f"reply {self.target}" if self.target else "each turn after the first is a reply"
+        return f"conversations {self.dialogue}, {reply if self.answered else 'to be answered'}"
 
-    @property
-    def describe_sources(self) -> str:
-        """The same without the replies."""
-        return f"source {self.source}" if self.dialogue is None else f"conversations {self.dialogue}, to be answered"
+    def texts(self, content: list[Pair]) -> Iterator[str]:
+        """Every text once."""
+        yield from content[-1].source
+        yield content[-1].target or ""
 
-    def prompt_turns(self, record: dict[str, Any]) -> list[str]:
-        """The turns of a record that need a reply, or its source; replies at its end, by their roles, are removed.
-        Raises BadRecord: there is none, or a text is empty."""
+    def read(self, record: dict[str, Any]) -> list[Pair]:
+        """The pairs of a record; of a record to be answered one without a target, without replies at its end.
+
+        Raises:
+            BadRecord: there is none, or a text is empty.
+        """
+        if self.answered:
+            refuse_rejected(record, self.verdict)
         if self.dialogue is None:
-            return [self._source(record)]
+            return [Pair([self._source(record)], self._target(record))]
         turns = list(turns_of(record[self.dialogue] or []))
-        while turns and turns[-1][0] in ASSISTANT:
+        while not self.answered and turns and turns[-1][0] in ASSISTANT:
             turns.pop()
-        if not turns:
-            raise BadRecord(f"its {self.dialogue} has no turn that could be replied to")
-        for number, (_, text) in enumerate(turns, 1):
-            if blank(text):
-                raise BadRecord(f"turn {number} of its {self.dialogue} is empty")
-        return [text.strip() for _, text in turns]
-
-    def _source(self, record: dict[str, Any]) -> str:
-        """The text of a source. Raises BadRecord: it is empty."""
-        source = record[self.source]
-        if blank(source):
-            raise BadRecord(f"the {self.source} is empty")
-        if self.context and not blank(record[self.context]):
-            return f"question: {source.strip()} context: {record[self.context].strip()}".strip()
-        return source.strip()
-
-    def pairs(self, record: dict[str, Any]) -> list[Pair]:
-        """The pairs of a record. Raises BadRecord: there is none, or a text is empty."""
-        refuse_rejected(record, self.verdict)
-        if self.dialogue is None:
-            source, target = self._source(record), first_answer(record[self.target])
-            if blank(target):
-                raise BadRecord(f"the {self.target} is empty")
-            return [Pair([source], target.strip())]
-        turns = list(turns_of(record[self.dialogue] or []))
-        for number, (_, text) in enumerate(turns, 1):
-            if blank(text):
-                raise BadRecord(f"turn {number} of its {self.dialogue} is empty")
-        texts = [text.strip() for _, text in turns]
-        if self.target is not None:
-            reply = record[self.target]
-            if blank(reply):
-                raise BadRecord(f"the {self.target} is empty")
-            if not texts:
-                raise BadRecord(f"a reply with no history: its {self.dialogue} has no turn")
-            return [Pair(texts, reply.strip())]
+        texts = [_text(text, f"turn {number} of its {self.dialogue}") for number, (_, text) in enumerate(turns, 1)]
+        if not texts:
+            raise BadRecord(f"a conversation without a turn: its {self.dialogue} is empty")
+        if self.target is not None or not self.answered:
+            return [Pair(texts, self._target(record))]
         has_assistant = any(role in ASSISTANT for role, _ in turns)
         places = [place for place in range(1, len(turns)) if not has_assistant or turns[place][0] in ASSISTANT]
         if not places:
-            what = "a reply with no history" if turns else "a conversation without a turn"
-            raise BadRecord(f"{what}: its {self.dialogue} has {len(turns)} turn{'s' if len(turns) != 1 else ''}")
+            raise BadRecord(f"a reply with no history: turns in its {self.dialogue}: {len(turns)}")
         return [Pair(texts[:place], texts[place]) for place in places]
+
+    def _source(self, record: dict[str, Any]) -> str:
+        source = _text(record[self.source], f"the {self.source}")
+        if self.context and not blank(record[self.context]):
+            return f"question: {source} context: {record[self.context].strip()}".strip()
+        return source
+
+    def _target(self, record: dict[str, Any]) -> str | None:
+        return _text(first_answer(record[self.target]), f"the {self.target}") if self.answered else None
+
+
+def _text(value: Any, what: str) -> str:
+    if blank(value):
+        raise BadRecord(f"{what} is empty")
+    return value.strip()
 
 
 def find_columns(named: PairColumns, table: Dataset) -> Columns:
-    """The columns that options name, else those of known names, else the only two columns of text.
+    """The columns that options name, else those of known names, else the only column(s) of text.
 
     Raises:
         UserError: a column does not exist, or none is found; the message lists the columns.
     """
-    present = table.column_names
-    for option in ("dialogue_column", "source_column", "target_column"):
-        name = getattr(named, option)
-        if name and name not in present:
-            raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(table)}")
-    texts = text_columns(table)
-    lists = [name for name in present if name not in texts and holds_lists(table.features[name])]
-    dialogue = named.dialogue_column
-    if dialogue and dialogue not in lists:
-        raise UserError(f"dialogue_column = {dialogue!r} holds no list of turns; {columns_present(table)}")
-    for option in ("source_column", "target_column"):
-        name = getattr(named, option)
-        if name and name not in texts:
-            raise UserError(f"{option} = {name!r} holds no text; {columns_present(table)}")
+    answered, texts = named.answered, text_columns(table)
+    target = named.target_column if answered else None
+    check_column(table, "dialogue_column", named.dialogue_column, "list of turns")
+    check_column(table, "source_column", named.source_column, "text")
+    check_column(table, "target_column", target, "text")
     verdict = None
-    if not named.source_column:
+    if answered and not named.source_column:
         verdict = refuse_preferences(table, "--source_column and --target_column")
-    if not dialogue and not named.source_column:
-        dialogue = next((name for name in DIALOGUES if name in lists), None)
+    lists = [name for name in DIALOGUES if name in table.column_names and holds_lists(table.features[name])]
+    dialogue = named.dialogue_column or (None if named.source_column else next(iter(lists), None))
     if dialogue:
-        reply = named.target_column or next((name for name in REPLIES if name in texts), None)
-        return Columns(dialogue, None, reply, verdict=verdict)
-    if named.source_column and named.target_column:
-        return Columns(None, named.source_column, named.target_column)
-    if not named.source_column and not named.target_column:
-        if columns := question_answering_columns(table):
-            return Columns(None, *columns)
-        for source, target in SOURCES_AND_TARGETS:
-            if "instruction" in texts and source == "input":
-                continue  # the question is in another column; options can still name the columns
-            if source in texts and target in texts:
-                return Columns(None, source, target, verdict=verdict)
-    if len(texts) == 2:
-        for name in () if named.source_column or named.target_column else texts:
+        reply = target or next((name for name in REPLIES if name in texts), None)
+        return Columns(dialogue, None, reply if answered else None, verdict=verdict, answered=answered)
+    source, context = named.source_column, None
+    if source is None and target is None:
+        known = SOURCES_AND_TARGETS if answered else [(source, None) for source, _ in SOURCES_AND_TARGETS]
+        if answered and (columns := question_answering_columns(table)):
+            source, target, context = columns
+        elif not answered and {"question", "context"} <= set(texts):
+            source, context = "question", "context"
+        else:
+            # The question of an instruction is in another column than `input`; options can still name the columns.
+            known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
+            source, target = next((pair for pair in known if {*pair} - {None} <= set(texts)), (None, None))
+    if (source is None or target is None) and answered and len(texts) == 2:
+        for name in () if source or target else texts:
             check_name(name, "source_column and --target_column")
-        source = named.source_column or next(name for name in texts if name != named.target_column)
-        return Columns(None, source, named.target_column or next(name for name in texts if name != source))
-    raise UserError(
-        "no conversation and no source and target are found: name --dialogue_column, or --source_column and "
-        f"--target_column; {columns_present(table)}"
-    )
-
-
-def find_sources(named: PairColumns, table: Dataset) -> Columns:
-    """The column of the sources of predict_file: that of an option, else one with a known name, else the only column
-    of text.
-
-    Raises:
-        UserError: the column does not exist, or none is found.
-    """
-    texts, present = text_columns(table), table.column_names
-    for option, known in (("dialogue_column", present), ("source_column", texts)):
-        name = getattr(named, option)
-        if name and name not in known:
-            raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(table)}")
-    lists = [name for name in present if holds_lists(table.features[name])]
-    dialogue = named.dialogue_column or next((name for name in DIALOGUES if name in lists), None)
-    if dialogue and not named.source_column:
-        return Columns(dialogue, None, None)
-    if {"question", "context"} <= set(texts) and not named.source_column:
-        return Columns(None, "question", None, "context")
-    known = [source for source, _ in SOURCES_AND_TARGETS if source in texts]
-    source = named.source_column or (texts[0] if len(texts) == 1 else next(iter(known), None))
-    if source is None or (source == "input" and "instruction" in texts and not named.source_column):
+        source = source or next(name for name in texts if name != target)
+        target = target or next(name for name in texts if name != source)
+    if source is None and not answered and len(texts) == 1:
+        source = texts[0]
+    if source is None or (answered and target is None):
         raise UserError(
-            "no conversation and no source is found: name --dialogue_column or --source_column; "
-            f"{columns_present(table)}"
+            "no conversation and no source and target are found: name --dialogue_column, or --source_column and "
+            f"--target_column; {columns_present(table)}"
         )
-    return Columns(None, source, None)
+    return Columns(None, source, target, context, verdict, answered)

@@ -6,16 +6,14 @@ from dataclasses import asdict, dataclass, field
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from zerofit.data.difficulty import SCORE, score_column, scores_of
 from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.pack import TokenizedDataset
 from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
 from zerofit.data.pairs.conversation_files import read_conversation_files
-from zerofit.data.records import check_records, read_good, records_in, records_of, require_columns
+from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import limit_parts, split_parts
-from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint, one_process_at_a_time
-from zerofit.data.tokenized import TokenizedDataset
+from zerofit.data.token_tables import IDS, TableCache, fingerprint, one_process_at_a_time
 from zerofit.model.families import family_of
 from zerofit.model.tokenizer import end_with_eos, get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -23,15 +21,9 @@ from zerofit.recipe.tasks import Seq2SeqRecipe
 
 COLUMNS = ("input_ids", "labels")
 FORMAT = "source_format"  # in tokenizer_config.json
-NUMBERS = ("truncated", "source_tokens", "target_tokens")
+NUMBERS = ("record", "truncated", "source_tokens", "target_tokens")
 TABLE = Features(
-    {
-        "input_ids": IDS,
-        "labels": IDS,
-        "target": Value("string"),
-        "is_cut": Value("bool"),
-        **dict.fromkeys(NUMBERS, Value("int32")),
-    }
+    {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
 )
 
 
@@ -81,42 +73,30 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
     with one_process_at_a_time(options.cache.folder):
-        source = read_source(options.files, reader=read_conversation_files)
+        source = read_source(options, reader=read_conversation_files)
         source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
         columns = find_columns(PairColumns.of(recipe), source.first)
-        notes = [f"data      {columns.describe}"]
-        for part in source.parts:
-            require_columns(source, part, columns.names)
-            notes += check_records(source, part, columns.pairs, columns, options.rules, options.cache)
-        score = score_column(options.difficulty, source.first)
-        parts = {name: table.select_columns(list(columns.names)) for name, table in source.parts.items()}
-        if score:
-            parts["train"] = source.parts["train"].select_columns(list(dict.fromkeys((*columns.names, score))))
-        parts = split_parts(parts, options.parts)
+        parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
         train = next(iter(parts.values()))
-        tokenizer = get_tokenizer(
-            options.tokenizer, config, lambda: _texts(train, columns), train._fingerprint, pairs=True
-        )
+        tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
         separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
         form = SourceFormat(recipe.source_prefix, separator, widths[0])
         encoder = PairEncoder(tokenizer, form, widths[1])
-        tables = {
-            name: _encode(part, columns, encoder, options.cache, score if name == "train" else None)
-            for name, part in parts.items()
-        }
+        tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
     tokenizer.init_kwargs[FORMAT] = asdict(form)
-    tables = limit_parts(tables, options.parts)
+    tables = limit_parts(tables, options)
+    notes.insert(0, f"data      {columns.describe}")
     for name, table in tables.items():
-        notes += truncation_notes(options.rules.allow_data_loss, config, columns, table, name, widths)
-    train, validation = tables.get("train"), None
+        notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
+    sets = {}
+    for name, table in tables.items():
+        scores = parts[name].scores
+        sets[name] = TokenizedDataset(table, COLUMNS, scores if scores is None else scores[table["record"][:]])
+    validation = None
     if "validation" in tables:
-        table = tables["validation"]
-        most_common = Counter(train["target"][:]).most_common(1)[0][0] if train is not None else None
-        validation = HeldOutPairs(TokenizedDataset(table, COLUMNS), table["target"][:], most_common)
-    samples = TokenizedDataset(train, COLUMNS) if train is not None else None
-    if score:
-        samples.scores = scores_of(train, SCORE)
-    return PairData(samples, validation, tokenizer, widths, notes)
+        most_common = Counter(tables["train"]["target"][:]).most_common(1)[0][0] if "train" in tables else None
+        validation = HeldOutPairs(sets["validation"], tables["validation"]["target"][:], most_common)
+    return PairData(sets.get("train"), validation, tokenizer, widths, notes)
 
 
 def chosen_widths(recipe: Seq2SeqRecipe, config) -> tuple[int, int]:
@@ -198,28 +178,21 @@ class PairEncoder:
         return marked[:place], marked[place + len(plain) :]
 
     def encode(self, pairs: list[Pair]) -> dict[str, list]:
-        """Columns input_ids, labels, target (the full text), is_cut (of the target), truncated (tokens cut), and the
-        numbers of tokens of the full source and target."""
+        """Columns input_ids, labels, target (the full text), truncated (tokens cut), and the numbers of tokens of the
+        full source and target."""
         if not pairs:
-            return {name: [] for name in TABLE}
+            return {name: [] for name in TABLE if name != "record"}
         sources, lost = self.sources([pair.source for pair in pairs])
-        whole = [len(ids) + n for ids, n in zip(sources, lost)]
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)
         targets = self._ids([pair.target for pair in pairs], "text_target")
-        lost = [n + max(0, len(ids) - room) for n, ids in zip(lost, targets)]
-        cut = [len(ids) > room for ids in targets]
-        labels = [[*before, *ids[:room], *after] for ids in targets]
-        texts = [pair.target for pair in pairs]
-        lengths = [len(ids) + len(before) + len(after) for ids in targets]
         return {
             "input_ids": sources,
-            "labels": labels,
-            "target": texts,
-            "is_cut": cut,
-            "truncated": lost,
-            "source_tokens": whole,
-            "target_tokens": lengths,
+            "labels": [[*before, *ids[:room], *after] for ids in targets],
+            "target": [pair.target for pair in pairs],
+            "truncated": [n + max(0, len(ids) - room) for n, ids in zip(lost, targets)],
+            "source_tokens": [len(ids) + n for ids, n in zip(sources, lost)],
+            "target_tokens": [len(ids) + len(before) + len(after) for ids in targets],
         }
 
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
@@ -264,22 +237,9 @@ class PairEncoder:
         ]
 
 
-def _texts(table: Dataset, columns: Columns):
-    """Every text once, to train a tokenizer."""
-    for _, _, pairs in read_good(records_in(table), columns.pairs):
-        yield from pairs[-1].source
-        yield pairs[-1].target
+def _encode(part: Part, encoder: PairEncoder, cache: TableCache) -> Dataset:
+    def encode(records: list[list[Pair]], places: list[int]) -> dict:
+        of_each = [place for place, pairs in zip(places, records) for _ in pairs]
+        return {**encoder.encode([pair for pairs in records for pair in pairs]), "record": of_each}
 
-
-def _encode(
-    table: Dataset, columns: Columns, encoder: PairEncoder, cache: TableCache, score: str | None = None
-) -> Dataset:
-    def encode(batch: dict) -> dict:
-        pairs, scores = [], []
-        for _, record, of_record in read_good(records_of(batch), columns.pairs):
-            pairs += of_record
-            scores += [record[score]] * len(of_record) if score else []
-        return {**encoder.encode(pairs), **({SCORE: scores} if score else {})}
-
-    features = Features({**TABLE, SCORE: Value("float64")}) if score else TABLE
-    return encode_table(table, encode, features, (*encoder.key, columns, score), cache)
+    return part.encode(encode, TABLE, encoder.key, cache)

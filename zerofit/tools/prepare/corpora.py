@@ -18,14 +18,15 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.terminal import StatusLine, duration, size
 from zerofit.tools.prepare.corpus_writer import ENDINGS, PARTIAL, CorpusWriter, check_free
-from zerofit.tools.prepare.documents import find_input, tasks_of
+from zerofit.tools.prepare.documents import InputFile, find_input, tasks_of
 from zerofit.tools.prepare.encode import InputPart, Setup, encoder_of
 from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 from zerofit.tools.prepare.prepare_options import PrepareOptions
-from zerofit.tools.prepare.worker_pool import WorkerPool
+from zerofit.tools.prepare.workers import WorkerPool
 
 SHOWN_BAD = 5  # bad lines that are shown where bad lines are skipped
+WAYS = {"memo": "word memo", "whole": "whole documents", "slow": "a slow tokenizer"}
 
 
 def prepare(options: PrepareOptions) -> list[str]:
@@ -38,7 +39,7 @@ def prepare(options: PrepareOptions) -> list[str]:
     prefixes = [f"{start}_{key}_document" for key in options.json_keys]
     check_free(prefixes, options.overwrite)
     outputs = [Path(prefix + ending + more) for prefix in prefixes for ending in ENDINGS for more in ("", PARTIAL)]
-    files, notes = find_input(options.input, omit=outputs)
+    files = find_input(options.input, omit=outputs)
     if any(file.kind == "text" for file in files) and options.json_keys != ["text"]:
         raise UserError(
             f"json_keys = {' '.join(options.json_keys)}: plain text has no keys, so it goes with `text` only"
@@ -49,7 +50,7 @@ def prepare(options: PrepareOptions) -> list[str]:
         options.tokenizer = options.vocab_file  # its name in messages and in the corpus' card
     else:
         tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
-    return notes + PrepareJob(options, prefixes, files, tokenizer).run()
+    return _write(options, prefixes, files, tokenizer, setup_of(tokenizer, options))
 
 
 # ----------------------------------------------------------------------------------------------------------- the setup
@@ -98,104 +99,77 @@ def _is_exact(setup: Setup, tokenizer, texts: list[str]) -> bool:
 # ------------------------------------------------------------------------------------------------------------- the job
 
 
-class PrepareJob:
-    """One pass over the input."""
-
-    def __init__(self, options: PrepareOptions, prefixes: list[str], files: list, tokenizer):
-        self.options, self.prefixes, self.files, self.tokenizer = options, prefixes, files, tokenizer
-        self.num_bad, self.bad = 0, []
-        self.setup = setup_of(tokenizer, options)
-
-    def run(self) -> list[str]:
-        """Write all corpora. Returns lines for the terminal."""
-        total = sum(file.size for file in self.files)
-        with ExitStack() as stack:
-            pool = stack.enter_context(WorkerPool(self.options.processes, self.setup))
-            writers = [stack.enter_context(CorpusWriter(prefix, self.setup.dtype)) for prefix in self.prefixes]
-            pool.start()
-            line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
-            for task, read, answer in pool.work(self._tasks()):
-                self._take_note(answer, task)
-                for writer, piece in zip(writers, answer.pieces):
-                    writer.add(piece.ids, piece.lengths, piece.largest)
-                if line.is_due():
-                    line.show(_progress(min(1.0, read / max(1, total)), time.perf_counter() - started, writers))
-            seconds = time.perf_counter() - started
-            if not any(writer.tokens for writer in writers):
-                raise UserError(
-                    f"input = {' '.join(self.options.input)}: there is no text in it, so no corpus is written"
-                )
-            for writer in writers:
-                writer.finish(self._card(writer))
-            for writer in writers:
-                writer.publish()
-        return self._summary(writers, seconds)
-
-    def _tasks(self) -> Iterator[tuple[InputPart, int]]:
-        """The parts of all files, each with the bytes of the input read so far."""
-        before = 0
-        for file in self.files:
-            separator, encoding = self.options.document_separator, self.options.encoding
-            for task, read in tasks_of(file, self.setup.keys, separator, END_OF_TEXT, encoding):
-                yield task, before + read
-            before += file.size
-
-    def _take_note(self, answer, task: InputPart) -> None:
-        if answer.num_bad and not self.options.skip_bad_lines:
-            if "not UTF-8" in answer.bad[0]:
-                raise UserError(f"{answer.bad[0]}. {proposal(task.data)}, or skip such lines: --skip_bad_lines")
-            raise UserError(f"{answer.bad[0]}. Correct it, or skip such lines with --skip_bad_lines")
-        self.num_bad += answer.num_bad
-        self.bad += answer.bad[: SHOWN_BAD - len(self.bad)]
-
-    def _card(self, writer):
-        return Card(
-            tokenizer=self.options.tokenizer,
-            fingerprint=tokenizer_fingerprint(self.tokenizer),
-            vocab_size=vocab_size(self.tokenizer),
-            eod=self.setup.end,
-            documents=writer.documents,
-            tokens=writer.tokens,
-            largest_id=writer.largest,
-            sources=[str(file.path) for file in self.files],
-            made_by=f"zerofit {__version__}",
-        )
-
-    def _summary(self, writers: list, seconds: float) -> list[str]:
-        lines = [f"warning: skipped: {bad}" for bad in self.bad]
-        if self.num_bad > len(self.bad):
-            lines.append(f"warning: and {self.num_bad - len(self.bad):,} more bad lines were skipped")
-        for writer in writers:
-            lines.append(
-                f"{writer.prefix}: {writer.documents:,} documents ({writer.empty:,} empty), {writer.tokens:,} tokens, "
-                f"{size(writer.tokens * writer.dtype.itemsize)} as {writer.dtype.name}"
-            )
+def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile], tokenizer, setup: Setup) -> list[str]:
+    """One pass over the input, which writes all corpora. Returns lines for the terminal."""
+    total, num_bad, shown = sum(file.size for file in files), 0, list[str]()
+    with ExitStack() as stack:
+        pool = stack.enter_context(WorkerPool(options.processes, setup))
+        writers = [stack.enter_context(CorpusWriter(prefix, setup.dtype)) for prefix in prefixes]
+        pool.start()
+        line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
+        for task, read, answer in pool.work(_tasks(files, setup, options)):
+            if answer.num_bad and not options.skip_bad_lines:
+                guess = f" {proposal(task.data)}" if "not UTF-8" in answer.bad[0] else ""
+                raise UserError(f"{answer.bad[0]}.{guess} Correct it, or skip such lines with --skip_bad_lines")
+            num_bad += answer.num_bad
+            shown += answer.bad[: SHOWN_BAD - len(shown)]
+            for writer, piece in zip(writers, answer.pieces):
+                writer.add(piece.ids, piece.lengths, piece.largest)
+            if line.is_due():
+                line.show(_progress(min(1.0, read / max(1, total)), time.perf_counter() - started, writers))
+        seconds = time.perf_counter() - started
         tokens = sum(writer.tokens for writer in writers)
-        read = sum(file.size for file in self.files)
-        ways = {"memo": "word memo", "whole": "whole documents", "slow": "a slow tokenizer"}
+        if not tokens:
+            raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
+        for writer in writers:
+            writer.finish(_card(writer, options, files, tokenizer, setup))
+        for writer in writers:
+            writer.publish()
+    lines = [f"warning: skipped: {bad}" for bad in shown]
+    for writer in writers:
         lines.append(
-            f"read {counted(len(self.files), 'file')} of {size(read)} in {duration(seconds)} ({seconds:.1f} s): "
-            f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {counted(self.options.processes, 'worker')}, "
-            f"{ways[self.setup.way]}; {counted(self.num_bad, 'bad line')}"
+            f"{writer.prefix}: {writer.documents:,} documents ({writer.empty:,} empty), {writer.tokens:,} tokens, "
+            f"{size(writer.tokens * writer.dtype.itemsize)} as {writer.dtype.name}"
         )
-        if self.setup.end is None and self.tokenizer.eos_token_id is not None:
-            lines.append(
-                f"hint: documents do not end with {self.tokenizer.eos_token} (--append_eod), so that in training "
-                "nothing tells a model where one ends and the next begins"
-            )
-        return lines
+    lines.append(
+        f"read {counted(len(files), 'file')} of {size(total)} in {duration(seconds)} ({seconds:.1f} s): "
+        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {counted(options.processes, 'worker')}, {WAYS[setup.way]}; "
+        f"{counted(num_bad, 'bad line')}"
+    )
+    if setup.end is None and tokenizer.eos_token_id is not None:
+        lines.append(f"hint: nothing marks where a document ends. --append_eod adds {tokenizer.eos_token}")
+    return lines
 
 
-def _progress(fraction: float, seconds: float, writers: list) -> list[str]:
-    """The pieces of a status line.
+def _tasks(files: list[InputFile], setup: Setup, options: PrepareOptions) -> Iterator[tuple[InputPart, int]]:
+    """The parts of all files, each with the bytes of the input read so far."""
+    before = 0
+    for file in files:
+        for task, read in tasks_of(file, setup.keys, options.document_separator, END_OF_TEXT, options.encoding):
+            yield task, before + read
+        before += file.size
 
-    Args:
-        fraction: of the input that is read.
-    """
+
+def _card(writer: CorpusWriter, options: PrepareOptions, files: list[InputFile], tokenizer, setup: Setup) -> Card:
+    return Card(
+        tokenizer=options.tokenizer,
+        fingerprint=tokenizer_fingerprint(tokenizer),
+        vocab_size=vocab_size(tokenizer),
+        eod=setup.end,
+        documents=writer.documents,
+        tokens=writer.tokens,
+        largest_id=writer.largest,
+        sources=[str(file.path) for file in files],
+        made_by=f"zerofit {__version__}",
+    )
+
+
+def _progress(fraction: float, seconds: float, writers: list[CorpusWriter]) -> list[str]:
+    """The pieces of a status line, when this fraction of the input is read."""
     documents, tokens = writers[0].documents, sum(writer.tokens for writer in writers)
     return [
         f"{fraction:6.1%}",
         *([f"{duration(seconds * (1 - fraction) / fraction)} left"] if fraction else []),
         f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
-        f"{documents:,} documents ({documents / seconds:,.0f}/s)",
+        f"{documents:,} documents",
     ]

@@ -58,23 +58,18 @@ class CorpusWriter:
             self.lock = open(content, "ab", opener=open_without_links)
         except OSError as error:
             raise UserError(f"output_prefix: {content} cannot be written: {error.strerror}") from None
-        self._hold()
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.close()
+            raise UserError(f"output_prefix: another job is writing {self.prefix}.bin. Name another prefix") from None
+        except OSError:  # a file system without locks
+            pass
         for path in self.paths.values():
             if path != content:
                 path.unlink(missing_ok=True)
         self.builder = compact_builder(str(content), self.dtype.type)
         return self
-
-    def _hold(self) -> None:
-        """Lock the corpus. Raises UserError where another job has the lock."""
-        with suppress(ImportError, OSError):  # not every system and file system has such locks
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.lock.close()
-                raise UserError(
-                    f"output_prefix: another job is writing {self.prefix}.bin. Name another prefix"
-                ) from None
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # a full disk: the rest cannot be written

@@ -1,37 +1,29 @@
 """The input of `zerofit prepare`: which files are read, in which order, and as which parts of about a megabyte."""
 
-import csv
 import glob
 import gzip
-import io
 import os
-import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pyarrow
 from pyarrow import parquet
 
 from zerofit.data.encodings import as_utf8, open_bytes
+from zerofit.data.file_formats import BUILDERS, FORMATS, unreadable, with_delimiter
 from zerofit.data.megatron.corpus import INDICES
-from zerofit.recipe.columns import find_delimiter, head_of
+from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import parse_json
-from zerofit.tools.prepare.cutting import Missing, no_key
 from zerofit.tools.prepare.encode import InputPart
 
 PART = 1 << 20  # bytes; a longer line or document is a part by itself
-TEXT = (".txt", ".text", ".md", ".rst", ".tokens", ".py", ".tex")  # those of training, zerofit/data/file_formats.py
-KINDS = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
-    **dict.fromkeys(TEXT, "text"),
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-}
-ROWS = 256  # of a .parquet file, read at a time
+KINDS = {**{ending: kind for ending, kind in FORMATS.items() if kind != "xlsx"}, ".ndjson": "json"}
+ROWS = 256  # of a table, read at a time
 UNITS = ("line", "paragraph", "file")
 BOM = b"\xef\xbb\xbf"
 
@@ -45,8 +37,8 @@ class InputFile:
     size: int
 
 
-def find_input(inputs: list[str], omit: Iterable[Path] = ()) -> tuple[list[InputFile], list[str]]:
-    """(the files of these paths, folders and globs, notes for the terminal).
+def find_input(inputs: list[str], omit: Iterable[Path] = ()) -> list[InputFile]:
+    """The files of these paths, folders and globs.
 
     They have the order of `inputs`, and are sorted within a folder or a glob. A file that is named twice is taken
     once, at its first place. In folders and globs, hidden files, empty files and corpora are skipped.
@@ -55,28 +47,21 @@ def find_input(inputs: list[str], omit: Iterable[Path] = ()) -> tuple[list[Input
         omit: files that are never input, such as those that are about to be written.
 
     Raises:
-        UserError: names without files, and files of unknown kinds, all in one message.
+        UserError: a name without a file, an empty file, a file of an unknown kind.
     """
-    problems, files, omitted = [], {}, {path.resolve() for path in omit}
-    twice = 0
+    files, omitted = {}, {path.resolve() for path in omit}
     for name in inputs:
         paths, searched = _named(os.path.expanduser(name))
         if not paths:
-            problems.append(f"input = {name!r}: " + ("no file matches" if searched else "there is no such file"))
+            raise UserError(f"input = {name!r}: " + ("no file matches" if searched else "there is no such file"))
         for path in paths:
             place = path.resolve()
-            if place in omitted or (searched and (not path.stat().st_size or _is_of_a_corpus(path))):
-                continue
-            twice += place in files
-            if place not in files:
-                files[place] = _describe(path, problems)
-    if not problems and not files:
-        problems.append(f"input = {' '.join(inputs)}: all files are empty")
-    if problems:
-        more = [f"and {len(problems) - 20} more such files"] if len(problems) > 21 else []
-        raise UserError(problems[:20] + more if more else problems)
-    notes = [f"note: {twice} file{'s were' if twice > 1 else ' was'} named twice, and read once"] if twice else []
-    return list(files.values()), notes
+            skipped = searched and (not path.stat().st_size or _is_of_a_corpus(path))
+            if not (place in files or place in omitted or skipped):
+                files[place] = _describe(path)
+    if not files:
+        raise UserError(f"input = {' '.join(inputs)}: all files are empty")
+    return list(files.values())
 
 
 def _is_of_a_corpus(path: Path) -> bool:
@@ -103,22 +88,18 @@ def _tree(folder: str) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def _describe(path: Path, problems: list[str]) -> InputFile | None:
-    size = path.stat().st_size
-    endings = [suffix.lower() for suffix in path.suffixes]
-    if packed := endings[-1:] == [".gz"]:
-        endings.pop()
-    kind = KINDS.get(endings[-1]) if endings else None
-    if kind and not (packed and kind == "parquet"):
-        if not size:
-            problems.append(f"input = {str(path)!r}: the file is empty")
-        return InputFile(path, kind, size)
-    if not _begins_an_object(path):
-        problems.append(
-            f"input = {str(path)!r}: the ending is unknown, and the file does not begin with '{{' as JSON lines do. "
+def _describe(path: Path) -> InputFile:
+    size, kind = path.stat().st_size, KINDS.get(ending_of(path))
+    if kind == "parquet" and path.suffix == ".gz":
+        kind = None
+    if not size:
+        raise UserError(f"input = {str(path)!r}: the file is empty")
+    if not kind and not _begins_an_object(path):
+        raise UserError(
+            f"input = {str(path)!r}: unknown file extension, and the file does not begin with '{{' as JSON lines do. "
             f"Known are {', '.join(KINDS)}, each but .parquet also .gz"
         )
-    return InputFile(path, "json", size)
+    return InputFile(path, kind or "json", size)
 
 
 def _begins_an_object(path: Path) -> bool:
@@ -146,9 +127,7 @@ def tasks_of(
         UserError: the file cannot be read, is a broken .gz or .parquet, or has no such column.
     """
     try:
-        if file.kind == "parquet":
-            yield from _rows(file, keys)
-        elif file.kind in ("csv", "tsv"):
+        if file.kind in ("csv", "tsv", "parquet"):
             yield from _in_parts(file, _table(file, keys, encoding))
         elif file.kind == "json" and _is_list(file.path, encoding):
             yield from _in_parts(file, _list(file, keys, encoding))
@@ -175,41 +154,32 @@ def _is_list(path: Path, encoding: str | None) -> bool:
     return next(_blocks(path, encoding), (b"", 0))[0].lstrip()[:1] == b"["
 
 
-def _list(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[list]:
-    """The texts of each record of a JSON list; a record that is a text is that of the only key."""
+def _list(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[Any]:
+    """The records of a JSON list; one that is a text is that of the keys."""
     try:
         records = parse_json(b"".join(block for block, _ in _blocks(file.path, encoding)))
     except ValueError as error:
         raise UserError(f"{file.path} begins as a JSON list and is not one: {error}") from None
-    for record in records:
-        if isinstance(record, dict):
-            yield [record[key] if key in record else no_key(key, record) for key in keys]
-        else:
-            yield [record] * len(keys)
+    return (dict.fromkeys(keys, record) if isinstance(record, str) else record for record in records)
 
 
-def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[list]:
-    """The texts of each record of a .csv or .tsv; in .tsv, quotes are text, as in training."""
-    csv.field_size_limit(sys.maxsize)
-    rules = {"quoting": csv.QUOTE_NONE} if file.kind == "tsv" else {}
-    if (head := head_of(file.path, [encoding])) is not None:
-        rules["delimiter"] = find_delimiter(head, f".{file.kind}")
-    with open_bytes(file.path) as packed:
-        text = io.TextIOWrapper(packed, encoding=encoding or "utf-8-sig", newline="")
-        try:
-            records = csv.reader(text, **rules)
-            header = [name.removeprefix("\ufeff") for name in next(records, [])]
-            _check_columns(file.path, keys, header)
-            places = [header.index(key) for key in keys]
-            for record in records:
-                short = Missing(f"the record has {len(record)} fields, and the header {len(header)}")
-                if record:
-                    yield [record[place] if place < len(record) else short for place in places]
-        except (csv.Error, UnicodeDecodeError) as error:
-            problem = (
-                f"is not {encoding or 'UTF-8'} (see --encoding)" if isinstance(error, UnicodeError) else "is broken"
-            )
-            raise UserError(f"{file.path} {problem}, after line {records.line_num}: {first_line(error)}") from None
+def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iterator[dict[str, Any]]:
+    """The records of a .csv, .tsv or .parquet file, read as in training."""
+    try:
+        if file.kind == "parquet":
+            table = parquet.ParquetFile(file.path)
+            _check_columns(file.path, keys, table.schema_arrow.names)
+            for batch in table.iter_batches(ROWS, columns=list(keys)):
+                yield from batch.to_pylist()
+            return
+        kwargs = BUILDERS[file.kind][1] | ({"encoding": encoding} if encoding else {})
+        kwargs = with_delimiter([file.path], kwargs, None)
+        _check_columns(file.path, keys, list(pd.read_csv(file.path, nrows=0, **kwargs)))
+        rules = {"dtype": str, "usecols": list(keys), "index_col": False, "chunksize": ROWS}
+        for chunk in pd.read_csv(file.path, **rules, **kwargs):
+            yield from chunk.to_dict("records")
+    except (pyarrow.ArrowException, UnicodeError, ValueError) as error:
+        raise unreadable([file.path], file.kind, error) from None
 
 
 def _check_columns(path: Path, keys: tuple[str, ...], names: list[str]) -> None:
@@ -218,17 +188,17 @@ def _check_columns(path: Path, keys: tuple[str, ...], names: list[str]) -> None:
         raise UserError(f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}. See --json_keys")
 
 
-def _in_parts(file: InputFile, records: Iterator[list]) -> Iterator[tuple[InputPart, int]]:
+def _in_parts(file: InputFile, records: Iterator[Any]) -> Iterator[tuple[InputPart, int]]:
     """Parts of about PART characters each. The bytes read so far are only known at the end."""
     held, size, line = [], 0, 1
     for record in records:
         held.append(record)
-        size += sum(len(text) for text in record if isinstance(text, str))
+        size += sum(len(text) for text in record.values() if isinstance(text, str)) if isinstance(record, dict) else 0
         if size >= PART:
-            yield InputPart(str(file.path), line, "rows", list(zip(*held))), 0
+            yield InputPart(str(file.path), line, "rows", held), 0
             held, size, line = [], 0, line + len(held)
     if held:
-        yield InputPart(str(file.path), line, "rows", list(zip(*held))), file.size
+        yield InputPart(str(file.path), line, "rows", held), file.size
 
 
 def _text(file: InputFile, separator: str | None, mark: str, encoding: str | None) -> Iterator[tuple[InputPart, int]]:
@@ -260,21 +230,3 @@ def _cut(path: Path, between: bytes | None, encoding: str | None) -> Iterator[tu
             line += data.count(b"\n")
     if held:
         yield bytes(held), line, read
-
-
-def _rows(file: InputFile, keys: tuple[str, ...]) -> Iterator[tuple[InputPart, int]]:
-    try:
-        table = parquet.ParquetFile(file.path)
-        names = table.schema_arrow.names
-        _check_columns(file.path, keys, names)
-        total, columns, line, held, row = table.metadata.num_rows, [[] for _ in keys], 1, 0, 0
-        for batch in table.iter_batches(ROWS, columns=list(keys)):
-            for column, key in zip(columns, keys):
-                column += batch.column(batch.schema.names.index(key)).to_pylist()
-            row += batch.num_rows
-            held += batch.nbytes
-            if held >= PART or row == total:
-                yield InputPart(str(file.path), line, "rows", columns), file.size * row // max(1, total)
-                columns, line, held = [[] for _ in keys], row + 1, 0
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{file.path} cannot be read as .parquet: {first_line(error)}") from None

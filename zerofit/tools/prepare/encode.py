@@ -48,7 +48,7 @@ class InputPart:
 
     Args:
         file, line: where it begins, for messages; `line` counts from 1, of .parquet it is a row.
-        kind: json (an object a line), rows (a list of texts of each key), or, of plain text, how it is cut into
+        kind: json (an object a line), rows (a list of records), or, of plain text, how it is cut into
             documents: line, paragraph, file or mark.
         data: bytes; of rows, lists.
         mark: between documents.

@@ -1,6 +1,7 @@
 """`zerofit prepare merge` and `zerofit prepare info`: join corpora, describe them, and check them completely."""
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from zerofit.recipe.words import counted
 from zerofit.record.terminal import say, size
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
-from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions
+from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions
 
 SHOWN_IDS = 200  # of the first document
 
@@ -74,14 +75,26 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     Raises:
         UserError: they differ, or only some have a card.
     """
-    first, cards = corpora[0], [corpus.card for corpus in corpora]
-    problems = [line for corpus in corpora[1:] for line in _differences(first, corpus)]
+    cards = [corpus.card for corpus in corpora if corpus.card]
+    problems = []
+    if 0 < len(cards) < len(corpora):
+        without = next(corpus.prefix for corpus in corpora if not corpus.card)
+        problems.append(f"input: {without} has no card (.json). Prepare that one again")
+    for what, values in (
+        ("types of ids", [corpus.dtype.__name__ for corpus in corpora]),
+        ("tokenizers", [(card.fingerprint, card.tokenizer) for card in cards]),
+        ("ends of documents (--append_eod)", ["none" if card.eod is None else str(card.eod) for card in cards]),
+    ):
+        different = list(dict.fromkeys(values))
+        if len(different) > 1:
+            shown = " and ".join(value[1] if isinstance(value, tuple) else value for value in different)
+            problems.append(f"input: the corpora have different {what}: {shown}. Prepare them alike")
     if problems:
         raise UserError(problems)
-    if first.card is None:
+    if not cards:
         return None
     return dataclasses.replace(
-        first.card,
+        cards[0],
         vocab_size=max(card.vocab_size for card in cards),
         documents=sum(card.documents for card in cards),
         tokens=sum(card.tokens for card in cards),
@@ -91,34 +104,16 @@ def _joined_card(corpora: list[Corpus]) -> Card | None:
     )
 
 
-def _differences(first: Corpus, corpus: Corpus) -> list[str]:
-    both = f"input: {first.prefix} and {corpus.prefix}"
-    if corpus.dtype != first.dtype:
-        return [f"{both} have ids of type {first.dtype.__name__} and {corpus.dtype.__name__}"]
-    if None in (first.card, corpus.card):
-        return [] if first.card is corpus.card else [f"{both}: one has no card (.json). Prepare that one again"]
-    differences = []
-    if first.card.fingerprint != corpus.card.fingerprint:
-        tokenizers = f"{first.card.tokenizer!r} and {corpus.card.tokenizer!r}"
-        differences.append(f"{both} were made with different tokenizers ({tokenizers}). Prepare one of them again")
-    if first.card.eod != corpus.card.eod:
-        ends = " and ".join("none" if card.eod is None else str(card.eod) for card in (first.card, corpus.card))
-        differences.append(
-            f"{both} have different ends of documents ({ends}). Prepare both with --append_eod, or both without"
-        )
-    return differences
-
-
 # ---------------------------------------------------------------------------------------------------------------- info
 
 
-def info(options: InfoOptions) -> int:
+def info(options: CorporaOptions) -> int:
     """Describe corpora and check them. Returns the exit code: 2 if something is wrong with one of them."""
     code = 0
     for name in corpora_of(options.input):
         corpus = open_corpus("input", name)
         wrong = check(corpus)
-        say(*_describe(corpus, options))
+        say(*_describe(corpus))
         if wrong:
             say(*(f"error: {line}" for line in wrong))
             code = EXIT_USER_ERROR
@@ -134,29 +129,23 @@ def check(corpus: Corpus) -> list[str]:
     lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
     if (lengths < 1).any():
         wrong.append(f"{index}: sequence {int(np.argmax(lengths < 1)):,} has the length {int(lengths.min())}")
-    pointers = np.cumsum(lengths, dtype=np.int64) * width - lengths.astype(np.int64) * width
-    differ = pointers != corpus.pointers
+    differ = (np.cumsum(lengths, dtype=np.int64) - lengths) * width != corpus.pointers
     if differ.any():
         wrong.append(f"{index}: sequence {int(np.argmax(differ)):,} does not begin where the one before it ends")
     smallest, largest = corpus.id_range()
     if smallest < 0:
         wrong.append(f"{corpus.prefix}.bin has the id {smallest}: no token has a number below 0")
-    return wrong + (_against_card(corpus, card, largest) if card else [])
-
-
-def _against_card(corpus: Corpus, card: Card, largest: int) -> list[str]:
-    path, wrong = f"{corpus.prefix}.json", []
+    if card is None:
+        return wrong
     if largest >= card.vocab_size:
-        wrong.append(f"{corpus.prefix}.bin has the id {largest:,}, and by {path} ids are below {card.vocab_size:,}")
-    actual = {"documents": corpus.documents, "tokens": corpus.tokens, "largest_id": largest}
-    for name, number in actual.items():
-        expected = getattr(card, name)
-        if expected != number:
-            wrong.append(f"{path} says {name} = {expected:,}, and it is {number:,}: the files are not of one corpus")
+        wrong.append(f"{corpus.prefix}.bin has the id {largest:,}, and by its card ids are below {card.vocab_size:,}")
+    for name, number in {"documents": corpus.documents, "tokens": corpus.tokens, "largest_id": largest}.items():
+        if getattr(card, name) != number:
+            wrong.append(f"{corpus.prefix}.json says {name} = {getattr(card, name):,}, and it is {number:,}")
     return wrong
 
 
-def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
+def _describe(corpus: Corpus) -> list[str]:
     lengths, width = corpus.lengths, np.dtype(corpus.dtype).itemsize
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     per_document = np.diff(ends[corpus.ends])
@@ -176,26 +165,17 @@ def _describe(corpus: Corpus, options: InfoOptions) -> list[str]:
         ]
     else:
         lines.append("  no card      nothing says which tokenizer made it")
-    return [*lines, *_first_document(corpus, per_document, options)]
+    return [*lines, _first_document(corpus, per_document)]
 
 
-def _first_document(corpus: Corpus, per_document: np.ndarray, options: InfoOptions) -> list[str]:
-    """The beginning of the first document that is not empty: as text if there is a tokenizer, else as ids."""
-    number = int(np.argmax(per_document > 0))
+def _first_document(corpus: Corpus, per_document: np.ndarray) -> str:
+    """The beginning of the first document that is not empty: as text if its tokenizer can be loaded, else as ids."""
+    number, tokenizer = int(np.argmax(per_document > 0)), None
     ids = np.fromfile(f"{corpus.prefix}.bin", corpus.dtype, min(SHOWN_IDS, int(per_document[number]))).tolist()
-    more = " ..." if per_document[number] > len(ids) else ""
-    lines, shown = [], " ".join(map(str, ids))
-    name = options.tokenizer or (corpus.card.tokenizer if corpus.card else None)
-    try:
+    if corpus.card:
         silence_libraries()
-        tokenizer = named_tokenizer("tokenizer", name, options.trust_remote_code) if name else None
-    except UserError as error:
-        if options.tokenizer:
-            raise
-        lines.append(f"  note         the tokenizer cannot be loaded here: {error}")
-        tokenizer = None
-    if tokenizer is not None:
-        if corpus.card and tokenizer_fingerprint(tokenizer) != corpus.card.fingerprint:
-            lines.append(f"  warning      {name} is another tokenizer than the one that made the corpus")
-        shown = repr(tokenizer.decode(ids)) if max(ids) < len(tokenizer) else f"beyond {name}: {shown}"
-    return [*lines, f"  document {number}   {shown}{more}"]
+        with suppress(UserError):
+            tokenizer = named_tokenizer("tokenizer", corpus.card.tokenizer)
+    known = tokenizer is not None and tokenizer_fingerprint(tokenizer) == corpus.card.fingerprint
+    shown = repr(tokenizer.decode(ids)) if known else " ".join(map(str, ids))
+    return f"  document {number}   {shown}{' ...' if per_document[number] > len(ids) else ''}"

@@ -5,8 +5,8 @@
     zerofit prepare info --input corpora/wiki_text_document
 
 The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of the same documents and tokenizer, for
-any number of workers. Parts of the input go to worker processes (worker_pool.py), which cut them into documents
-(cutting.py) and encode these (encode.py). The answers are written here, in the order of the input.
+any number of workers. Parts of the input go to worker processes (workers.py), which cut them into documents and
+encode these (encode.py). The answers are written here, in the order of the input.
 """
 
 import signal
@@ -18,7 +18,7 @@ from zerofit.recipe.errors import EXIT_TERMINATED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
-from zerofit.tools.prepare.prepare_options import InfoOptions, JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions, PrepareOptions
 
 MORE = """
 Also: zerofit prepare merge   several corpora, one after another, as one
@@ -28,7 +28,7 @@ Also: zerofit prepare merge   several corpora, one after another, as one
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in ("merge", "info"):
-        kind = JoinOptions if argv[0] == "merge" else InfoOptions
+        kind = JoinOptions if argv[0] == "merge" else CorporaOptions
         options = parse_recipe(kind, argv[1:], prog=f"zerofit prepare {argv[0]}", tool=True, hints=PREPARE_HINTS)
         from zerofit.tools.prepare.merge_and_info import info, join
 

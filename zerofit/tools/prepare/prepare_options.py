@@ -63,7 +63,7 @@ class PrepareOptions(Recipe):
 
 @dataclass
 class CorporaOptions(Recipe):
-    """Corpora that are there"""
+    """What corpora hold, and whether they are complete"""
 
     input: list[str] | None = option(  # noqa: RUF009
         None, "Prefixes of corpora, what stands before .bin; or folders of them, taken in the order of their names."
@@ -90,11 +90,3 @@ class JoinOptions(CorporaOptions):
         if not self.output_prefix:
             problems.append("no output: set --output_prefix to what the new corpus is to be called")
         return problems
-
-
-@dataclass
-class InfoOptions(CorporaOptions):
-    """What corpora hold, and whether they are complete"""
-
-    tokenizer: str | None = option(None, "Decodes the first document; by default the one that the corpus names.")
-    trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")

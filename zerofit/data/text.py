@@ -1,0 +1,239 @@
+"""Plain text for the causal task: from records to documents, in a training and a held-out part, to packed samples."""
+
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import psutil
+from datasets import Dataset, Features
+
+from zerofit.data.encodings import open_bytes
+from zerofit.data.options import DataOptions
+from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SampleSet, SeparateDocuments, TextData
+from zerofit.data.sources import Source, read_source
+from zerofit.data.tables import (
+    check_column,
+    check_name,
+    columns_present,
+    empty_split,
+    first_records,
+    hold_out,
+    set_fingerprint,
+    text_columns,
+)
+from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
+from zerofit.model.families.gpt2 import END_OF_TEXT
+from zerofit.model.tokenizer import padding_token
+from zerofit.recipe.errors import UserError
+
+FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
+GROUP = 4 << 20  # characters
+BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 MB
+
+
+# ----------------------------------------------------------------------------------------------------------- documents
+
+
+def read_records(data: DataOptions, separator: str | None, packing: str) -> tuple[Source, str]:
+    """(the data, the unit of documents in text files: line, paragraph, file or mark).
+
+    Args:
+        separator: document_separator.
+
+    Raises:
+        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
+    """
+    unit = ""
+
+    def sample_by(files: list[Path]) -> str:
+        nonlocal unit
+        unit = _text_unit(separator, packing, files)
+        return unit if unit in ("line", "paragraph") else "document"
+
+    source = read_source(data, sample_by=sample_by)
+    return source, unit
+
+
+def take_texts(
+    source: Source, unit: str, column: str | None, separator: str | None, options: DataOptions
+) -> dict[str, Dataset]:
+    """The documents of each part (column `text`); a held-out part is split off if there is none.
+
+    Args:
+        column: text_column.
+        separator: document_separator.
+
+    Raises:
+        UserError: there is no such column; a split is empty.
+    """
+    parts = {name: _only_text(part, text_column(part, column)) for name, part in source.parts.items()}
+    if unit == "mark":
+        parts = {name: _cut_at_mark(part, separator or END_OF_TEXT) for name, part in parts.items()}
+    if "validation" not in parts and options.held_out_fraction > 0:
+        parts["train"], parts["validation"] = split_off(parts["train"], options.held_out_fraction)
+    train = parts.pop("train", None)
+    if not options.trains:
+        return parts
+    return {"train": first_records(train, options.max_train_samples), **parts}
+
+
+def _text_unit(separator: str | None, packing: str, files: list[Path]) -> str:
+    if separator in ("line", "paragraph", "file"):
+        return separator
+    if separator or _contains(files[0], END_OF_TEXT):
+        return "mark"
+    return "line" if packing == "none" else "file"
+
+
+def _contains(path: Path, mark: str) -> bool:
+    needle, tail = mark.encode(), b""
+    with open_bytes(path) as file:
+        while chunk := file.read(2**24):
+            if needle in tail + chunk:
+                return True
+            tail = chunk[-len(needle) :]
+    return False
+
+
+def text_column(dataset: Dataset, name: str | None) -> str:
+    """The column of text. Raises UserError if there is none, or several are possible."""
+    check_column(dataset, "text_column", name, "text")
+    texts = text_columns(dataset)
+    if name or "text" in texts:
+        return name or "text"
+    if len(texts) != 1:
+        raise UserError(f"no column is called text; {columns_present(dataset)}. Name the one with --text_column")
+    check_name(texts[0], "text_column")
+    return texts[0]
+
+
+def _only_text(dataset: Dataset, column: str) -> Dataset:
+    dataset = dataset.remove_columns([name for name in dataset.column_names if name != column])
+    dataset = dataset if column == "text" else dataset.rename_column(column, "text")
+    if dataset.data.column("text").null_count:  # records without text
+        dataset = dataset.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
+    return dataset
+
+
+def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
+    def cut(batch: dict) -> dict:
+        pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
+        return {"text": [piece for piece in pieces if piece.strip()]}
+
+    name = sha256(f"{dataset._fingerprint} cut at {mark}".encode()).hexdigest()[:32]
+    return dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
+
+
+def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """(training, held-out) parts: documents drawn at random with a fixed seed, or the ends of a few long documents."""
+    if len(dataset) >= FEW_DOCUMENTS:
+        return hold_out(dataset, fraction)
+    cuts = [_cut_near_the_end(text, fraction) for text in dataset["text"]]
+    parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
+    if not any(parts):
+        raise UserError(NO_TEXT)
+    if not all(parts):
+        raise empty_split(fraction, len(dataset))
+    train, held_out = (
+        set_fingerprint(Dataset.from_dict({"text": part}), dataset._fingerprint, fraction, name)
+        for part, name in zip(parts, ("train", "held out"))
+    )
+    return train, held_out
+
+
+def _cut_near_the_end(text: str, fraction: float) -> tuple[str, str]:
+    """Cut off about the last `fraction` of a text, at the start of a line if one is near."""
+    target = round(len(text) * (1 - fraction))
+    newline = text.rfind("\n", 0, target)
+    near = target - newline <= fraction * len(text) / 2
+    cut = newline + 1 if newline > 0 and near else target
+    return text[:cut], text[cut:]
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+def prepare_text(
+    parts: dict[str, Dataset],
+    tokenizer,
+    block_size: int,
+    packing: str,
+    append_eos: bool | None,
+    max_eval_samples: int | None,
+    cache: TableCache,
+) -> TextData:
+    """Tokenise and pack texts.
+
+    Args:
+        append_eos: None: unless documents are concatenated.
+
+    Raises:
+        UserError: a part is empty, or block_size leaves it no sample.
+    """
+    if append_eos and tokenizer.eos_token_id is None:
+        raise UserError("append_eos = true: the tokenizer has no end-of-text token. Leave the option out")
+    wanted = packing != "concatenate" if append_eos is None else append_eos
+    ends = wanted and tokenizer.eos_token_id is not None
+    sets: dict[str, SampleSet] = {}
+    for part, dataset in parts.items():
+        documents = Documents(tokenize_texts(dataset, tokenizer, ends, cache))
+        limit = max_eval_samples if part == "validation" else None
+        if packing == "none":
+            sets[part] = SeparateDocuments(documents, block_size, limit)
+            continue
+        sets[part] = PackedBlocks(documents, block_size, packing == "documents", padding_token(tokenizer), limit)
+        if not len(sets[part]):
+            raise UserError(
+                f"block_size = {block_size} leaves no {part} sample: there are {documents.num_tokens} tokens. "
+                "Choose a smaller one, or --packing documents, which fills the last block up"
+            )
+    stats = next(iter(sets.values())).stats
+    mean, notes = stats.tokens / stats.documents, []
+    if packing == "documents" and mean < block_size / 4:
+        notes.append(
+            f"hint      a document has {mean:.0f} tokens on average, and attention stays inside it. Lines of longer "
+            "texts? --packing concatenate, or another --document_separator"
+        )
+    return TextData(sets.get("train"), sets.get("validation"), tokenizer, block_size, notes)
+
+
+def tokenize_texts(dataset: Dataset, tokenizer, append_eos: bool, cache: TableCache) -> Dataset:
+    """Token ids of each document (column `input_ids`, int32), without empty documents."""
+
+    def encode(batch: dict) -> dict:
+        texts = [text for text in batch["text"] if text and not text.isspace()]
+        ids = [row for group in _groups(texts) for row in _ids_of(tokenizer, group)]
+        if append_eos:
+            end = tokenizer.eos_token_id
+            ids = [row if len(row) and row[-1] == end else np.append(row, np.int32(end)) for row in ids]
+        return {"input_ids": [row for row in ids if len(row)]}
+
+    columns = Features({"input_ids": IDS})
+    return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache)
+
+
+def _groups(texts: list[str]) -> Iterator[list[str]]:
+    """Texts in groups that are tokenised at once, of about GROUP characters."""
+    group, size = [], 0
+    for text in texts:
+        if group and size + len(text) > GROUP:
+            yield group
+            group, size = [], 0
+        group.append(text)
+        size += len(text)
+    if group:
+        yield group
+
+
+def _ids_of(tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text, int32. Raises UserError if the memory is too small for a long one."""
+    longest = max(map(len, texts))
+    needed, free = BYTES_PER_CHARACTER * longest, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"a text has {longest:,} characters: to tokenise it takes {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free. Cut it into several records, or name a --document_separator"
+        )
+    rows = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
+    return [np.array(row, np.int32) for row in rows]

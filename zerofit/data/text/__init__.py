@@ -1,1 +1,0 @@
-"""Plain text for the causal task."""
