@@ -11,12 +11,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from zerofit.cli import main
 from zerofit.estimate.allocations import AllocationTracker
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
-from zerofit.estimate.every_nth import EveryNth
 from zerofit.estimate.model_states import deepspeed_states, torch_states
 from zerofit.estimate.peak import Moment, find_peak, pinned, training_moments
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
-from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
+from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model import loss
 from zerofit.strategy.gpu_table import GPUS

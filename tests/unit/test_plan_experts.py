@@ -11,7 +11,7 @@ from zerofit.estimate.fully_sharded import FullyShardedMemory, fully_sharded_sta
 from zerofit.estimate.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import make_model
 from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.traced_experts import divide_experts, expert_names
+from zerofit.estimate.traced_shares import divide_experts, expert_names
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights

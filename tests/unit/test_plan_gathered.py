@@ -11,11 +11,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from zerofit.estimate.module_visits import Visit, watch_modules
+from zerofit.estimate.traced_shares import linear_of_zero_3
 from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.tracer import linear_of_zero_3
 from zerofit.estimate.weights import Weight, Weights
-from zerofit.estimate.zero3_coordinator import FetchRules, KnownPass
-from zerofit.estimate.zero3_weights import GatheredWeights
+from zerofit.estimate.zero3_weights import FetchRules, GatheredWeights, KnownPass
 
 NUM_LAYERS = 4
 

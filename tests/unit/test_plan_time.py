@@ -1,24 +1,25 @@
 """`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
 
-import copy
-import pickle
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Harmful
 from test_plan import MILLION, ON_GPUS, RECIPE, planned, zero
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
-from zerofit.estimate import calibration, trace_cache
-from zerofit.estimate.calibration import Calibration, cpu_name, key_name, read_calibration
-from zerofit.estimate.device_speeds import device_speeds
-from zerofit.estimate.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
-from zerofit.estimate.links import Exchange, Links, MeasuredLinks
+from zerofit.estimate.device_speeds import (
+    VERSION,
+    Calibration,
+    cpu_name,
+    device_speeds,
+    key_name,
+    place_of,
+    read_calibration,
+)
+from zerofit.estimate.exchanges import Exchange, Exchanges, Links, MeasuredLinks, deepspeed_exchanges, torch_exchanges
 from zerofit.estimate.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -33,14 +34,13 @@ from zerofit.estimate.operations import (
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.speeds import Curve, Speeds, attention_efficiency, product_efficiency
 from zerofit.estimate.time_constants import HOST_STEP, SHARED_BY
-from zerofit.estimate.trace_cache import TraceCache, Traces
+from zerofit.estimate.timing import COMMUNICATION, HOST, PassTime, pass_time, update_time
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION as TRACED
 from zerofit.estimate.tracer import Tracer, TraceSettings
-from zerofit.estimate.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.strategy.gpu_table import GPUS
-from zerofit.tools.plan import measure, parallel
+from zerofit.tools.plan import measure
 
 GIGA = 1e9
 LARGER = ["--block_size", "512", "--config_overrides",
@@ -263,11 +263,11 @@ def test_the_parts_of_a_pass_add_up():
 @pytest.fixture
 def calibrated(monkeypatch, tmp_path) -> Calibration:
     """This machine, as if it had been measured with two processes."""
-    monkeypatch.setattr(calibration, "cache_root", lambda _: tmp_path)
+    monkeypatch.setattr("zerofit.estimate.device_speeds.cache_root", lambda _: tmp_path)
     rates = {key_name(kind, half): [(1.0, 1e10)] for kind in KINDS for half in (False, True)}
     links = {key_name(kind, half): [(1.0, GIGA)] for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
              for half in (False, True)}  # fmt: skip
-    made = Calibration(calibration.VERSION, cpu_name(), 2, rates, links, 1e-6, 1e8, None, "a test")
+    made = Calibration(VERSION, cpu_name(), 2, rates, links, 1e-6, 1e8, None, "a test")
     made.write()
     return made
 
@@ -284,7 +284,7 @@ def test_what_was_measured_is_used_on_this_machine(capsys, calibrated):
 
 
 def test_without_a_measurement_there_is_no_time_and_the_report_says_what_to_type(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(calibration, "cache_root", lambda _: tmp_path)
+    monkeypatch.setattr("zerofit.estimate.device_speeds.cache_root", lambda _: tmp_path)
     assert main(["plan", *RECIPE, *ON_CPU, "--strategies", "ddp", "--batch_sizes", "1"]) == 0
     said = capsys.readouterr().out
     assert "zerofit plan --calibrate --num_gpus 2" in said
@@ -369,47 +369,6 @@ def test_a_wrong_variable_is_named(capsys, monkeypatch):
     assert "DEVICE_MEMORY_GB=many" in capsys.readouterr().err
 
 
-def test_traces_are_kept_and_a_changed_model_is_traced_anew(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
-    flags = [*ON_GPUS, "--strategies", "ddp", "--batch_sizes", "3"]
-    traced, run = [], Tracer.trace
-    monkeypatch.setattr(Tracer, "trace", lambda self, size: traced.append(size) or run(self, size))
-    first = planned(capsys, *flags)
-    assert len(traced) == 2  # of training and of evaluation
-    assert planned(capsys, *flags) == first
-    assert len(traced) == 2
-    assert planned(capsys, *flags, "--gradient_checkpointing") != first
-    assert len(traced) == 4
-    for file in tmp_path.rglob("*.json"):
-        file.write_bytes(b"damaged")
-    assert planned(capsys, *flags) == first
-    assert len(traced) == 6
-
-
-def test_kept_traces_are_the_traced_ones_and_a_hostile_file_runs_nothing(capsys, monkeypatch, tmp_path):
-    """Of ZeRO-3, whose segments have visits of modules, and of stages and shared layers."""
-    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
-    monkeypatch.setattr(parallel, "_can_fork", lambda: False)
-    written = []
-    monkeypatch.setattr(TraceCache, "write", lambda self, traces: written.append(copy.deepcopy(traces)))
-    planned(capsys, *ON_GPUS, "--strategies", "zero3,tp", "--batch_sizes", "2")
-    assert len(written) >= 4
-    assert any(one.visit for traces in written for several in traces.segments.values() for one in several)
-    monkeypatch.undo()
-    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
-    cache = TraceCache("a key")
-    for traces in written:
-        cache.write(traces)
-        assert cache.read() == traces
-    whole = cache.path.read_bytes()
-    damages = (b"[" * 10**5, b"[]", b'{"stacks": {}}', pickle.dumps(Harmful(tmp_path / "ran")), whole[:-100],
-               re.sub(rb'"peak":(\d+)', rb'"peak":"\1"', whole), whole.replace(b"matrix", b""))  # fmt: skip
-    for damaged in damages:
-        cache.path.write_bytes(damaged)
-        assert cache.read() == Traces()
-    assert not (tmp_path / "ran").exists()
-
-
 # ----------------------------------------------------------------------------------------------------- the calibration
 
 
@@ -428,7 +387,7 @@ def test_every_measurement_of_a_process(monkeypatch):
 
 
 def test_a_calibration_needs_no_recipe_and_is_kept(capsys, monkeypatch, tmp_path, calibrated):
-    calibration.place_of(cpu_name()).unlink()
+    place_of(cpu_name()).unlink()
     found = {"rates": calibrated.rates, "links": calibrated.links, "operation_s": 1e-6, "adam": 1e8, "host_link": None}
     asked = []
     monkeypatch.setattr("zerofit.tools.plan.calibrate._measure", lambda processes: asked.append(processes) or found)

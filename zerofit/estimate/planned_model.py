@@ -11,15 +11,12 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 import zerofit.model.activations  # noqa: F401
-from zerofit.estimate.every_nth import EveryNth
 from zerofit.estimate.memory_constants import MASTER_BYTES, NF4_BYTES
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
 from zerofit.estimate.planned_rows import TASKS, Rows
-from zerofit.estimate.trace_cache import TraceCache, model_key
-from zerofit.estimate.traced_experts import divide_experts
-from zerofit.estimate.traced_shares import split_layers
+from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep, in_flight
-from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, reduced_configuration
+from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
@@ -161,7 +158,7 @@ class PlannedModel:
     @property
     def keeps_layers(self) -> bool:
         """Whether ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
-        checked by forward passes before training (gathered.py)."""
+        checked by forward passes before training (zero3_weights.py)."""
         return self.task == "cls" or self.rows.loss_kind == "full"
 
     def dtypes(self, precision: str, computes_in_half: bool) -> tuple[torch.dtype, torch.dtype]:
@@ -210,13 +207,9 @@ class PlannedModel:
     def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
         key = (settings, rows)
         if key not in self._tracers:
-            build, cache = self._build(settings, trained, rows), TraceCache((*self._model_key, *key, trained))
-            self._tracers[key] = Tracer(self.config, self.full, build, rows, settings, cache)
+            build = self._build(settings, trained, rows)
+            self._tracers[key] = Tracer(self.config, self.full, build, rows, settings)
         return self._tracers[key]
-
-    @cached_property
-    def _model_key(self) -> tuple[Any, ...]:
-        return model_key(self.recipe, self.config)
 
     def _rows(self, rows: Rows, precision: str) -> Rows:
         """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""

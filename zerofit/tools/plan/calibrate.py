@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit.estimate.calibration import VERSION, Calibration, cpu_name
+from zerofit.estimate.device_speeds import VERSION, Calibration, cpu_name
 from zerofit.estimate.operations import ALL_REDUCE, MATRIX, MEMORY
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import rounded, say

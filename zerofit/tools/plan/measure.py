@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from zerofit.estimate.calibration import key_name
+from zerofit.estimate.device_speeds import key_name
 from zerofit.estimate.operations import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import cached_property, partial
 
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
-from zerofit.estimate.generation_cache import KeyValueCache, cache_of
 from zerofit.estimate.memory_constants import (
     CPU_DEEPSPEED_BYTES,
     CPU_GROUP_BYTES,
@@ -12,7 +11,16 @@ from zerofit.estimate.memory_constants import (
     CPU_PROGRAM_BYTES,
 )
 from zerofit.estimate.model_states import States
-from zerofit.estimate.peak import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
+from zerofit.estimate.peak import (
+    InFlight,
+    KeyValueCache,
+    Peak,
+    cache_of,
+    evaluation_moments,
+    find_peak,
+    pinned,
+    training_moments,
+)
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
