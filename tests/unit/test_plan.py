@@ -442,26 +442,6 @@ def test_the_report_ranks_and_says_what_does_not_fit(capsys):
     assert "single:" in said
 
 
-SMALL = ["--task", "clm", "--config_name", "gpt2", "--block_size", "512", "--precision", "bf16", "--config_overrides",
-         "n_layer=8,n_head=4,n_embd=256,n_positions=512,vocab_size=512"]  # fmt: skip
-
-
-def test_what_does_not_fit_names_what_would_help(capsys):
-    """`single` needs 725 MiB. Where something fits, its next micro-batch is no news."""
-    flags = ["--lora", "--gpu_memory", "721MiB", "--strategies", "single,zero3", "--json"]
-    assert main(["plan", *SMALL, *flags, "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (largest,) = found["largest"]
-    (remedy,) = found["remedies"]["single"]
-    assert (largest["strategy"], remedy["options"]) == ("zero3", ["gradient_checkpointing"])
-    assert main(["plan", *SMALL, *flags[:-1], "--gradient_checkpointing"]) == 0
-    said = capsys.readouterr().out
-    assert "does not fit" not in said
-    assert any(
-        line.split()[:3] == ["single", str(remedy["per_device_train_batch_size"]), "x"] for line in said.splitlines()
-    )
-
-
 def test_one_process_has_single_first_and_nothing_that_is_shared(capsys):
     found = planned(capsys, "--gpu", "a100-40gb", "--batch_sizes", "1")
     assert found["predictions"][0]["strategy"] == "single"

@@ -40,7 +40,7 @@ from zerofit.estimate.tracer import ATTENTION as TRACED
 from zerofit.estimate.tracer import Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.strategy.gpu_table import GPUS
-from zerofit.tools.plan import measure
+from zerofit.tools.plan.calibrate import Bench
 
 GIGA = 1e9
 LARGER = ["--block_size", "512", "--config_overrides",
@@ -373,10 +373,10 @@ def test_a_wrong_variable_is_named(capsys, monkeypatch):
 
 
 def test_every_measurement_of_a_process(monkeypatch):
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
-    monkeypatch.setattr(measure.Bench, "edges", (16, 32))
-    monkeypatch.setattr(measure.Bench, "counts", (2**8, 2**10))
-    bench = measure.Bench(torch.device("cpu"), 0, 1)
+    monkeypatch.setattr("zerofit.tools.plan.calibrate.SECONDS", 0.0)
+    monkeypatch.setattr(Bench, "edges", (16, 32))
+    monkeypatch.setattr(Bench, "counts", (2**8, 2**10))
+    bench = Bench(torch.device("cpu"), 0, 1)
     rates = bench.rates()
     assert set(rates) == {key_name(kind, half) for kind in KINDS for half in (False, True)}
     assert all(rate > 0 and size > 0 for points in rates.values() for size, rate in points)

@@ -1,4 +1,4 @@
-"""What `zerofit plan` prints: the ranked table, what does not fit and what would help, and what is not possible."""
+"""What `zerofit plan` prints: the ranked table, what does not fit, and what is not possible."""
 
 import re
 import textwrap
@@ -10,7 +10,6 @@ from zerofit.estimate.measured_rows import Comparable, comparable, kind_of, mode
 from zerofit.model.configuration import usable_positions
 from zerofit.record.terminal import rounded, size, table
 from zerofit.strategy.gpu_table import CPU
-from zerofit.tools.plan.plan_remedies import PlanRemedy
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
@@ -34,14 +33,12 @@ class PlanReport:
     """Everything that was found.
 
     Attributes:
-        remedies: {label of a strategy that nothing fits of: what would let it fit}.
         lengths: of rows, that were searched; None: micro-batches were.
         is_named: the user named the micro-batches, and hears of each that does not fit.
     """
 
     outcomes: list[LayoutOutcome]
     planner: Planner
-    remedies: dict[str, list[PlanRemedy]]
     lengths: list[int] | None = None
     is_named: bool = False
 
@@ -156,8 +153,6 @@ class PlanReport:
         for group in _alike(misfits):
             what = f"rows of {group[0].length:,} tokens" if self.lengths else f"micro-batch {group[0].micro_batch}"
             lines += [f"  {', '.join(one.label for one in group)}, {what}: {_misfit(group[0])}"]
-            remedies = self.remedies.get(group[0].label)
-            lines += [f"    fits with {', or with '.join(map(str, remedies))}"] if remedies else []
         return ["does not fit:", *lines, ""] if lines else []
 
     def _refusals(self) -> list[str]:
@@ -193,7 +188,7 @@ class PlanReport:
         return f"{config.model_type}, {total:,} parameters{trained}, rows of {length} tokens{recomputed}"
 
     def to_json(self) -> dict[str, Any]:
-        """{predictions, best, largest, refused, remedies, ...}. Where lengths were searched, `best` and `largest` are
+        """{predictions, best, largest, refused, ...}. Where lengths were searched, `best` and `largest` are
         the longest rows."""
         weights, best = self.planner.model.weights, self.best
         by_rank = sorted((one for one in self.outcomes if one.best), key=lambda one: one.best.rank)
@@ -203,10 +198,6 @@ class PlanReport:
             "best": [_place(one) for one in best],
             "largest": [_place(one) for one in largest],
             "refused": {one.label: one.refused for one in self.outcomes if one.refused},
-            "remedies": {
-                label: [{"options": one.options, "per_device_train_batch_size": one.micro_batch} for one in several]
-                for label, several in self.remedies.items()
-            },
             "comparable": {one.label: _measured(self.comparable(one)) for one in best if one.is_timed},
             "checkpoint_bytes": self.planner.model.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,

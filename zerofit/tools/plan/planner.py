@@ -28,9 +28,9 @@ from zerofit.estimate.timing import Timing
 from zerofit.estimate.traced_steps import TracedStep, host_inputs
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.layouts import possible_degrees, read_pair
+from zerofit.tools.lengths_option import micro_batch_of
+from zerofit.tools.plan.layouts import possible_degrees, read_pair, resolve_with
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
-from zerofit.tools.plan.resolve import resolve_with
 from zerofit.tools.plan.size_search import search
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
@@ -228,3 +228,33 @@ def _program_on_cpu(resolved: PlannedStrategy) -> int:
 def _num_groups(layout: ParallelLayout) -> int:
     """Groups of processes that each one communicates in."""
     return sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
+
+
+class LengthPlanner:
+    """Searches among lengths of rows, at one micro-batch. Each length is traced: nothing is fitted.
+
+    Args:
+        planner: of the recipe, whatever the length of its own rows.
+        lengths: tokens of a row, ascending.
+    """
+
+    def __init__(self, planner: Planner, lengths: list[int]):
+        self.planner, self.lengths, self.micro_batch = planner, lengths, micro_batch_of(planner.recipe)
+        self._planners: dict[int, Planner] = {}
+
+    def find(self, outcome: LayoutOutcome) -> None:
+        """Add the predictions that the search needed, or why there are none."""
+        resolved, sizes = outcome.resolved, [self.micro_batch]
+        if not self.planner.possible(sizes, resolved.layout.data_size):
+            outcome.refused = self.planner.no_batch(sizes, resolved.layout)
+            return
+        outcome.predictions = search(self.lengths, partial(self.predict, resolved), self.planner.budget.device)
+
+    def predict(self, resolved: PlannedStrategy, length: int) -> Prediction:
+        """One length under one strategy."""
+        if length not in self._planners:
+            model, timing = self.planner.model.with_length(length), self.planner.timing
+            budget = self.planner.budget
+            timing = timing and Timing(model, budget.gpus_per_node, timing.speeds, timing.links, None, timing.is_known)
+            self._planners[length] = Planner(self.planner.recipe, model, budget, timing)
+        return self._planners[length].predict(resolved, self.micro_batch)
