@@ -87,7 +87,8 @@ def _pairs(name: str, encoder: int, decoder: int) -> list[str]:
 
 def _mixture(name: str, layers: int, width: int, groups: int, chosen: int, experts: str) -> list[str]:
     return [name, f"num_hidden_layers={layers},hidden_size={width},num_attention_heads=4,num_key_value_heads={groups},"
-            f"num_experts_per_tok={chosen},{experts},max_position_embeddings=256,output_router_logits=true"]  # fmt: skip
+            f"num_experts_per_tok={chosen},max_position_embeddings=256,output_router_logits=true,"
+            f"{experts}"]  # fmt: skip
 
 
 MODELS = {  # layers and their width: task, shape, and what is changed of it

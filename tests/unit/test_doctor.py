@@ -10,9 +10,6 @@ import yaml
 from helpers import ROOT, environment, tiny_model
 
 from zerofit.cli import main
-from zerofit.recipe.idle import idle_options
-from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.doctor.check import Disk, Installation, Needs, check_machine
 from zerofit.tools.doctor.doctor import make_report, read_options
 from zerofit.tools.doctor.doctor_report import DoctorReport
@@ -253,27 +250,12 @@ def test_the_machines_of_a_scheduler(folder, monkeypatch):
     assert "contradict each other" in "\n".join(texts(examined("--strategy", "zero2"), "warning"))
 
 
-def test_a_json_alone(folder, capsys):
-    report = examined("--deepspeed_config", "ds_configs/zero3_offload.json", "--num_processes", "2")
-    assert report.command.startswith("torchrun --nproc_per_node 2 ")
-    assert values(report)["strategy"][1] == "ds_configs/zero3_offload.json"
-
-
 def test_the_machine_alone(folder, capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "machine\n  devices " in shown
     assert "launch" not in shown
     assert "values" not in shown
-
-
-def test_a_screen(folder, capsys, monkeypatch):
-    monkeypatch.setattr("zerofit.tools.doctor.doctor.screen_width", lambda: 80)
-    assert main(["doctor", *MINE, "--strategy", "zero3_offload", "--report_name", "x"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert shown.index("report_name = x") < shown.index("\nvalues\n") < shown.index("\nmachine\n")
-    assert "M parameters" in shown
 
 
 def test_bad_input(folder, capsys):
@@ -290,15 +272,4 @@ def test_bad_input(folder, capsys):
     assert "there is no file accelerate_configs/zero9.yaml" in texts(report)[0]
 
 
-def test_the_environment_is_left_as_it_was(folder, capsys):
-    before = dict(os.environ)
-    assert main(["doctor", *MINE, *ZERO2]) == 0
-    assert dict(os.environ) == before
-
-
 # --------------------------------------------------------------------------------------------------------- the parts
-
-
-def test_a_run_tells_of_idle_options_too():
-    recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", "x", "--train_file", "x.txt", "--report_to", "wandb"])
-    assert idle_options(recipe) == ["report_to = wandb (--report_to) has no effect. Set with_tracking"]
