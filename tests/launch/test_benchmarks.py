@@ -10,13 +10,13 @@ from helpers import ROOT, environment
 LOOP = ["loop_speed", "--rounds", "1", "--updates", "2", "--warmup", "1", "--num_layers", "1", "--hidden_size", "32",
         "--block_size", "32", "--vocab_size", "300"]  # fmt: skip
 SMALL = {
-    "the loop": [*LOOP, "--output", "{tmp}/loop.json"],
+    "the loop": LOOP,
     "prepare_speed": ["prepare_speed", "--rounds", "1", "--workers", "1", "--megabytes", "1", "--memory", "1"],
     "faults": ["faults", "--only", "metrics.jsonl|SIGKILL in|SIGTERM in phase save", "--folder", "{tmp}/faults"],
     "counts": ["counts", "single", "ddp", "--lines", "--output", "{tmp}/counts.md"],
     "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny"],
-    "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128", "--warmup",
-                "1", "--output", "{tmp}/padding.json"],
+    "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128",
+                "--warmup", "1"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "published_memory": ["published_memory"],
     "published_times": ["published_times", "--only", "nanogpt", "--parts"],
