@@ -16,7 +16,7 @@ from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_s
 from zerofit.estimate.planned_rows import TASKS, Rows
 from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep, in_flight
-from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings, reduced_configuration
+from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
@@ -49,12 +49,6 @@ class PlannedModel:
     def __post_init__(self) -> None:
         self._tracers: dict[tuple[Any, ...], Any] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
-
-    def with_length(self, length: int) -> "PlannedModel":
-        """The same with rows of another length."""
-        other = replace(self, rows=replace(self.rows, length=length))
-        other._shares = self._shares
-        return other
 
     def with_options(self, recipe: Any, rows: Rows) -> "PlannedModel":
         """The same with other options that change its passes alone; tracers are shared."""
@@ -133,7 +127,7 @@ class PlannedModel:
             )
             for name, parameter in self.full.named_parameters()
         )
-        stacks = tuple(name for name, length in _lists(self.full).items() if length > 1)
+        stacks = tuple(name for name, length in outer_lists(self.full).items() if length > 1)
         layers = [sum(one.numel() for one in self.full.get_submodule(name)[0].parameters()) for name in stacks]
         embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
@@ -271,8 +265,3 @@ def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in trained:
             module.requires_grad_(True)
-
-
-def _lists(full: torch.nn.Module) -> dict[str, int]:
-    lists = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}

@@ -226,7 +226,7 @@ class Timing:
     def of(self, model: PlannedModel) -> "Timing":
         """The same for a model that shares its tracers; what is known of their passes is shared too."""
         other = copy.copy(self)
-        other.model, other._exchanges = model, {}
+        other.model, other._exchanges, other._flops_per_token = model, {}, None
         other.rows = model.rows.shortened(self.mean_length) if self.mean_length else model.rows
         return other
 

@@ -90,14 +90,10 @@ def reduced_configuration(config: Any) -> Any:
     return reduced
 
 
-def stacks_of(model: torch.nn.Module, full: torch.nn.Module) -> dict[str, int]:
-    """{name of each stack of layers: layers of it in the full model}."""
+def outer_lists(model: torch.nn.Module) -> dict[str, int]:
+    """{name: length} of the lists of modules that are in no other list."""
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    lengths = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    names = [name for name in lists if name in lengths and lists[name] and lengths[name] >= lists[name]]
-    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    layered = [name for name in outer if lists[name] <= TRACED_LAYERS]
-    return {name: lengths[name] for name in layered}
+    return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
 
 
 class Tracer:
@@ -139,7 +135,9 @@ class Tracer:
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
         """{name of a stack of layers: layers of it in the full model}."""
-        return stacks_of(self.model, self.full)
+        full = outer_lists(self.full)
+        few = {name: size for name, size in outer_lists(self.model).items() if 0 < size <= TRACED_LAYERS}
+        return {name: full[name] for name, size in few.items() if full.get(name, 0) >= size}
 
     def steps(self, batch_size: int, layers: int | None = None) -> list[TracedStep]:
         """The passes of the full model on `batch_size` rows, segment by segment; with `layers`, of one with so many

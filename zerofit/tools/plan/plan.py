@@ -27,7 +27,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import configs
-from zerofit.record.terminal import doing, rounded, say, screen_width, size, table
+from zerofit.record.terminal import doing, rounded, say, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
@@ -38,7 +38,7 @@ from zerofit.tools.plan.joint_search import find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
-from zerofit.tools.plan.plan_report import PlanReport, wrapped
+from zerofit.tools.plan.plan_report import PlanReport
 from zerofit.tools.plan.planner import LengthPlanner, Planner
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
 from zerofit.tools.plan.write import write_pairs, write_recipe

@@ -1,14 +1,13 @@
 """What `zerofit plan` prints: the ranked table, what does not fit, and what is not possible."""
 
 import re
-import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from zerofit.estimate.measured_rows import Comparable, comparable, kind_of, model_of
 from zerofit.model.configuration import usable_positions
-from zerofit.record.terminal import rounded, size, table
+from zerofit.record.terminal import rounded, size, table, wrapped
 from zerofit.strategy.gpu_table import CPU
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
@@ -19,13 +18,6 @@ LOWERS = {  # the moment of the peak: the option that lowers it
 }  # fmt: skip
 _TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours", "cost")
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
-
-
-def wrapped(text: str, width: int | None, indent: int) -> str:
-    """A text on lines of this width; those after the first are indented."""
-    if width is None:
-        return text
-    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass

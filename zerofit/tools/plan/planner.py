@@ -1,6 +1,7 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
@@ -253,8 +254,7 @@ class LengthPlanner:
     def predict(self, resolved: PlannedStrategy, length: int) -> Prediction:
         """One length under one strategy."""
         if length not in self._planners:
-            model, timing = self.planner.model.with_length(length), self.planner.timing
-            budget = self.planner.budget
-            timing = timing and Timing(model, budget.gpus_per_node, timing.speeds, timing.links, None, timing.is_known)
-            self._planners[length] = Planner(self.planner.recipe, model, budget, timing)
+            recipe, model, timing = self.planner.recipe, self.planner.model, self.planner.timing
+            model = model.with_options(recipe, replace(model.rows, length=length))
+            self._planners[length] = Planner(recipe, model, self.planner.budget, timing and timing.of(model))
         return self._planners[length].predict(resolved, self.micro_batch)
