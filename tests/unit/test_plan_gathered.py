@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from zerofit.estimate.module_visits import Visit, watch_modules
+from zerofit.estimate.module_visits import ModuleVisits, Visit
 from zerofit.estimate.traced_shares import linear_of_zero_3
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import Weight, Weights
@@ -44,11 +44,11 @@ class Model(nn.Module):
 def visited(model: nn.Module, efficient: bool = True) -> list[Visit]:
     """The visits of a forward and backward pass, with DeepSpeed's linear function or with torch's."""
     visits: list[Visit] = []
-    handles = watch_modules(model, visits.append)
+    if "hooks" not in vars(model):
+        model.hooks = ModuleVisits(model)
+    model.hooks.begin(visits.append)
     with linear_of_zero_3() if efficient else contextlib.nullcontext():
         model(torch.zeros(1, 3, dtype=torch.int64)).backward()
-    for handle in handles:
-        handle.remove()
     return visits
 
 

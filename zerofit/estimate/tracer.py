@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofit.estimate.allocations import AllocationTracker, Segment
-from zerofit.estimate.module_visits import watch_modules
+from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs
 from zerofit.estimate.traced_shares import (
     Collectives,
@@ -133,6 +133,10 @@ class Tracer:
         return model
 
     @functools.cached_property
+    def visits(self) -> ModuleVisits:
+        return ModuleVisits(self.model)
+
+    @functools.cached_property
     def stacks(self) -> dict[str, int]:
         """{name of a stack of layers: layers of it in the full model}."""
         full = outer_lists(self.full)
@@ -180,8 +184,8 @@ class Tracer:
             inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
             ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
-            for handle in watch_modules(self.model, ledger.visit) if self.settings.watched else ():
-                hooks.callback(handle.remove)
+            if self.settings.watched:
+                self.visits.begin(ledger.visit)
             borders = Borders(ledger)
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
