@@ -52,7 +52,6 @@ class Options:
     max_grad_norm: float = 1.0
     seed: int = 42
     threads: int = 0  # of torch; 0: one for each core
-    output: str = "outputs/benchmarks/loop_speed.json"
 
     @property
     def num_updates(self) -> int:
@@ -92,7 +91,6 @@ class Stopwatch:
             "median_update_s": statistics.median(seconds),
             "fastest_update_s": min(seconds),
             "last_loss": self.losses[-1],
-            "num_threads": torch.get_num_threads(),
         }
 
 

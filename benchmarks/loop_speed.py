@@ -24,15 +24,11 @@ a little faster while nobody else wants the cores, and many times slower when so
 front of the command measures everything with torch's default.
 """
 
-import argparse
 import contextlib
-import dataclasses
 import gc
 import io
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,9 +39,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # OpenMP reads it once, whe
 
 import torch
 from candidates import CANDIDATES, Options, Stopwatch, Workload
+from provenance import parse_options, provenance, rotated
 
 from zerofit.model.parameters import count_parameters
-from zerofit.record.environment import describe_environment
 from zerofit.record.terminal import duration, table
 
 RATIOS = {  # shown name: (whose tokens/s, divided by whose)
@@ -73,20 +69,12 @@ def measure(name: str, work: Workload) -> dict[str, Any]:
     return watch.figures()
 
 
-def order_of(round_: int) -> list[str]:
-    """The candidates' order in this round, counted from 0."""
-    names = list(CANDIDATES)
-    first = round_ % len(names)
-    turned = names[first:] + names[:first]
-    return turned[::-1] if round_ % 2 else turned
-
-
 def measure_rounds(work: Workload) -> list[dict[str, dict[str, Any]]]:
     """{candidate: figures} of each round."""
     rounds = []
     for number in range(work.options.rounds):
         figures = {}
-        for name in order_of(number):
+        for name in rotated(list(CANDIDATES), number):
             figures[name] = measure(name, work)
             print(f"round {number + 1}  {name:15}  {figures[name]['tokens_per_s']:10,.0f} tokens/s", flush=True)
         check_same_training(figures)
@@ -134,8 +122,8 @@ def tables(summary: dict[str, dict[str, Any]]) -> str:
     return table(speeds) + "\n\n" + table(ratios)
 
 
-def measure_loops(options: Options, device: torch.device) -> dict[str, Any]:
-    """Measure, print, and return all figures."""
+def measure_loops(options: Options, device: torch.device) -> None:
+    """Measure and print."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         work = Workload(options, device, Path(folder))
@@ -149,43 +137,18 @@ def measure_loops(options: Options, device: torch.device) -> dict[str, Any]:
         rounds = measure_rounds(work)
     summary, seconds = summarise(rounds), time.perf_counter() - began
     print(f"\n{tables(summary)}\n\n{duration(seconds)} in all")
-    return {**summary, "rounds": rounds, "parameters": parameters, "seconds": seconds}
 
 
-# ---------------------------------------------------------------------------------------------------------------- main
-
-
-def parse_options(argv: list[str] | None) -> Options:
-    """(options, whether the start is to be measured in place of the loop)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for each in dataclasses.fields(Options):
-        parser.add_argument(f"--{each.name}", type=each.type, default=each.default, help=f"[{each.default}]")
-    values = vars(parser.parse_args(argv))
-    wanting = [name for name in ("rounds", "updates", "warmup") if values[name] < 1]
-    if wanting:
-        parser.error(f"{', '.join('--' + name for name in wanting)}: at least 1")
-    if torch.accelerator.device_count() > 1:
-        parser.error(
-            "several devices are visible, and the Trainer would split batches over them: CUDA_VISIBLE_DEVICES=0"
-        )
-    return Options(**values)
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = parse_options(argv)
+def main() -> None:
+    options = parse_options(Options, __doc__)
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # zerofit then leaves the number of threads to the user
+    if torch.accelerator.device_count() > 1:
+        raise SystemExit("the Trainer would split batches over the devices that are visible: CUDA_VISIBLE_DEVICES=0")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    figures = measure_loops(options, device)
-    path = Path(options.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    environment = describe_environment([sys.executable, *sys.argv], device)
-    openmp = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_", "GOMP_", "KMP_"))}
-    content = {**figures, "options": dataclasses.asdict(options), "openmp": openmp, "environment": environment}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {path}")
-    return 0
+    measure_loops(options, device)
+    print(provenance("fp32", "torch", "transformers", "accelerate"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,6 @@ within a round: on a machine that others share, only they count.
 The table of docs/measurements/padding.md is printed, and kept as JSON.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from provenance import provenance
+from provenance import parse_options, provenance, rotated
 
 from zerofit.record.terminal import duration, table
 
@@ -79,7 +78,6 @@ class Options:
     samples: int = 1024
     cases: int = len(TASKS) * len(LAYOUTS)  # of a task and a layout that are launched, the first so many
     warmup: int = 2  # updates of a run that are left out of its figures
-    output: str = "outputs/benchmarks/padding.json"
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
@@ -123,26 +121,15 @@ def flags(options: dict[str, Any]) -> list[str]:
 
 
 def figures(lines: list[dict[str, Any]], warmup: int) -> dict[str, float]:
-    """Samples/s, tokens/s and padding of all updates after the warm-up together."""
+    """Samples/s and padding of all updates after the warm-up together."""
     steady = lines[warmup:]
     seconds, tokens = (sum(line[name] for line in steady) for name in ("seconds", "tokens"))
     samples = steady[-1]["consumed_samples"] - lines[warmup - 1]["consumed_samples"]
     positions = sum(line["tokens"] / (1 - line["padding"]) for line in steady)
     return {
         "samples_per_s": samples / seconds,
-        "tokens_per_s": tokens / seconds,
         "padding": 1 - tokens / positions,
-        "seconds": seconds,
-        "updates": len(steady),
     }
-
-
-def order_of(round_: int) -> list[str]:
-    """The ways' order in this round, counted from 0."""
-    names = list(WAYS)
-    first = round_ % len(names)
-    turned = names[first:] + names[:first]
-    return turned[::-1] if round_ % 2 else turned
 
 
 def measure_rounds(options: Options, scratch: Path) -> list[dict[str, dict[str, dict[str, float]]]]:
@@ -152,7 +139,7 @@ def measure_rounds(options: Options, scratch: Path) -> list[dict[str, dict[str, 
         found: dict[str, dict[str, dict[str, float]]] = {}
         for task, layout in [(task, layout) for task in TASKS for layout in LAYOUTS][: options.cases]:
             case = found[f"{task}, {layout}"] = {}
-            for way in order_of(number):
+            for way in rotated(list(WAYS), number):
                 case[way] = measure(task, layout, way, number, options, scratch)
             rates = "  ".join(f"{way} {case[way]['samples_per_s']:6.1f}" for way in WAYS)
             print(f"round {number + 1}  {task:12}  {layout}  samples/s: {rates}", flush=True)
@@ -184,37 +171,15 @@ def speed_table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
     return table(rows)
 
 
-def parse_options(argv: list[str] | None) -> Options:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for each in dataclasses.fields(Options):
-        if each.default is dataclasses.MISSING:
-            parser.add_argument(f"--{each.name}", type=each.type, required=True)
-        else:
-            parser.add_argument(f"--{each.name}", type=each.type, default=each.default, help=f"[{each.default}]")
-    options = Options(**vars(parser.parse_args(argv)))
+def main() -> None:
+    options, began = parse_options(Options, __doc__), time.perf_counter()
     options = dataclasses.replace(options, data=str(Path(options.data).resolve()))
-    if not (Path(options.data) / "glue" / "MRPC").is_dir():
-        parser.error(f"--data {options.data}: it has no glue/MRPC (docs/real-data.md says what lies where)")
-    if options.rounds < 1 or options.warmup < 1:
-        parser.error("--rounds and --warmup: at least 1")
-    shortest = max(size for size, _ in LAYOUTS.values()) * (options.warmup + 1)
-    if options.samples < shortest:
-        parser.error(f"--samples {options.samples}: at least {shortest}, to have an update after the warm-up")
-    return options
-
-
-def main() -> int:
-    options, began = parse_options(None), time.perf_counter()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         summary = summarise(measure_rounds(options, Path(folder)))
-    path = Path(options.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(f"\n{speed_table(summary)}\n\n{provenance('fp32', 'torch', 'transformers', 'accelerate')}")
-    print(f"\n{duration(time.perf_counter() - began)} in all, written to {path}")
-    return 0
+    print(f"\n{duration(time.perf_counter() - began)} in all")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

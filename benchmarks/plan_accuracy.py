@@ -27,7 +27,6 @@ SET_ASIDE is drawn by a seed, before anything was measured.
 """
 
 import argparse
-import fcntl
 import json
 import random
 import shutil
@@ -68,114 +67,57 @@ GENERATES = tuple(
     ).split()
 )
 WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
+
+
+def _llama(layers: int, width: int, heads: int = 4, groups: int = 4) -> list[str]:
+    inner = {128: 344, 256: 688, 384: 1024}[width]
+    return ["llama-2-7b", f"num_hidden_layers={layers},hidden_size={width},intermediate_size={inner},"
+            f"num_attention_heads={heads},num_key_value_heads={groups}"]  # fmt: skip
+
+
+def _encoder(name: str, layers: int, width: int, heads: int, more: str = "") -> list[str]:
+    return [name, f"num_hidden_layers={layers},hidden_size={width},num_attention_heads={heads},"
+            f"intermediate_size={4 * width}{more}"]  # fmt: skip
+
+
+def _pairs(name: str, encoder: int, decoder: int) -> list[str]:
+    sizes = f"d_model=256,encoder_layers={encoder},decoder_layers={decoder}"
+    return [name, sizes + "".join(f",{part}_attention_heads=4,{part}_ffn_dim=1024" for part in ("encoder", "decoder"))]
+
+
+def _mixture(name: str, layers: int, width: int, groups: int, chosen: int, experts: str) -> list[str]:
+    return [name, f"num_hidden_layers={layers},hidden_size={width},num_attention_heads=4,num_key_value_heads={groups},"
+            f"num_experts_per_tok={chosen},max_position_embeddings=256,output_router_logits=true,"
+            f"{experts}"]  # fmt: skip
+
+
 MODELS = {  # layers and their width: task, shape, and what is changed of it
     "GPT-2, 4 of 256": ("clm", ["gpt2", f"n_layer=4,n_head=4,n_embd=256,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2, 3 of 512": ("clm", ["gpt2", f"n_layer=3,n_head=8,n_embd=512,n_positions=256,{NO_DROPOUT}"]),
     "GPT-2 with dropout, 4 of 256": ("clm", ["gpt2", "n_layer=4,n_head=4,n_embd=256,n_positions=256"]),
-    "Llama, 4 of 256": (
-        "clm",
-        [
-            "llama-2-7b",
-            "num_hidden_layers=4,hidden_size=256,intermediate_size=688,num_attention_heads=4,num_key_value_heads=4",
-        ],
-    ),
-    "Llama, 8 of 256": (
-        "clm",
-        [
-            "llama-2-7b",
-            "num_hidden_layers=8,hidden_size=256,intermediate_size=688,num_attention_heads=4,num_key_value_heads=4",
-        ],
-    ),
-    "Llama, 24 of 128": (
-        "clm",
-        [
-            "llama-2-7b",
-            "num_hidden_layers=24,hidden_size=128,intermediate_size=344,num_attention_heads=4,num_key_value_heads=4",
-        ],
-    ),
-    "Llama, 3 of 384, grouped": (
-        "clm",
-        [
-            "llama-2-7b",
-            "num_hidden_layers=3,hidden_size=384,intermediate_size=1024,num_attention_heads=6,num_key_value_heads=2",
-        ],
-    ),
-    "GPT-NeoX, 3 of 320": (
-        "clm",
-        ["open-calm-1b", "num_hidden_layers=3,hidden_size=320,intermediate_size=1280,num_attention_heads=5"],
-    ),
-    "Llama classifier, 4 of 256": (
-        "cls",
-        [
-            "llama-2-7b",
-            "num_hidden_layers=4,hidden_size=256,intermediate_size=688,num_attention_heads=4,num_key_value_heads=4",
-        ],
-    ),
-    "BERT, 4 of 256": (
-        "cls",
-        ["bert", "num_hidden_layers=4,hidden_size=256,num_attention_heads=4,intermediate_size=1024"],
-    ),
+    "Llama, 4 of 256": ("clm", _llama(4, 256)),
+    "Llama, 8 of 256": ("clm", _llama(8, 256)),
+    "Llama, 24 of 128": ("clm", _llama(24, 128)),
+    "Llama, 3 of 384, grouped": ("clm", _llama(3, 384, 6, 2)),
+    "GPT-NeoX, 3 of 320": ("clm", _encoder("open-calm-1b", 3, 320, 5)),
+    "Llama classifier, 4 of 256": ("cls", _llama(4, 256)),
+    "BERT, 4 of 256": ("cls", _encoder("bert", 4, 256, 4)),
     "RoBERTa, 3 of 384": (
         "cls",
-        [
-            "roberta",
-            "num_hidden_layers=3,hidden_size=384,num_attention_heads=6,"
-            "intermediate_size=1536,hidden_dropout_prob=0,attention_probs_dropout_prob=0",
-        ],
+        _encoder("roberta", 3, 384, 6, ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"),
     ),
-    "DeBERTa, 3 of 192": (
-        "cls",
-        ["deberta-v2-xlarge", "num_hidden_layers=3,hidden_size=192,num_attention_heads=4,intermediate_size=768"],
-    ),
-    "BlenderBot, 2 + 3 of 256": (
-        "seq2seq",
-        [
-            "blenderbot-400M-distill",
-            "d_model=256,encoder_layers=2,"
-            "decoder_layers=3,encoder_attention_heads=4,decoder_attention_heads=4,"
-            "encoder_ffn_dim=1024,decoder_ffn_dim=1024",
-        ],
-    ),
+    "DeBERTa, 3 of 192": ("cls", _encoder("deberta-v2-xlarge", 3, 192, 4)),
+    "BlenderBot, 2 + 3 of 256": ("seq2seq", _pairs("blenderbot-400M-distill", 2, 3)),
     "T5, 3 + 3 of 256": (
         "seq2seq",
         ["t5-large", "d_model=256,d_kv=64,d_ff=1024,num_layers=3,num_decoder_layers=3,num_heads=4"],
     ),
-    "BART, 2 + 2 of 256": (
-        "seq2seq",
-        [
-            "bart",
-            "d_model=256,encoder_layers=2,decoder_layers=2,"
-            "encoder_attention_heads=4,decoder_attention_heads=4,encoder_ffn_dim=1024,"
-            "decoder_ffn_dim=1024",
-        ],
-    ),
-    "Mixtral, 4 of 256": (
-        "clm",
-        [
-            "mixtral",
-            "num_hidden_layers=4,hidden_size=256,intermediate_size=512,"
-            "num_attention_heads=4,num_key_value_heads=2,num_local_experts=8,"
-            "num_experts_per_tok=2,max_position_embeddings=256,output_router_logits=true",
-        ],
-    ),
-    "OLMoE, 3 of 192": (
-        "clm",
-        [
-            "olmoe",
-            "num_hidden_layers=3,hidden_size=192,intermediate_size=192,"
-            "num_attention_heads=4,num_key_value_heads=4,num_experts=16,num_experts_per_tok=4,"
-            "max_position_embeddings=256,output_router_logits=true",
-        ],
-    ),
+    "BART, 2 + 2 of 256": ("seq2seq", _pairs("bart", 2, 2)),
+    "Mixtral, 4 of 256": ("clm", _mixture("mixtral", 4, 256, 2, 2, "num_local_experts=8,intermediate_size=512")),
+    "OLMoE, 3 of 192": ("clm", _mixture("olmoe", 3, 192, 4, 4, "num_experts=16,intermediate_size=192")),
     "Qwen 3 MoE, 4 of 192": (
         "clm",
-        [
-            "qwen3_moe",
-            "num_hidden_layers=4,hidden_size=192,intermediate_size=512,"
-            "moe_intermediate_size=256,num_attention_heads=4,num_key_value_heads=2,"
-            "num_experts=8,num_experts_per_tok=3,max_position_embeddings=256,"
-            "output_router_logits=true",
-        ],
+        _mixture("qwen3_moe", 4, 192, 2, 3, "num_experts=8,intermediate_size=512,moe_intermediate_size=256"),
     ),
 }
 TYPES = ("bert", "roberta", "bart", "mixtral", "olmoe", "qwen3_moe")  # of transformers, without a name in this tree
@@ -380,29 +322,19 @@ def chosen(half: str, on: str) -> list[Configuration]:
 
 
 class Measurements:
-    """A file for each measured configuration: {micro-batch: peak bytes}. Several processes may measure at once."""
+    """A file for each measured configuration: {micro-batch: peak bytes}."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def add(self, on: str, configuration: Configuration, peaks: dict[str, int]) -> None:
         file = self._file(on, configuration)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(peaks) + "\n")
 
     def of(self, on: str, configuration: Configuration) -> dict[int, int]:
         file = self._file(on, configuration)
         return {int(size): peak for size, peak in json.loads(file.read_text()).items()} if file.is_file() else {}
-
-    def claim(self, on: str, configuration: Configuration) -> bool:
-        """Whether this process is to measure it: it is not measured yet, and no other process is about to."""
-        file = self._file(on, configuration)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.lock = file.with_suffix(".lock").open("w")  # given back when the next one is claimed
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return not file.is_file()
 
     def _file(self, on: str, configuration: Configuration) -> Path:
         return self.folder / on / f"{configuration.file_name}.json"
@@ -481,10 +413,10 @@ class Predictor:
 
     def __init__(self, configuration: Configuration, on: str):
         from zerofit.estimate.read_model import read_planned_model
+        from zerofit.tools.plan.layouts import resolve
         from zerofit.tools.plan.plan_options import PlanOptions
         from zerofit.tools.plan.planner import Planner
         from zerofit.tools.plan.prediction import Budget
-        from zerofit.tools.plan.resolve import resolve
 
         flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
         options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")
@@ -596,7 +528,7 @@ def main() -> None:
     ]
     if options.what == "measure":
         for number, configuration in enumerate(configurations, 1):
-            if not measurements.claim(options.on, configuration):
+            if measurements.of(options.on, configuration):
                 continue
             print(f"{number} of {len(configurations)}: {configuration.name}", flush=True)
             try:

@@ -23,7 +23,6 @@ from provenance import provenance
 from transformers.models.llama import modeling_llama
 
 from zerofit.cli import main as zerofit
-from zerofit.estimate.trace_cache import TraceCache, Traces
 from zerofit.record.terminal import table
 from zerofit.strategy.grid import replaced
 
@@ -91,12 +90,9 @@ class Rotation(torch.autograd.Function):
 
 @contextlib.contextmanager
 def ligers_functions(used: bool) -> Iterator[None]:
-    """What is traced meanwhile is not kept."""
     with contextlib.ExitStack() as stack:
         if used:
             for target, name, function in (
-                (TraceCache, "read", lambda self: Traces()),
-                (TraceCache, "write", lambda self, traces: None),
                 (modeling_llama.LlamaMLP, "forward",
                  lambda self, x: self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))),
                 (modeling_llama.LlamaRMSNorm, "forward", lambda self, x: Norm.apply(x, self.weight)),

@@ -25,11 +25,10 @@ from zerofit.estimate.read_model import read_planned_model
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import table
 from zerofit.strategy.gpu_table import find_gpu
-from zerofit.tools.plan.layouts import Degrees, read_pair
+from zerofit.tools.plan.layouts import Degrees, read_pair, resolve_with
 from zerofit.tools.plan.plan import make_budget, make_timing
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.planner import Planner
-from zerofit.tools.plan.resolve import resolve_with
 from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -120,7 +120,7 @@ def check_tool(words: list[str]) -> None:
 
 def check_benchmark(words: list[str]) -> None:
     source = (ROOT / words[0]).read_text()
-    if "dataclasses.fields(Options)" in source:
+    if "parse_options(Options" in source:
         source += (ROOT / "benchmarks" / "candidates.py").read_text()
     for word in words[1:]:
         if word.startswith("--"):

@@ -54,12 +54,6 @@ def test_nvidia(machine, monkeypatch):
     assert "driver is too old" in message
 
 
-def test_nvidia_out_of_reach_of_a_container(machine):
-    put(machine / "proc/driver/nvidia/gpus/0000:01:00.0/information")
-    assert gpus.gpus_of_the_machine() == {"NVIDIA": 1}
-    assert "1 NVIDIA GPU," in refusal(gpus.check_devices)
-
-
 def test_amd(machine, monkeypatch):
     put_amd(machine, 0, simd_count=0, own_bytes=0)
     put_amd(machine, 1, simd_count=304, own_bytes=64 * 2**30)
@@ -69,12 +63,6 @@ def test_amd(machine, monkeypatch):
     assert "1 AMD GPU," in message
     assert "built without ROCm" in message
     assert "HIP_VISIBLE_DEVICES= accelerate launch" in message
-
-
-def test_torch_sees_one(machine, monkeypatch):
-    put(machine / "dev/nvidia0")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    gpus.check_devices()
 
 
 @pytest.mark.parametrize(
@@ -96,14 +84,3 @@ def test_a_run_asks_before_it_reads_anything(machine, monkeypatch):
     put(machine / "dev/nvidia0")
     recipe = parse_recipe(ClmRecipe, ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "none.txt"])
     assert "1 NVIDIA GPU," in refusal(read_strategy, recipe)
-
-
-def test_what_the_log_says(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert gpus.describe_device(torch.device("cpu")) == "CPU, 2 threads per process"
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert gpus.describe_device(torch.device("cuda", 0)) == "2 x NVIDIA L4 of the 4 that this machine has"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert gpus.describe_device(torch.device("cuda", 0)) == "4 x NVIDIA L4"

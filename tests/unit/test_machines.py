@@ -154,12 +154,6 @@ def test_a_folder_that_another_machine_has_made_first_stays(tmp_path):
         put_in_place(tmp_path / "mine.partial", tmp_path / "other")
 
 
-def test_what_appears_late_is_waited_for(tmp_path):
-    looks = iter([False, False, True])
-    assert appears(lambda: next(looks), 60)
-    assert not appears(lambda: is_there(tmp_path / "never" / "here"), 0.0)
-
-
 def test_collectives_wait_longer_than_the_watchdog_is_patient():
     """While rank 0 writes, reads or exports, the others wait for it in a collective."""
     from datetime import timedelta

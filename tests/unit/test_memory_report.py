@@ -18,7 +18,6 @@ from zerofit.estimate.remedies import (
     PassSizes,
     RankStates,
     Shortage,
-    StateSetup,
     remedies,
     smaller_batch,
     state_setup,
@@ -27,7 +26,6 @@ from zerofit.health.out_of_memory import RunFacts, explain, host_advice, take_st
 from zerofit.health.out_of_memory_errors import figures_of, is_out_of_memory
 from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe, Seq2SeqRecipe
-from zerofit.record.meters import MemoryMeter
 from zerofit.record.terminal import size
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.layout import ParallelLayout
@@ -139,33 +137,6 @@ def test_errors_by_their_text(error, where):
     assert is_out_of_memory(wrapped) == where
 
 
-def test_a_pinned_block_that_is_refused_is_host_memory():
-    """torch says of it what it says of a device; the line of the program tells them apart."""
-    found = []
-    for refused in (
-        lambda: torch.zeros(2).to("cuda"),
-        lambda: torch.zeros(2).pin_memory(),
-        lambda: torch.empty(2, dtype=torch.int8, pin_memory=True),
-    ):
-        try:
-            refused()
-        except (RuntimeError, AssertionError) as error:  # there is no device here
-            place = error.__traceback__
-            while place.tb_next and "/torch/" not in place.tb_next.tb_frame.f_code.co_filename:
-                place = place.tb_next
-            place.tb_next = None
-            found.append(is_out_of_memory(RuntimeError("CUDA error: out of memory").with_traceback(place)))
-    assert found == ["device", "host", "host"]
-
-
-def test_where_cublas_cannot_start_the_message_is_not_sure(tiny_run):
-    recipe, strategy, engine = tiny_run
-    facts = RunFacts(strategy, engine)
-    said = [explain(RuntimeError(text), "forward", 1, "clm", recipe, facts)
-            for text in (NO_HANDLE, "CUDA error: out of memory")]  # fmt: skip
-    assert ["cuBLAS could not be started" in message for message in said] == [True, False]
-
-
 def test_figures_are_read_from_the_error():
     assert figures_of(torch.OutOfMemoryError(CUDA)) == {
         "asked": 2.5 * GIB, "total": round(79.1 * GIB), "free": GIB / 2, "in_use": 75 * GIB, "unused": 4 * GIB,
@@ -183,15 +154,6 @@ def test_at_most_five_remedies_come_by_what_they_save():
     }  # fmt: skip
     saved = [remedy.saves for remedy in remedies(shortage())]
     assert saved == sorted(saved, reverse=True)
-
-
-def test_what_is_left_when_the_largest_are_in_force():
-    recipe = ClmRecipe(model_name_or_path="m", lora=True)
-    found = options(shortage(strategy_of(2, ranks=4), recipe, host_free=0))
-    assert found["--per_device_train_batch_size 4 --gradient_accumulation_steps 4"] == 16
-    assert found["--precision bf16"] == 16
-    assert found["--loss chunked"] == 6
-    assert found[pair("zero3")] == 6
 
 
 def test_every_layer_can_be_recomputed_where_some_are():
@@ -317,46 +279,6 @@ def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
     assert json.loads(capsys.readouterr().out)["predictions"]
 
 
-def on_a_device(engine, monkeypatch, peak: int) -> None:
-    """Let the engine's device be another one than the CPU, whose allocator has had this peak."""
-    engine.accelerator.device = torch.device("meta")
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: peak)
-
-
-def test_the_program_is_no_part_of_a_device_s_peak(tiny_run, monkeypatch):
-    """It is on the host: of a device's peak nothing is to be taken away but what the model holds there."""
-    recipe, strategy, engine = tiny_run
-    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    on_a_device(engine, monkeypatch, weights + 3 * 2**20)
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
-    found = take_stock(error, "forward", recipe, RunFacts(strategy, engine, program_bytes=600 * 2**20))
-    assert (found.held.weights, found.rest) == (weights, 3 * 2**20)
-    assert found.shortage.activations == 4 * 2**20
-    batch = next(remedy for remedy in found.remedies if "batch_size" in remedy.option)
-    assert batch.saves == 2 * 2**20  # half of the rows
-
-
-def test_on_a_cpu_the_program_is_no_activation(tiny_run, monkeypatch):
-    recipe, strategy, engine = tiny_run
-    monkeypatch.setattr(MemoryMeter, "peak_bytes", lambda self: 900 * 2**20)
-    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    found = take_stock(MemoryError(), "forward", recipe, RunFacts(strategy, engine, program_bytes=600 * 2**20))
-    assert found.rest == 300 * 2**20 - weights
-
-
-def test_ddp_holds_gradients_from_the_beginning(tiny_run, tmp_path):
-    """Its buckets do, once, whether there are gradients by now or not."""
-    recipe, strategy, engine = tiny_run
-    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        engine.model = torch.nn.parallel.DistributedDataParallel(engine.module, gradient_as_bucket_view=True)
-        found = take_stock(MemoryError(), "forward", recipe, RunFacts(strategy, engine))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert found.held.gradients == found.expected.gradients == weights
-
-
 # ------------------------------------------------------------------------------------------- before there is an engine
 
 
@@ -406,31 +328,3 @@ def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):
 def test_the_states_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
     found = state_setup(strategy_of(stage, precision), ClmRecipe(lora=lora), 100).states
     assert found == RankStates(*sizes)
-
-
-def test_the_states_of_a_rank_that_has_half_of_each_layer():
-    assert state_setup(strategy_of(2, "bf16", tensor=2), ClmRecipe(), 100).states == RankStates(100, 50, 300)
-
-
-def test_what_is_offloaded_is_on_the_host():
-    setup = StateSetup(100, 0, 2, 2, 1200, stage=3, ranks=4, offloads_optimizer=True)
-    assert setup.held(on_host=False) == RankStates(50)
-    assert setup.held(on_host=True) == RankStates(0, 50, 300)
-
-
-def test_copies_for_checkpoints_are_given_up_only_where_there_are_any(tiny_run):
-    """In a first forward pass `--save_async false` stood before all others."""
-    recipe, strategy, engine = tiny_run
-    moments = (("update", 0), ("update", 2**30), ("load", 0))
-    said = [explain(MemoryError(), phase, 1, "clm", recipe, RunFacts(strategy, engine, copied=copied))
-            for phase, copied in moments]  # fmt: skip
-    assert ["--save_async false" in message for message in said] == [False, True, False]
-    assert "about 1.00 GiB  --save_async false" in said[1]
-
-
-def test_what_cannot_be_measured_is_left_out(tiny_run):
-    recipe, strategy, _ = tiny_run
-    message = explain(MemoryError(), "load", None, "clm", recipe, RunFacts(strategy))
-    assert message.startswith("out of memory: rank 0 of 1, load, host memory")
-    assert "held by this rank" not in message
-    assert "about" not in message

@@ -11,12 +11,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from zerofit.cli import main
 from zerofit.estimate.allocations import AllocationTracker
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
-from zerofit.estimate.every_nth import EveryNth
 from zerofit.estimate.model_states import deepspeed_states, torch_states
-from zerofit.estimate.peak import Moment, find_peak, pinned, training_moments
+from zerofit.estimate.peak import find_peak, pinned, training_moments
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
-from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
+from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model import loss
 from zerofit.strategy.gpu_table import GPUS
@@ -99,18 +98,6 @@ def test_zero_1_keeps_whole_gradients_until_the_last_micro_batch():
     assert engine.held == 2 * 2 * MILLION
 
 
-def test_zero_1_leaves_a_large_gradient_of_another_rank_where_backward_made_it():
-    """Rank 0 has w0 and most of v0, rank 1 all else and keeps more. The closed form is within 1 % of DeepSpeed."""
-    matrices = [Weight("w0", 4 * MILLION), Weight("w1", 2 * MILLION), Weight("w2", 2 * MILLION)]
-    vectors = [Weight("v0", 300_000, is_matrix=False), Weight("v1", 100_000, is_matrix=False)]
-    settings = zero(1, reduce_bucket_size=MILLION, overlap_comm=False)
-    model = Weights((*matrices, *vectors), layer=4 * MILLION)
-    states = deepspeed_states(model, settings, 2, torch.float32, accumulates=False, on_gpu=True)
-    bucket, kept, left = 4 * MILLION, (17_200_000, 17_600_000), 16 * MILLION
-    by_rank = [bucket + kept[0] + left + 4 * 4 * MILLION, bucket + kept[1] + 4 * 4 * MILLION]
-    assert max(backward(states.engine(), "v1 v0 w2 w1 w0")) == pytest.approx(max(by_rank), rel=0.01)
-
-
 def test_zero_3_shards_all_but_small_parameters():
     settings = zero(
         3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION, stage3_prefetch_bucket_size=MILLION
@@ -120,12 +107,6 @@ def test_zero_3_shards_all_but_small_parameters():
     assert states.optimizer == 12 * (2 * MILLION + 250)
     assert states.gradients == 2 * (2 * MILLION + 250)
     assert states.buffers == 2 * MILLION
-
-
-def test_offloaded_weights_are_never_on_the_device_together():
-    settings = zero(3, stage3_param_persistence_threshold=1000, offload_param={"device": "cpu"})
-    states = deepspeed_states(weights(8 * MILLION, 1000), settings, 4, torch.bfloat16, False, on_gpu=True)
-    assert states.load == states.weights == 2 * 1000
 
 
 def test_hierarchical_partitions_are_a_second_copy_within_a_machine():
@@ -256,23 +237,6 @@ def test_every_nth_layer_is_put_together_from_two_traces(monkeypatch):
     assert operations[0] < operations[1] == operations[2] < operations[3]
 
 
-def test_selective_recomputation_is_traced():
-    none, selective, full = (tracer(gpt2(), Rows("clm", 48), dtype=torch.bfloat16, recomputed=which).steps(2)
-                             for which in (False, "selective", True))  # fmt: skip
-    most = [max(one.start + one.rise for one in steps) for steps in (full, selective, none)]
-    assert most == sorted(set(most))
-    flops = [sum(each.flops for one in steps for each in one.operations) for steps in (none, selective, full)]
-    assert flops[0] == flops[1] < flops[2]
-
-
-def test_an_evaluated_layer_keeps_nothing(monkeypatch):
-    rows = Rows("clm", 48)
-    composed = tracer(gpt2(5), rows, dtype=torch.bfloat16, evaluated=True).steps(2)
-    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
-    every = tracer(gpt2(5), rows, dtype=torch.bfloat16, evaluated=True).steps(2)
-    assert max(one.start + one.rise for one in composed) == max(one.start + one.rise for one in every)
-
-
 def test_every_gradient_is_counted_once():
     config = gpt2()
     steps = tracer(config, Rows("clm", 48), dtype=torch.float32).steps(1)
@@ -329,19 +293,6 @@ def test_the_peak_is_a_maximum_over_phases_and_the_sum_of_its_parts():
     assert peak.phase in ("forward", "loss", "backward", "optimizer step")
 
 
-def test_on_a_cpu_what_is_offloaded_and_the_program_lie_in_the_same_memory():
-    """8 MiB of buffers, and 26 MiB under DeepSpeed, of which 24 are the stacks of three threads."""
-    settings = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": False})
-    states = deepspeed_states(weights(MILLION), settings, 2, torch.bfloat16, accumulates=False, on_gpu=False)
-    moment = Moment("optimizer step", {"weights": states.weights})
-    peak = find_peak(states, [moment], Unused(7, 5), 1, on_gpu=False, program=34 * 2**20)
-    assert peak.components["program"] == (8 + 26) * 2**20
-    # of half a million weights: in fp32, with moments; fp32 gradients; a half-precision copy; and the largest weight
-    assert peak.components["offloaded"] == (12 + 4 + 2) * MILLION // 2 + 2 * MILLION
-    assert peak.device == peak.needed == peak.allocated == sum(peak.components.values())
-    assert find_peak(states, [moment], Unused(7, 5), 1, on_gpu=False).components["program"] == 8 * 2**20
-
-
 @pytest.mark.parametrize(
     ("blocks", "held", "needed"),
     [
@@ -366,24 +317,6 @@ def test_states_of_the_first_step_lie_where_activations_were():
     mib = 2**20
     apart, amid = (unused_bytes((30 * mib, -30 * mib), **{when: (4 * mib,)}) for when in ("before", "between"))
     assert (apart.held, amid.held) == (16 * mib, 26 * mib)  # of a segment of 20 MiB; of that of 30
-
-
-def test_streams_do_not_share_memory():
-    """ZeRO-3 gathers and reduces on streams of their own where communication overlaps."""
-    config = gpt2()
-    with torch.device("meta"):
-        full = AutoModelForCausalLM.from_config(config)
-    each = Weights(tuple(Weight(name, one.numel()) for name, one in full.named_parameters()))
-    steps = tracer(config, Rows("clm", 48), dtype=torch.bfloat16, watched=True).steps(1)
-    together, apart = (
-        find_peak(states, [*training_moments(states, steps, 1)], Unused(0, 0), 2, on_gpu=True)
-        for states in (
-            deepspeed_states(each, zero(3, overlap_comm=overlaps), 2, torch.bfloat16, accumulates=False, on_gpu=True)
-            for overlaps in (False, True)
-        )
-    )
-    assert together.allocated == apart.allocated == together.reserved < apart.reserved
-    assert apart.needed == together.needed
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -425,13 +358,6 @@ def test_an_evaluation_counts_where_training_fits(capsys):
     assert fits["peak_allocated_bytes"] > misfit["peak_allocated_bytes"] > 9 * 2**20  # of training alone
 
 
-def test_lora_trains_little(capsys):
-    full, adapter = (planned(capsys, "--gpu", "h100-80gb", "--strategies", "single", "--batch_sizes", "1", *flags)
-                     for flags in ([], ["--lora"]))  # fmt: skip
-    assert adapter["trained_parameters"] < full["trained_parameters"] / 10
-    assert adapter["predictions"][0]["components"]["optimizer"] == 8 * adapter["trained_parameters"]
-
-
 def test_the_report_ranks_and_says_what_does_not_fit(capsys):
     flags = ["--gpu", "cpu", "--gpu_memory", "8.1MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,single"]
     assert main(["plan", *RECIPE, *flags]) == 0
@@ -441,65 +367,6 @@ def test_the_report_ranks_and_says_what_does_not_fit(capsys):
     assert "exceeds the limit by" in said
     assert "not possible:" in said
     assert "single:" in said
-
-
-SMALL = ["--task", "clm", "--config_name", "gpt2", "--block_size", "512", "--precision", "bf16", "--config_overrides",
-         "n_layer=8,n_head=4,n_embd=256,n_positions=512,vocab_size=512"]  # fmt: skip
-
-
-def test_what_does_not_fit_names_what_would_help(capsys):
-    """`single` needs 725 MiB. Where something fits, its next micro-batch is no news."""
-    flags = ["--lora", "--gpu_memory", "721MiB", "--strategies", "single,zero3", "--json"]
-    assert main(["plan", *SMALL, *flags, "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (largest,) = found["largest"]
-    (remedy,) = found["remedies"]["single"]
-    assert (largest["strategy"], remedy["options"]) == ("zero3", ["gradient_checkpointing"])
-    assert main(["plan", *SMALL, *flags[:-1], "--gradient_checkpointing"]) == 0
-    said = capsys.readouterr().out
-    assert "does not fit" not in said
-    assert any(
-        line.split()[:3] == ["single", str(remedy["per_device_train_batch_size"]), "x"] for line in said.splitlines()
-    )
-
-
-def test_one_process_has_single_first_and_nothing_that_is_shared(capsys):
-    found = planned(capsys, "--gpu", "a100-40gb", "--batch_sizes", "1")
-    assert found["predictions"][0]["strategy"] == "single"
-    assert not any("multiple" in reason for reason in found["refused"].values())
-    assert {"zero2_offload", "zero3"} <= {one["strategy"] for one in found["predictions"]}
-    assert main(["plan", *RECIPE, "--gpu", "a100-40gb", "--batch_sizes", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "ddp, ep, fsdp2, hsdp: the same as single" in said
-    assert max(map(len, said.split("what fits")[1].splitlines()[2:10])) <= 80
-
-
-def test_an_idle_pipeline_is_not_ranked_first_without_speeds(capsys):
-    """With one micro-batch, 7 of 8 stages are idle."""
-    flags = ["--gpu_memory", "24GiB", "--num_gpus", "8", "--strategies", "pp,zero3", "--batch_sizes", "1"]
-    found = planned(capsys, *flags, "--config_overrides", "n_layer=8,n_head=2,n_embd=32,n_positions=32,vocab_size=512")
-    assert found["best"][0]["strategy"] == "zero3"
-    assert [one["layout"]["pipeline"] for one in found["best"]] == [1, 2, 4, 8]
-    assert {one["tokens_per_s"] for one in found["predictions"]} == {None}
-
-
-def test_a_small_machine_does_not_train_faster_with_offload(capsys):
-    """A GPU has its share of the host: Ren et al. 2021, 3.9 billion weights a second of a machine."""
-    flags = ["--task", "clm", "--config_name", "gpt2", "--precision", "fp16", "--gpu", "t4-16gb", "--strategies",
-             "single,zero1,zero2_offload", "--batch_sizes", "4", "--json", "-"]  # fmt: skip
-    assert main(["plan", *flags]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["strategy"] for one in found["best"]] == ["zero1", "single", "zero2_offload"]
-    (offloaded,) = (one for one in found["predictions"] if one["strategy"] == "zero2_offload")
-    assert offloaded["seconds"]["host"] > 8 * 1.5 * 124_439_808 / 3.9e9
-
-
-def test_a_cpu_without_kernels_for_bf16_is_said(capsys, monkeypatch):
-    flags = ["--gpu", "cpu", "--gpu_memory", "1GiB", "--strategies", "single", "--batch_sizes", "1"]
-    for slowdown, is_said in ((12.4, True), (None, False)):
-        monkeypatch.setattr("zerofit.tools.plan.plan.bf16_slowdown", lambda slowdown=slowdown: slowdown)
-        assert main(["plan", *RECIPE, *flags]) == 0
-        assert ("12 times as long as fp32" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(
@@ -554,24 +421,3 @@ def test_known_gpus_are_sound():
     for name, gpu in GPUS.items():
         stated = int(name.rpartition("-")[2].removesuffix("gb"))
         assert 0.85 * stated < gpu.usable_bytes / 2**30 <= stated
-
-
-def test_classifiers_and_pairs_are_traced(capsys):
-    small = "hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64,vocab_size=128"
-    cls = ["--task", "cls", "--config_name", "deberta-v2-xlarge", "--config_overrides", small, "--max_length", "16"]
-    pairs = ["--task", "seq2seq", "--config_name", "blenderbot-400M-distill", "--max_source_length", "16",
-             "--max_target_length", "8", "--config_overrides", "d_model=32,encoder_layers=3,decoder_layers=4,"
-             "encoder_attention_heads=2,decoder_attention_heads=2,encoder_ffn_dim=64,decoder_ffn_dim=64,"
-             "vocab_size=128"]  # fmt: skip
-    for recipe in (cls, pairs):
-        flags = ["--gpu", "a100-40gb", "--strategies", "single", "--batch_sizes", "1,4", "--json", "-"]
-        assert main(["plan", *recipe, *flags]) == 0
-        first, second = json.loads(capsys.readouterr().out)["predictions"]
-        assert first["peak_allocated_bytes"] <= second["peak_allocated_bytes"]
-
-
-def test_a_launcher_above_is_not_heard(monkeypatch, capsys):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("WORLD_SIZE", "7")
-    found = planned(capsys, "--gpu", "h100-80gb", "--strategies", "ddp", "--num_gpus", "2", "--batch_sizes", "1")
-    assert found["predictions"][0]["layout"]["data"] == 2

@@ -7,15 +7,14 @@ import torch
 from helpers import tiny_model
 
 from zerofit.estimate.exchanges import fully_sharded_exchanges
-from zerofit.estimate.fully_sharded import FullyShardedMemory, fully_sharded_states
+from zerofit.estimate.fully_sharded import FullyShardedMemory
 from zerofit.estimate.operations import ALL_GATHER, ALL_TO_ALL, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import make_model
 from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.traced_experts import divide_experts, expert_names
+from zerofit.estimate.traced_shares import divide_experts
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
-from zerofit.recipe.errors import UserError
 from zerofit.tools.plan.plan import main
 
 LAYERS, CHOICES, HIDDEN = 4, 2 * 16 * 3, 32  # of the model, and of two rows of 16 tokens
@@ -66,19 +65,6 @@ def test_gradients_of_experts_are_those_of_a_part_in_fp32(dtype):
     assert found["model.layers.0.self_attn.q_proj.weight"] == HIDDEN * HIDDEN * dtype.itemsize
 
 
-def test_half_precision_keeps_a_cast_of_the_experts_from_forward_to_backward():
-    """Against weights that are gathered in half precision, which are no activations."""
-    kept = [max(step.start for step in steps(experts, torch.bfloat16) if step.phase == "loss") for experts in (0, 2)]
-    assert kept[1] - kept[0] >= LAYERS * 2 * EXPERTS // 2
-
-
-def test_the_names_of_experts():
-    model = tiny_model("mixtral", num_hidden_layers=2, num_experts=4, hidden_size=32, intermediate_size=48)
-    assert expert_names(model) == {
-        f"model.layers.{number}.mlp.experts.{name}" for number in range(2) for name in ("gate_up_proj", "down_proj")
-    }
-
-
 def weights() -> Weights:
     layer = [Weight("layers.0.w", 48, rows=6), Weight("layers.0.experts", 160, rows=4)]
     return Weights((Weight("embed", 80, rows=10), *layer), ("layers",))
@@ -109,11 +95,6 @@ def test_experts_are_not_gathered_and_their_gradients_stay(width):
         assert engine.by_kind == (0, 4 * (80 + 48) // 2 + gradient, 0)
 
 
-def test_a_rank_stores_as_much_as_under_fsdp2():
-    fsdp2, ep = (fully_sharded_states(weights(), 2, torch.bfloat16, True, True, names) for names in ((), DIVIDED))
-    assert (ep.weights, ep.optimizer, ep.step) == (fsdp2.weights, fsdp2.optimizer, fsdp2.step)
-
-
 def test_what_is_exchanged_beside_the_tokens_is_all_but_the_experts():
     fsdp2, ep = (fully_sharded_exchanges(weights(), 2, 2, True, names) for names in ((), DIVIDED))
     assert [one.bytes for one in ep.forward] == [2 * 128]
@@ -140,9 +121,3 @@ def test_a_number_of_ranks_that_a_run_would_refuse_is_not_planned(capfd):
     assert main([*PLAN, "--num_gpus", "3"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert "expert parallelism on 3 processes, and the model has 4 experts" in json.dumps(plan["refused"])
-
-
-def test_nor_is_an_adapter_on_experts_that_are_sharded():
-    flags = ["--num_gpus", "2", "--lora", "--lora_target_modules", "q_proj", "gate_up_proj"]
-    with pytest.raises(UserError, match="ep, fsdp2: lora_target_modules = gate_up_proj: an adapter on experts needs"):
-        main([*PLAN, *flags])

@@ -1,6 +1,5 @@
 """`zerofit plan`: what FSDP2 holds, counted by hand from torch's fully_shard."""
 
-import pytest
 import torch
 
 from zerofit.estimate.exchanges import fully_sharded_exchanges
@@ -59,11 +58,6 @@ def after_each_of_three_micro_batches(engine: FullyShardedMemory):
         yield engine.by_kind
 
 
-def test_later_micro_batches_add_to_the_shards():
-    engine = FullyShardedMemory(weights(), 4, 2, reshards=True)
-    assert [*after_each_of_three_micro_batches(engine)] == 3 * [(0, (ENDS + 2 * LAYER) // 2, 0)]
-
-
 def test_gradients_that_are_reduced_once_an_update_are_kept_in_full():
     for width in (4, 2):  # in fp32 in half precision, too
         engine, full = FullyShardedMemory(weights(), width, 2, reshards=True, syncs=False), ENDS + 2 * LAYER
@@ -91,24 +85,6 @@ def test_ends_that_are_not_tied_are_there_while_they_are_needed():
         ("all_gather", 2 * LAYER, 2),
         ("reduce_scatter", ENDS + last + 2 * LAYER, 4),
     ]
-
-
-def test_blocks_that_are_not_forgotten_stay():
-    engine = FullyShardedMemory(weights(), 4, 2, reshards=False)
-    engine.begin(first=True, last=True)
-    for step in (at("forward"), at("forward", 0), at("forward", 1), at("backward")):
-        engine.enter(step)
-    assert engine.gathered == ENDS + 2 * LAYER
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_trained_are_in_fp32_and_gathered_in_half_precision(dtype):
-    states = fully_sharded_states(weights(), 2, dtype, on_gpu=True, reshards=True)
-    assert (states.weights, states.optimizer) == (4 * 88, 8 * 88)
-    engine = states.engine()
-    engine.begin(first=True, last=True)
-    engine.enter(at("forward"))
-    assert engine.gathered == 2 * dtype.itemsize * 80
 
 
 def test_rows_are_filled_up():

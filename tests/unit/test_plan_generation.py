@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from zerofit.estimate.generation_cache import cache_of
+from zerofit.estimate.peak import cache_of
 from zerofit.recipe.tasks import Seq2SeqRecipe
 from zerofit.tools.plan.plan import main
 

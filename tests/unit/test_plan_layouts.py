@@ -51,19 +51,6 @@ def exchanged(steps, kind: str, phase: str) -> list[int]:
 # ----------------------------------------------------------------------------------------------------- frozen weights
 
 
-def test_under_zero_3_a_layer_keeps_the_inputs_of_frozen_weights():
-    """deepspeed/runtime/zero/linear.py. Two inputs are kept in any case: the adapter of q_proj reads one, and torch's
-    attention keeps its output. Those of gate_proj (H) and down_proj (I) are not."""
-    model = model_of(*LLAMA, "--packing", "none", "--lora", "--lora_target_modules", "q_proj")
-    off = DeepSpeedZeroConfig(stage=3, memory_efficient_linear=False)
-    kept = [
-        next(step.start for step in model.tracer("fp32", one, ALONE).steps(2) if step.phase == "loss")
-        for one in (zero(2), off, zero(3))
-    ]
-    assert kept[0] == kept[1]
-    assert kept[2] - kept[0] == 3 * 2 * 64 * (64 + 128) * 4
-
-
 # ------------------------------------------------------------------------------------------------- one rank of several
 
 
@@ -101,14 +88,6 @@ def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     assert not exchanged(alone, ALL_REDUCE, "forward")
 
 
-def test_a_recomputed_layer_meets_again_but_for_its_last_sum():
-    """Nothing is kept of what follows that, and so torch does not compute it anew."""
-    model = model_of(*GPT2, "--gradient_checkpointing")
-    steps, layers = steps_of(model, SHARED), 2
-    assert len(exchanged(steps, ALL_GATHER, "backward")) == layers * (2 + 2) + 1
-    assert len(exchanged(steps, REDUCE_SCATTER, "backward")) == layers * (2 + 1) + 1
-
-
 def test_between_layers_that_are_shared_a_rank_keeps_its_part_of_the_tokens():
     model = model_of(*LLAMA, "--gradient_checkpointing", "--packing", "none")
     hidden, kept = 2 * 64 * 64 * 4, {}
@@ -129,14 +108,6 @@ def test_rows_that_are_split_exchange_heads_and_keep_half():
     assert sorted(exchanged(split, ALL_TO_ALL, "backward")) == sorted(3 * [query, keys, keys, query])
     most = [max(step.start + step.rise for step in steps) for steps in (alone, split)]
     assert 0.4 < most[1] / most[0] < 0.75
-
-
-def test_packed_documents_keep_a_mask_of_rows_in_full():
-    model = model_of(*LLAMA, "--packing", "documents")
-    masked, free = (
-        max(step.start for step in steps_of(one, SPLIT)) for one in (model, model_of(*LLAMA, "--packing", "none"))
-    )
-    assert masked - free >= 2 * 64 * 64 * 4
 
 
 # -------------------------------------------------------------------------------------------------------------- stages
@@ -227,15 +198,6 @@ def test_layouts_are_searched_and_those_that_the_model_does_not_have_are_refused
         assert one["layout"]["pipeline"] == 1
 
 
-def test_more_ranks_a_replica_need_less_memory_each(capsys):
-    found = planned(capsys, *LLAMA, "--num_gpus", "4", "--strategies", "zero1,tp,sp", "--packing", "none",
-                    "--batch_sizes", "4", "--gpu", "a100-40gb")["predictions"]  # fmt: skip
-    peaks = {(one["strategy"], one["layout"]["data"]): one["peak_allocated_bytes"] for one in found}
-    assert peaks["zero1", 4] > peaks["tp", 2] > peaks["tp", 1]
-    assert peaks["zero1", 4] > peaks["sp", 2] > peaks["sp", 1]
-    assert all(one["tokens_per_s"] > 0 and one["seconds"]["communication"] > 0 for one in found)
-
-
 def test_written_pairs_have_the_degree_that_was_found(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     planned(capsys, *LLAMA, "--num_gpus", "4", "--strategies", "tp,sp", "--batch_sizes", "1", "--write", str(tmp_path))
@@ -250,11 +212,3 @@ def test_written_pairs_have_the_degree_that_was_found(capsys, tmp_path, monkeypa
     )["predictions"]
     assert [one["layout"]["tensor"] for one in again] == [4]
     assert Path(tmp_path / "tp_x4.sh").read_text().count("train/clm.py") == 1
-
-
-def test_other_tasks_share_no_layers(capsys):
-    flags = ["--task", "cls", "--model_type", "bert", "--gpu_memory", "8GiB", "--num_gpus", "2", "--strategies"]
-    assert main(["plan", *flags, "tp,sp"]) == 2
-    said = capsys.readouterr().err
-    assert "train/cls.py does not support tensor parallelism" in said
-    assert "train/cls.py does not support sequence parallelism" in said

@@ -3,9 +3,7 @@
 import json
 import multiprocessing
 import os
-import sys
 
-import pytest
 from helpers import refusal
 
 from zerofit.recipe.errors import UserError
@@ -38,7 +36,7 @@ def test_a_plan_is_the_same_in_one_process_and_in_two(monkeypatch, capfd):
 
 
 def test_all_processes_take_part():
-    """Each item waits until the other two are begun: one process alone would wait for ever."""
+    """Each item waits until the other two are begun: fewer processes would wait for ever."""
     together = multiprocessing.get_context("fork").Barrier(3)
 
     def own_process(item: int) -> tuple[int, int]:
@@ -50,29 +48,10 @@ def test_all_processes_take_part():
     assert len({process for _, process in found}) == 3
 
 
-@pytest.mark.parametrize("failure", [lambda: os._exit(1), lambda: 1 / 0])
-def test_what_another_process_did_not_bring_back_is_done_here(failure):
-    mine = os.getpid()
-
-    def fails_elsewhere(item: int) -> int:
-        if os.getpid() != mine:
-            failure()
-        return item * item
-
-    assert in_processes(fails_elsewhere, list(range(20)), 2) == [item * item for item in range(20)]
-
-
-def test_an_error_is_raised_here():
+def test_an_error_of_a_copy_is_raised_here():
     def refuses(item: int) -> int:
         if item == 3:
             raise UserError("no such layout")
         return item
 
     assert "no such layout" in refusal(in_processes, refuses, list(range(5)), 2)
-
-
-def test_a_process_with_other_threads_is_not_copied(monkeypatch):
-    monkeypatch.setattr(parallel.threading, "active_count", lambda: 1)
-    assert parallel._can_fork() == (sys.platform == "linux")
-    monkeypatch.setattr(parallel.threading, "active_count", lambda: 2)
-    assert not parallel._can_fork()

@@ -8,7 +8,7 @@ import yaml
 from test_plan import RECIPE
 
 from zerofit.cli import main
-from zerofit.estimate.measured_rows import DENSE, comparable, measured_rows
+from zerofit.estimate.measured_rows import measured_rows
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.strategy.gpu_table import find_gpu
 from zerofit.tools.plan import joint_search
@@ -70,13 +70,6 @@ def test_the_winner_is_a_recipe_a_pair_and_a_command(capsys, tmp_path):
     written = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     assert "num_gpus" not in written
     assert written["config_name"]
-
-
-def test_a_range_is_that_of_rows_of_this_kind_and_there_may_be_none():
-    found = comparable(DENSE, "h100-80gb", 7e9, 2048, 12288, 8)
-    assert 0.7 < found.low < 1 < found.high < 1.4
-    assert found.nearest[0].model == "mpt-7b"
-    assert comparable(DENSE, "l4-24gb", 7e9, 2048, 12288, 8) is None
 
 
 def test_the_rows_were_predicted_by_this_tree():

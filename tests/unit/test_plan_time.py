@@ -1,24 +1,25 @@
 """`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
 
-import copy
-import pickle
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import Harmful
 from test_plan import MILLION, ON_GPUS, RECIPE, planned, zero
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
-from zerofit.estimate import calibration, trace_cache
-from zerofit.estimate.calibration import Calibration, cpu_name, key_name, read_calibration
-from zerofit.estimate.device_speeds import device_speeds
-from zerofit.estimate.exchanges import Exchanges, deepspeed_exchanges, torch_exchanges
-from zerofit.estimate.links import Exchange, Links, MeasuredLinks
+from zerofit.estimate.device_speeds import (
+    VERSION,
+    Calibration,
+    cpu_name,
+    device_speeds,
+    key_name,
+    place_of,
+    read_calibration,
+)
+from zerofit.estimate.exchanges import Exchange, Exchanges, Links, MeasuredLinks, deepspeed_exchanges, torch_exchanges
 from zerofit.estimate.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -33,14 +34,13 @@ from zerofit.estimate.operations import (
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.speeds import Curve, Speeds, attention_efficiency, product_efficiency
 from zerofit.estimate.time_constants import HOST_STEP, SHARED_BY
-from zerofit.estimate.trace_cache import TraceCache, Traces
+from zerofit.estimate.timing import COMMUNICATION, HOST, PassTime, pass_time, update_time
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION as TRACED
 from zerofit.estimate.tracer import Tracer, TraceSettings
-from zerofit.estimate.update_time import COMMUNICATION, HOST, PassTime, pass_time, update_time
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.strategy.gpu_table import GPUS
-from zerofit.tools.plan import measure, parallel
+from zerofit.tools.plan.calibrate import Bench
 
 GIGA = 1e9
 LARGER = ["--block_size", "512", "--config_overrides",
@@ -128,17 +128,6 @@ def flat(rate: float = GIGA, **settings) -> Speeds:
     return Speeds(rates, **(common | settings))
 
 
-def test_a_rate_is_interpolated_on_a_logarithmic_scale():
-    curve = Curve(((1e3, 1.0), (1e5, 100.0)))
-    assert [curve.at(size) for size in (10, 1e3, 1e5, 1e7)] == [1.0, 1.0, 100.0, 100.0]
-    assert curve.at(1e4) == pytest.approx(10.0)
-
-
-def test_a_product_takes_the_longer_of_computing_and_moving():
-    assert flat().seconds(Operation(MATRIX, True, 3 * 10**9, 10**9)) == pytest.approx(3.0)
-    assert flat().seconds(Operation(MATRIX, True, 10**9, 3 * 10**9)) == pytest.approx(3.0)
-
-
 def test_a_gpus_queue_hides_what_starting_operations_takes_and_a_cpu_adds_it():
     operations = tuple(Operation(MEMORY, False, 0, 10**6 * size) for size in (1, 9))
     steps = [TracedStep("forward", "a", None, 0, 0, 0, 0, operations=operations)]  # 10 ms
@@ -172,12 +161,6 @@ def test_an_all_reduce_sends_twice_the_buffer_over_the_slowest_link():
     assert links.seconds(many, 1024, 8) > 100 * 127 * 2.7e-6  # a ring's hops between 128 machines
 
 
-def test_measured_links_are_scaled_to_other_numbers_of_processes():
-    links = MeasuredLinks({(ALL_REDUCE, False): Curve(((1.0, GIGA),))}, 2, 12.5 * GIGA)
-    assert links.seconds(Exchange(ALL_REDUCE, 1e9), 2, 8) == pytest.approx(1.0)
-    assert links.seconds(Exchange(ALL_REDUCE, 1e9), 4, 8) == pytest.approx(1.5)  # 2 x 3/4 against 2 x 1/2
-
-
 def sums(exchanges: list[Exchange]) -> dict[str, float]:
     found: dict[str, float] = {}
     for one in exchanges:
@@ -201,15 +184,6 @@ def test_volumes_are_those_of_the_papers():
     assert sums(kept.backward) == {ALL_GATHER: 0, REDUCE_SCATTER: 2 * size}
     released = zero(3, stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
     assert sums(deepspeed_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
-
-
-def test_layers_that_are_not_kept_are_gathered_again_and_embeddings_are_not():
-    """As the memory of gathered weights has it: one source says what stays between the passes."""
-    names = ("embed", "layers.0.a", "layers.1.a")
-    weights = Weights(tuple(Weight(name, 8 * MILLION, True, True) for name in names), stacks=("layers",))
-    settings = zero(3, stage3_param_persistence_threshold=0)
-    again = sums(deepspeed_exchanges(weights, settings, 8, 2, True, keeps_layers=False).backward)[ALL_GATHER]
-    assert again == pytest.approx(2 * 2 * 8 * MILLION)
 
 
 def test_offload_goes_down_and_up_and_to_the_hosts_adam():
@@ -249,25 +223,17 @@ def test_the_hosts_adam_and_its_copies_are_counted_for_all_processes_of_a_machin
     assert COMMUNICATION not in found.parts
 
 
-def test_the_parts_of_a_pass_add_up():
-    steps = traced_steps(3)
-    for queued in (False, True):
-        found = pass_time(steps, flat(operation_s=1e-4, is_queued=queued))
-        assert found.forward + found.backward == pytest.approx(sum(found.parts.values()))
-        assert found.backward > found.forward > 0
-
-
 # --------------------------------------------------------------------------------------------------------- the command
 
 
 @pytest.fixture
 def calibrated(monkeypatch, tmp_path) -> Calibration:
     """This machine, as if it had been measured with two processes."""
-    monkeypatch.setattr(calibration, "cache_root", lambda _: tmp_path)
+    monkeypatch.setattr("zerofit.estimate.device_speeds.cache_root", lambda _: tmp_path)
     rates = {key_name(kind, half): [(1.0, 1e10)] for kind in KINDS for half in (False, True)}
     links = {key_name(kind, half): [(1.0, GIGA)] for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
              for half in (False, True)}  # fmt: skip
-    made = Calibration(calibration.VERSION, cpu_name(), 2, rates, links, 1e-6, 1e8, None, "a test")
+    made = Calibration(VERSION, cpu_name(), 2, rates, links, 1e-6, 1e8, None, "a test")
     made.write()
     return made
 
@@ -284,7 +250,7 @@ def test_what_was_measured_is_used_on_this_machine(capsys, calibrated):
 
 
 def test_without_a_measurement_there_is_no_time_and_the_report_says_what_to_type(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(calibration, "cache_root", lambda _: tmp_path)
+    monkeypatch.setattr("zerofit.estimate.device_speeds.cache_root", lambda _: tmp_path)
     assert main(["plan", *RECIPE, *ON_CPU, "--strategies", "ddp", "--batch_sizes", "1"]) == 0
     said = capsys.readouterr().out
     assert "zerofit plan --calibrate --num_gpus 2" in said
@@ -308,25 +274,6 @@ def test_known_gpus_have_a_speed_where_their_figures_are_known():
     assert {"mi210-64gb", "v100s-32gb", "mi250x-64gb"}.isdisjoint(known)
 
 
-def test_figures_can_be_stated(capsys):
-    flags = ["--gpu_memory", "40GiB", "--num_gpus", "2", "--strategies", "ddp", "--batch_sizes", "1"]
-    stated = ["--peak_tflops", "300", "--memory_bandwidth", "2000", "--link_bandwidth", "300"]
-    assert planned(capsys, *flags)["predictions"][0]["tokens_per_s"] is None
-    assert planned(capsys, *flags, *stated)["predictions"][0]["tokens_per_s"] > 0
-    assert main(["plan", *RECIPE, *flags, *stated[:2]]) == 0
-    assert "--memory_bandwidth" in capsys.readouterr().out
-
-
-def test_a_larger_limit_is_faster_and_every_global_batch_is_within_it(capsys):
-    speeds = []
-    for most in ("40", "400"):
-        found = planned(capsys, *ON_GPUS, "--strategies", "ddp,zero3", "--max_global_batch_size", most)
-        assert all(one["global_batch_size"] <= int(most) for one in found["predictions"])
-        assert {one["global_batch_size"] % 16 for one in found["predictions"]} == {0}
-        speeds.append(max(one["tokens_per_s"] for one in found["predictions"]))
-    assert speeds[0] < speeds[1]
-
-
 def test_the_fastest_come_first(capsys):
     found = planned(capsys, *LARGER, *ON_GPUS, "--strategies", "all", "--batch_sizes", "4")
     of_layouts = {(one["strategy"], *one["layout"].values()): one["tokens_per_s"] for one in found["predictions"]}
@@ -338,15 +285,6 @@ def test_the_fastest_come_first(capsys):
     assert speeds["zero2"] > speeds["zero2_offload"]
 
 
-def test_days_and_gpu_hours(capsys):
-    flags = [*ON_GPUS, "--strategies", "ddp", "--batch_sizes", "4"]
-    speed = planned(capsys, *flags)["predictions"][0]["tokens_per_s"]
-    assert main(["plan", *RECIPE, *flags, "--tokens", str(speed * 86400 * 2)]) == 0
-    said = capsys.readouterr().out
-    assert "GPU-hours" in said
-    assert any(line.split()[-2:] == ["2", "768"] for line in said.splitlines())  # 16 x 48 hours
-
-
 def test_padded_rows_take_the_time_of_their_mean_length_and_the_memory_of_the_longest(capsys):
     flags = [*LARGER, *ON_GPUS, "--strategies", "ddp", "--batch_sizes", "4", "--packing", "none"]
     full, short = (planned(capsys, *flags, *more)["predictions"][0] for more in ([], ["--mean_length", "128"]))
@@ -355,69 +293,14 @@ def test_padded_rows_take_the_time_of_their_mean_length_and_the_memory_of_the_lo
     assert short["tokens_per_s"] == pytest.approx(128 * 4 * 16 / short["seconds_per_update"])
 
 
-def test_the_environments_memory(capsys, monkeypatch):
-    monkeypatch.setenv("DEVICE_MEMORY_GB", "24")
-    assert main(["plan", *RECIPE, "--strategies", "single", "--batch_sizes", "1"]) == 0
-    assert "22.35 GiB each" in capsys.readouterr().out
-    assert main(["plan", *RECIPE, "--strategies", "single", "--batch_sizes", "1", "--gpu_memory", "2GiB"]) == 0
-    assert "2.00 GiB each" in capsys.readouterr().out
-
-
-def test_a_wrong_variable_is_named(capsys, monkeypatch):
-    monkeypatch.setenv("DEVICE_MEMORY_GB", "many")
-    assert main(["plan", *RECIPE]) == 2
-    assert "DEVICE_MEMORY_GB=many" in capsys.readouterr().err
-
-
-def test_traces_are_kept_and_a_changed_model_is_traced_anew(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
-    flags = [*ON_GPUS, "--strategies", "ddp", "--batch_sizes", "3"]
-    traced, run = [], Tracer.trace
-    monkeypatch.setattr(Tracer, "trace", lambda self, size: traced.append(size) or run(self, size))
-    first = planned(capsys, *flags)
-    assert len(traced) == 2  # of training and of evaluation
-    assert planned(capsys, *flags) == first
-    assert len(traced) == 2
-    assert planned(capsys, *flags, "--gradient_checkpointing") != first
-    assert len(traced) == 4
-    for file in tmp_path.rglob("*.json"):
-        file.write_bytes(b"damaged")
-    assert planned(capsys, *flags) == first
-    assert len(traced) == 6
-
-
-def test_kept_traces_are_the_traced_ones_and_a_hostile_file_runs_nothing(capsys, monkeypatch, tmp_path):
-    """Of ZeRO-3, whose segments have visits of modules, and of stages and shared layers."""
-    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
-    monkeypatch.setattr(parallel, "_can_fork", lambda: False)
-    written = []
-    monkeypatch.setattr(TraceCache, "write", lambda self, traces: written.append(copy.deepcopy(traces)))
-    planned(capsys, *ON_GPUS, "--strategies", "zero3,tp", "--batch_sizes", "2")
-    assert len(written) >= 4
-    assert any(one.visit for traces in written for several in traces.segments.values() for one in several)
-    monkeypatch.undo()
-    monkeypatch.setattr(trace_cache, "cache_root", lambda _: tmp_path)
-    cache = TraceCache("a key")
-    for traces in written:
-        cache.write(traces)
-        assert cache.read() == traces
-    whole = cache.path.read_bytes()
-    damages = (b"[" * 10**5, b"[]", b'{"stacks": {}}', pickle.dumps(Harmful(tmp_path / "ran")), whole[:-100],
-               re.sub(rb'"peak":(\d+)', rb'"peak":"\1"', whole), whole.replace(b"matrix", b""))  # fmt: skip
-    for damaged in damages:
-        cache.path.write_bytes(damaged)
-        assert cache.read() == Traces()
-    assert not (tmp_path / "ran").exists()
-
-
 # ----------------------------------------------------------------------------------------------------- the calibration
 
 
 def test_every_measurement_of_a_process(monkeypatch):
-    monkeypatch.setattr(measure, "SECONDS", 0.0)
-    monkeypatch.setattr(measure.Bench, "edges", (16, 32))
-    monkeypatch.setattr(measure.Bench, "counts", (2**8, 2**10))
-    bench = measure.Bench(torch.device("cpu"), 0, 1)
+    monkeypatch.setattr("zerofit.tools.plan.calibrate.SECONDS", 0.0)
+    monkeypatch.setattr(Bench, "edges", (16, 32))
+    monkeypatch.setattr(Bench, "counts", (2**8, 2**10))
+    bench = Bench(torch.device("cpu"), 0, 1)
     rates = bench.rates()
     assert set(rates) == {key_name(kind, half) for kind in KINDS for half in (False, True)}
     assert all(rate > 0 and size > 0 for points in rates.values() for size, rate in points)
@@ -428,7 +311,7 @@ def test_every_measurement_of_a_process(monkeypatch):
 
 
 def test_a_calibration_needs_no_recipe_and_is_kept(capsys, monkeypatch, tmp_path, calibrated):
-    calibration.place_of(cpu_name()).unlink()
+    place_of(cpu_name()).unlink()
     found = {"rates": calibrated.rates, "links": calibrated.links, "operation_s": 1e-6, "adam": 1e8, "host_link": None}
     asked = []
     monkeypatch.setattr("zerofit.tools.plan.calibrate._measure", lambda processes: asked.append(processes) or found)
@@ -438,11 +321,3 @@ def test_a_calibration_needs_no_recipe_and_is_kept(capsys, monkeypatch, tmp_path
     assert main(["plan", *RECIPE, *ON_CPU, "--calibrate", "--strategies", "ddp", "--batch_sizes", "1"]) == 0
     assert "tokens/s" in capsys.readouterr().out
     assert asked == [2, 2]
-
-
-def test_the_cache_is_that_of_the_datasets_library():
-    import datasets
-
-    from zerofit.recipe.cache import cache_root
-
-    assert cache_root(None).parent == datasets.config.HF_DATASETS_CACHE

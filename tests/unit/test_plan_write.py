@@ -59,13 +59,6 @@ def test_a_written_command_is_one_that_accelerate_and_the_task_take(tmp_path, in
         assert "micro-batch 4, accumulation 2" in script.read_text()
 
 
-def test_only_the_rows_of_the_table_are_written(tmp_path, in_root):
-    scripts = written(
-        tmp_path, "--num_gpus", "2", "--strategies", "ddp,zero2,zero3", "--batch_sizes", "4", "--top", "1"
-    )
-    assert len(scripts) == 1
-
-
 def test_of_several_machines_each_says_which_it_is(tmp_path, in_root):
     (script,) = written(tmp_path, "--num_gpus", "16", "--strategies", "zero3", "--batch_sizes", "1").values()
     assert '--machine_rank "$MACHINE_RANK"' in script.read_text()
@@ -89,12 +82,3 @@ def test_a_recipe_is_named_and_its_own_batches_give_way(tmp_path, in_root):
     arguments = launch_command_parser().parse_args(command_of(tmp_path / "pairs" / "ddp.sh"))
     read = parse_recipe(TASKS["clm"], arguments.training_script_args)
     assert (read.global_batch_size, read.gradient_accumulation_steps, read.weight_decay) == (32, 4, 0.1)
-
-
-def test_a_folder_that_cannot_be_and_the_pairs_own_folder_are_refused(tmp_path, in_root, capsys):
-    (tmp_path / "file").write_text("")
-    flags = ["--gpu", "a100-40gb", "--strategies", "single", "--batch_sizes", "1", "--write"]
-    assert main(["plan", *RECIPE, *flags, str(tmp_path / "file")]) == 2
-    assert "Set --write to a folder" in capsys.readouterr().err
-    assert main(["plan", *RECIPE, *flags, "accelerate_configs"]) == 2
-    assert "is the strategy itself" in capsys.readouterr().err

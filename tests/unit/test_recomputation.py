@@ -13,7 +13,7 @@ from torch.utils.checkpoint import _RECOMPUTE, checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BlenderbotConfig, T5Config
 from transformers.models.deberta_v2 import DebertaV2Config
 
-from zerofit.estimate.every_nth import first_layers
+from zerofit.estimate.tracer import first_layers
 from zerofit.model import recomputation
 from zerofit.model.kept_results import keeping_contexts
 from zerofit.model.recomputation import _policy, enable_recomputation

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofit.estimate.gradient_memory import GradientMemory
 from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
-from zerofit.estimate.model_states import States, late_states
+from zerofit.estimate.model_states import GradientMemory, States, late_states
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import ENDS, Place, Weight, Weights
 

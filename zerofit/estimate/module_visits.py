@@ -1,9 +1,7 @@
-"""The order in which ZeRO-3 meets the modules of a pass: hooks on the traced model that stand where DeepSpeed's do.
+"""The order in which ZeRO-3 meets the modules of a pass: DeepSpeed's own hooks, on the traced model, tell it to a list
+in place of its coordinator (DeepSpeed 0.19, runtime/zero/parameter_offload.py)."""
 
-Source: DeepSpeed 0.19, runtime/zero/parameter_offload.py (_register_deepspeed_module).
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,85 +27,66 @@ class Visit(NamedTuple):
     kept: tuple[str, ...] = ()
 
 
-def watch_modules(model: torch.nn.Module, note: Callable[[Visit], None]) -> list[Any]:
-    """Call `note` at each visit. Returns the handles of the hooks."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    handles = []
-    for name, module, is_leaf in _met(model):
-        weights = {names[id(parameter)]: parameter for parameter in module.parameters(recurse=is_leaf)}
-        handles += _watch(module, name, weights, note)
-    return handles
+class ModuleVisits:
+    """DeepSpeed's hooks on a model. It stands for the DeepSpeedZeRoOffload whose methods they call."""
+
+    def __init__(self, model: torch.nn.Module):
+        from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+        from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config, z3_leaf_module
+
+        apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig())
+        self.module, self.names = model, {id(module): name for name, module in model.named_modules()}
+        self.parameters = dict(model.named_parameters())
+        named = {id(parameter): name for name, parameter in self.parameters.items()}
+        self.weights = {
+            id(module): tuple(named[id(one)] for one in module.parameters(recurse=z3_leaf_module(module)))
+            for module in model.modules()
+        }
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self._register_deepspeed_module(model, [0])
+
+    def begin(self, note: Callable[[Visit], None]) -> None:
+        """A pass begins, whose visits `note` takes."""
+        self.note, self.entered = note, _forward_stack()
+        self.entered.clear()  # recomputation may leave modules before their end
+        self.holders = {name: _holders(parameter) for name, parameter in self.parameters.items()}
+        for module in self.module.modules():
+            module.applied_pre_backward_ref_cnt = 0  # type: ignore[assignment]
+
+    def _register_deepspeed_module(self, module: torch.nn.Module, count: list[int]) -> None:
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+        DeepSpeedZeRoOffload._register_deepspeed_module(self, module, count)
+
+    def get_param_coordinator(self) -> None:
+        """There is none."""
+
+    def pre_sub_module_forward_function(self, module: torch.nn.Module) -> None:
+        self.entered.append(module)
+        self._visit(module, True, True)
+
+    def post_sub_module_forward_function(self, module: torch.nn.Module) -> None:
+        weights = self.weights[id(module)]
+        kept = tuple(name for name in weights if _holders(self.parameters[name]) > self.holders[name])
+        self._visit(module, False, True, kept)
+
+    def pre_sub_module_backward_function(self, module: torch.nn.Module) -> None:
+        self._visit(module, True, False)
+
+    def post_sub_module_backward_function(self, module: torch.nn.Module) -> None:
+        self._visit(module, False, False)
+
+    def _visit(self, module: torch.nn.Module, enters: bool, forward: bool, kept: tuple[str, ...] = ()) -> None:
+        self.note(Visit(self.names[id(module)], enters, forward, self.weights[id(module)], kept))
 
 
-def _met(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """(name, module, whether it is a leaf) of all modules that are in no leaf."""
-    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
-    from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config, z3_leaf_module
+def _forward_stack() -> list[torch.nn.Module]:
+    from deepspeed.runtime.zero import parameter_offload
 
-    apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig())
-    leaves: list[str] = []
-    for name, module in model.named_modules():
-        if not name.startswith(tuple(leaves)):
-            yield name, module, z3_leaf_module(module)
-            leaves += [f"{name}."] if z3_leaf_module(module) else []
+    return parameter_offload.FWD_MODULE_STACK
 
 
 def _holders(tensor: torch.Tensor) -> int:
     """Of a tensor's memory: itself, its views, and what autograd has saved of these; saved itself it counts once."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def _watch(
-    module: torch.nn.Module, name: str, parameters: Mapping[str, torch.Tensor], note: Callable[[Visit], None]
-) -> list[Any]:
-    weights, holders = tuple(parameters), {weight: _holders(each) for weight, each in parameters.items()}
-    outputs = inputs = 0  # of tensors whose gradients have not come yet
-
-    class BeforeBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-            nonlocal outputs
-            outputs += 1
-            return output.detach()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            nonlocal outputs
-            if outputs > 0:
-                note(Visit(name, True, False, weights))
-                outputs -= 1
-            return gradient
-
-    class AfterBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
-            nonlocal inputs
-            inputs += ctx.needs_input_grad[0]
-            return given.detach()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            nonlocal inputs
-            inputs -= 1
-            if inputs == 0:
-                note(Visit(name, False, False, weights))
-            return gradient
-
-    def before(module: torch.nn.Module, args: Any) -> Any:
-        nonlocal inputs
-        inputs = 0
-        note(Visit(name, True, True, weights))
-        return _applied(AfterBackward.apply, args)
-
-    def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        kept = tuple(weight for weight, each in parameters.items() if _holders(each) > holders[weight])
-        note(Visit(name, False, True, weights, kept))
-        return _applied(BeforeBackward.apply, output)
-
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-
-
-def _applied(function: Callable[..., Any], value: Any) -> Any:
-    from deepspeed.runtime.zero.utils import apply_to_tensors_only
-
-    return apply_to_tensors_only(function, value)

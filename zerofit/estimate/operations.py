@@ -18,7 +18,7 @@ FLASH, FLASH_BACKWARD = (
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward,
 )
-# Matrix products of experts, as the tracer lets them run (trace.py): (S, K) rows with (E, K, N) weights.
+# Matrix products of experts, as the tracer lets them run (tracer.py): (S, K) rows with (E, K, N) weights.
 EXPERTS, EXPERTS_BACKWARD = "grouped_mm_fallback", "grouped_mm_fallback_backward"
 # They make no tensor, or one that nothing is written into.
 FREE = {

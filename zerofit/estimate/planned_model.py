@@ -11,15 +11,12 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 import zerofit.model.activations  # noqa: F401
-from zerofit.estimate.every_nth import EveryNth
 from zerofit.estimate.memory_constants import MASTER_BYTES, NF4_BYTES
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
 from zerofit.estimate.planned_rows import TASKS, Rows
-from zerofit.estimate.trace_cache import TraceCache, model_key
-from zerofit.estimate.traced_experts import divide_experts
-from zerofit.estimate.traced_shares import split_layers
+from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep, in_flight
-from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, reduced_configuration
+from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
@@ -52,12 +49,6 @@ class PlannedModel:
     def __post_init__(self) -> None:
         self._tracers: dict[tuple[Any, ...], Any] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
-
-    def with_length(self, length: int) -> "PlannedModel":
-        """The same with rows of another length."""
-        other = replace(self, rows=replace(self.rows, length=length))
-        other._shares = self._shares
-        return other
 
     def with_options(self, recipe: Any, rows: Rows) -> "PlannedModel":
         """The same with other options that change its passes alone; tracers are shared."""
@@ -136,7 +127,7 @@ class PlannedModel:
             )
             for name, parameter in self.full.named_parameters()
         )
-        stacks = tuple(name for name, length in _lists(self.full).items() if length > 1)
+        stacks = tuple(name for name, length in outer_lists(self.full).items() if length > 1)
         layers = [sum(one.numel() for one in self.full.get_submodule(name)[0].parameters()) for name in stacks]
         embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
@@ -161,7 +152,7 @@ class PlannedModel:
     @property
     def keeps_layers(self) -> bool:
         """Whether ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
-        checked by forward passes before training (gathered.py)."""
+        checked by forward passes before training (zero3_weights.py)."""
         return self.task == "cls" or self.rows.loss_kind == "full"
 
     def dtypes(self, precision: str, computes_in_half: bool) -> tuple[torch.dtype, torch.dtype]:
@@ -210,13 +201,9 @@ class PlannedModel:
     def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
         key = (settings, rows)
         if key not in self._tracers:
-            build, cache = self._build(settings, trained, rows), TraceCache((*self._model_key, *key, trained))
-            self._tracers[key] = Tracer(self.config, self.full, build, rows, settings, cache)
+            build = self._build(settings, trained, rows)
+            self._tracers[key] = Tracer(self.config, self.full, build, rows, settings)
         return self._tracers[key]
-
-    @cached_property
-    def _model_key(self) -> tuple[Any, ...]:
-        return model_key(self.recipe, self.config)
 
     def _rows(self, rows: Rows, precision: str) -> Rows:
         """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
@@ -278,8 +265,3 @@ def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in trained:
             module.requires_grad_(True)
-
-
-def _lists(full: torch.nn.Module) -> dict[str, int]:
-    lists = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}

@@ -1,19 +1,24 @@
-"""Traces of models that several ranks hold together: the run's own layers and rows, one rank of them.
+"""What stands in a traced pass for what one process on a CPU does not have: other ranks, their experts, a GPU's casts,
+the host's memory.
 
-Layers are cut by model/tensor_parallel and rows by strategy/sequence.py, as in a run. Only the collectives
-are others: they exchange nothing, and the trace notes what they would have exchanged.
+Layers are cut by model/tensor_parallel, rows by strategy/sequence.py, experts by strategy/expert_parallel.py, as in a
+run. Only the collectives are others: they exchange nothing, and the trace notes what they would have exchanged. How
+many tokens reach a rank's experts depends on the routers; here they are balanced.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensor
 
-from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Operation
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
+from zerofit.strategy import expert_parallel
 from zerofit.strategy.grid import replaced
 
 
@@ -112,3 +117,156 @@ def rows_split(model: torch.nn.Module, size: int, attention: str) -> Iterator[No
             restored.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, name, ALL_ATTENTION_FUNCTIONS[name])
         sequence.SplitRows(model, ParallelLayout(size, sequence=size))
         yield
+
+
+@dataclass(frozen=True)
+class FakeMesh:
+    """Stands for a device mesh of one dimension."""
+
+    ranks: int
+    device_type: str = "cpu"
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_group(self) -> list[int]:
+        return list(range(self.ranks))
+
+
+def expert_names(model: torch.nn.Module) -> frozenset[str]:
+    """The names of the parameters that are divided."""
+    divided = {id(parameter) for module in expert_parallel.experts_of(model) for parameter in module.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in divided)
+
+
+def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> None:
+    """Keep one rank's experts, and let tokens travel to them.
+
+    Args:
+        ranks: 0: they are not divided.
+        dtype: that products are computed in. Experts that are trained are stored in fp32, as their optimizer has them.
+    """
+    if not ranks:
+        return
+    from transformers.distributed import expert_parallel as library
+
+    class Balanced(library.AllToAllEP):
+        """The exchange, whose sizes are on the host before there are any: fake tensors have no values."""
+
+        def _dispatch_tokens(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
+            sizes = _even(top_k_index.numel(), ranks)
+            with replaced(FakeTensor, "tolist", lambda counts: [sizes] * len(counts)):
+                return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
+
+    with contextlib.ExitStack() as replacements:
+        for place, name, other in (
+            (library, "get_process_group_ranks", list),
+            (library, "AllToAllEP", Balanced),
+        ):
+            replacements.enter_context(replaced(place, name, other))
+        for module in expert_parallel.experts_of(model):
+            for name, whole in module.named_parameters(recurse=False):
+                stored = torch.float32 if whole.requires_grad else whole.dtype
+                own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
+                module._parameters[name] = torch.nn.Parameter(own, whole.requires_grad)
+            expert_parallel.dispatch(module, FakeMesh(ranks), FakeMesh(1), None if dtype == torch.float32 else dtype)
+
+
+@contextlib.contextmanager
+def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[None]:
+    """The context in which a model whose experts are divided computes one rank's part.
+
+    Args:
+        note: takes each collective, as an operation.
+    """
+    if not ranks:
+        yield
+        return
+    from transformers.distributed import expert_parallel as library
+
+    def exchanged(rows: torch.Tensor, received: list[int]) -> torch.Tensor:
+        note(Operation(ALL_TO_ALL, rows.is_floating_point() and rows.itemsize < 4, 0, rows.nbytes))
+        return rows.contiguous().new_empty(sum(received), *rows.shape[1:])
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+            ctx.sent = sent
+            return exchanged(rows, received)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            return exchanged(gradient, ctx.sent), None, None
+
+    class Arrived:
+        apply = staticmethod(lambda rows: rows)
+
+    with contextlib.ExitStack() as replacements:
+        for place, name, other in (
+            # As to_local: its backward comes when all of the module's is done, and gradients wait for it.
+            (expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter)),
+            (library, "all_to_all_single", lambda received, sent, group: exchanged(sent, [len(sent)])),
+            (library, "all_to_all_single_autograd", lambda rows, received, sent, group: Exchange.apply(
+                rows, received, sent)),
+            (library, "_WaitTensor", Arrived),
+        ):  # fmt: skip
+            replacements.enter_context(replaced(place, name, other))
+        yield
+
+
+def _even(total: int, parts: int) -> list[int]:
+    """A total in parts that differ by one at most."""
+    return [len(range(part, total, parts)) for part in range(parts)]
+
+
+class CudaCasts(torch.overrides.TorchFunctionMode):
+    """Casts to fp32 what autocast casts on a GPU and not on a CPU (torch/amp, "Ops that autocast to float32")."""
+
+    FUNCTIONS = ("layer_norm", "softmax", "log_softmax", "pow", "rms_norm", "group_norm", "cumsum", "sum", "norm")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in self.FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args = [_widened(value) for value in args]
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """loss.backward(), with CudaCasts in force: they would be off in it, and layers are computed again there."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class FakeHostStore:
+    """The host's memory: what is offloaded there leaves the device at once (`in_flight` has the rest).
+
+    Attributes:
+        offloaded: is told the bytes of each tensor.
+    """
+
+    def __init__(self) -> None:
+        self.offloaded: Callable[[int], None] = lambda size: None
+        self._shapes: list[tuple[Any, ...]] = []
+
+    def offload_input(self, tensor: torch.Tensor) -> int:
+        self.offloaded(tensor.nbytes)
+        self._shapes.append((tensor.size(), tensor.stride(), tensor.dtype, tensor.device))
+        return len(self._shapes) - 1
+
+    def restore_input(self, number: int) -> torch.Tensor:
+        size, stride, dtype, device = self._shapes[number]
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def linear_of_zero_3() -> AbstractContextManager[Any]:
+    """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    return replaced(torch.nn.functional, "linear", zero3_linear_wrap)

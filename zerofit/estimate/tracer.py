@@ -8,6 +8,7 @@ any depth are put together from the same segments.
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,14 +18,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofit.estimate.allocations import AllocationTracker, Segment
-from zerofit.estimate.cuda_casts import CudaCasts, run_backward
-from zerofit.estimate.module_visits import watch_modules
+from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs
-from zerofit.estimate.trace_cache import TraceCache, Traces
-from zerofit.estimate.traced_experts import tokens_exchanged
-from zerofit.estimate.traced_shares import Collectives, rows_split
+from zerofit.estimate.traced_shares import (
+    Collectives,
+    CudaCasts,
+    FakeHostStore,
+    linear_of_zero_3,
+    rows_split,
+    run_backward,
+    tokens_exchanged,
+)
 from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
-from zerofit.model.recomputation import enable_recomputation
+from zerofit.model.recomputation import count_layers, enable_recomputation
 from zerofit.strategy.grid import replaced
 from zerofit.strategy.offloaded_inputs import offload_inputs
 
@@ -84,14 +90,10 @@ def reduced_configuration(config: Any) -> Any:
     return reduced
 
 
-def stacks_of(model: torch.nn.Module, full: torch.nn.Module) -> dict[str, int]:
-    """{name of each stack of layers: layers of it in the full model}."""
+def outer_lists(model: torch.nn.Module) -> dict[str, int]:
+    """{name: length} of the lists of modules that are in no other list."""
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    lengths = {name: len(module) for name, module in full.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    names = [name for name in lists if name in lengths and lists[name] and lengths[name] >= lists[name]]
-    outer = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    layered = [name for name in outer if lists[name] <= TRACED_LAYERS]
-    return {name: lengths[name] for name in layered}
+    return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
 
 
 class Tracer:
@@ -100,19 +102,14 @@ class Tracer:
     Args:
         build: (configuration) -> the model on "meta", with its adapter if it has one, in the dtype of its weights.
         full: the full model, on "meta".
-        cache: where traces are kept between runs; None: nowhere.
     """
 
     def __init__(
-        self, config: Any, full: Any, build: Callable[[Any], Any], rows: Rows,
-        settings: TraceSettings,
-        cache: TraceCache | None = None,
-    ) -> None:  # fmt: skip
+        self, config: Any, full: Any, build: Callable[[Any], Any], rows: Rows, settings: TraceSettings
+    ) -> None:
         self.elsewhere: FakeHostStore | None = None
         self.config, self.full, self.build, self.settings, self.rows = config, full, build, settings, rows
-        self.cache, self.kept = cache, cache.read() if cache else Traces()
-        if not self.kept.segments:
-            self.kept.stacks, self.kept.largest = stacks_of(self.model, full), self._largest_traced()
+        self._segments: dict[int, list[Segment]] = {}
         self._steps: dict[tuple[int, int | None], list[TracedStep]] = {}
 
     @functools.cached_property
@@ -121,7 +118,7 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model with few layers, of fake tensors. It is made when it is needed: not where all traces are kept."""
+        """The model with few layers, of fake tensors."""
         with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
             model = self.build(_with_traced_attention(reduced_configuration(self.config), self.settings.gpu_kernels))
         with self.mode:
@@ -135,13 +132,16 @@ class Tracer:
                 offload_inputs(model, self.elsewhere)
         return model
 
-    @property
-    def stacks(self) -> dict[str, int]:
-        return self.kept.stacks
+    @functools.cached_property
+    def visits(self) -> ModuleVisits:
+        return ModuleVisits(self.model)
 
-    @property
-    def largest_traced(self) -> int:
-        return self.kept.largest
+    @functools.cached_property
+    def stacks(self) -> dict[str, int]:
+        """{name of a stack of layers: layers of it in the full model}."""
+        full = outer_lists(self.full)
+        few = {name: size for name, size in outer_lists(self.model).items() if 0 < size <= TRACED_LAYERS}
+        return {name: full[name] for name, size in few.items() if full.get(name, 0) >= size}
 
     def steps(self, batch_size: int, layers: int | None = None) -> list[TracedStep]:
         """The passes of the full model on `batch_size` rows, segment by segment; with `layers`, of one with so many
@@ -155,23 +155,18 @@ class Tracer:
                                                batch_size)  # fmt: skip
             else:
                 stacks = self.stacks if layers is None else dict.fromkeys(self.stacks, layers)
-                self._steps[key] = compose(self._segments(batch_size), stacks)
+                if batch_size not in self._segments:
+                    self._segments[batch_size] = self.trace(batch_size)
+                self._steps[key] = compose(self._segments[batch_size], stacks)
         return self._steps[key]
-
-    def _segments(self, batch_size: int) -> list[Segment]:
-        """Those that are kept, or new ones."""
-        if batch_size not in self.kept.segments:
-            self.kept.segments[batch_size] = self.trace(batch_size)
-            if self.cache:
-                self.cache.write(self.kept)
-        return self.kept.segments[batch_size]
 
     @property
     def traced_sizes(self) -> list[int]:
         """The batch sizes of which there is a trace."""
         return sorted({size for size, _ in self._steps if size <= self.largest_traced})
 
-    def _largest_traced(self) -> int:
+    @functools.cached_property
+    def largest_traced(self) -> int:
         """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
         proportion to the batch."""
         from zerofit.model.loss import chunk_rows
@@ -189,8 +184,8 @@ class Tracer:
             inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
             ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
-            for handle in watch_modules(self.model, ledger.visit) if self.settings.watched else ():
-                hooks.callback(handle.remove)
+            if self.settings.watched:
+                self.visits.begin(ledger.visit)
             borders = Borders(ledger)
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
@@ -241,27 +236,6 @@ class Tracer:
             yield
 
 
-class FakeHostStore:
-    """The host's memory: what is offloaded there leaves the device at once (in_flight in steps.py has the rest).
-
-    Attributes:
-        offloaded: is told the bytes of each tensor.
-    """
-
-    def __init__(self) -> None:
-        self.offloaded: Callable[[int], None] = lambda size: None
-        self._shapes: list[tuple[Any, ...]] = []
-
-    def offload_input(self, tensor: torch.Tensor) -> int:
-        self.offloaded(tensor.nbytes)
-        self._shapes.append((tensor.size(), tensor.stride(), tensor.dtype, tensor.device))
-        return len(self._shapes) - 1
-
-    def restore_input(self, number: int) -> torch.Tensor:
-        size, stride, dtype, device = self._shapes[number]
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
 class Borders:
     """Tells a ledger where a layer begins, in the forward and in the backward pass."""
 
@@ -289,13 +263,6 @@ class Borders:
             layer.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
             layer.register_forward_hook(left, with_kwargs=True),
         ]
-
-
-def linear_of_zero_3() -> AbstractContextManager[Any]:
-    """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-    return replaced(torch.nn.functional, "linear", zero3_linear_wrap)
 
 
 def _make_fake(model: torch.nn.Module) -> None:
@@ -330,3 +297,53 @@ def _with_traced_attention(config: Any, gpu_kernels: bool) -> Any:
         if getattr(config, name, 0):
             setattr(config, name, 0.0)
     return config
+
+
+@dataclass(frozen=True, eq=False)
+class EveryNth:
+    """Stands for a Tracer where every N-th layer is recomputed: each layer's steps are those of the trace that
+    recomputes every layer, or those of the one that recomputes none.
+
+    Args:
+        again: traces a model that recomputes every layer.
+        kept: traces one that recomputes none.
+        every: N.
+    """
+
+    again: Tracer
+    kept: Tracer
+    every: int
+
+    @property
+    def traced_sizes(self) -> list[int]:
+        return self.again.traced_sizes
+
+    @property
+    def largest_traced(self) -> int:
+        return self.again.largest_traced
+
+    def steps(self, batch_size: int, layers: int | None = None) -> list[TracedStep]:
+        """As Tracer.steps."""
+        first = first_layers(self.again.full, self.again.stacks)
+        steps, live = [], 0
+        both = zip(_parts(self.again.steps(batch_size, layers)), _parts(self.kept.steps(batch_size, layers)),
+                   strict=True)  # fmt: skip
+        for (_, place, again), (_, _, kept) in both:
+            is_kept = place is not None and (first[place[0]] + place[1]) % self.every
+            for step in kept if is_kept else again:
+                end = live + step.end - step.start
+                steps.append(step._replace(start=live, end=end))
+                live = end
+        return steps
+
+
+def first_layers(model: torch.nn.Module, stacks: dict[str, int]) -> dict[str, int]:
+    """{name of a stack: the number of its first layer}, as zerofit/model/recomputation.py numbers layers."""
+    counts = [count_layers(model.get_submodule(name)) for name in stacks]
+    return dict(zip(stacks, itertools.accumulate([0, *counts])))
+
+
+def _parts(steps: list[TracedStep]) -> list[tuple[str, tuple[str, int] | None, list[TracedStep]]]:
+    """(name, place, steps) of each layer in each pass, and of what comes between."""
+    grouped = itertools.groupby(steps, key=lambda step: (step.name, step.place))
+    return [(*key, list(part)) for key, part in grouped]

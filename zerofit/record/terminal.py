@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -89,6 +90,13 @@ def shortened(text: str, width: int) -> str:
         return text
     head = (width - 3) // 3
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+
+
+def wrapped(text: str, width: int | None, indent: int = 0) -> str:
+    """A text on lines of this width; those after the first are indented."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def columns_of(text: str) -> int:

@@ -101,11 +101,10 @@ def _predictor(
     """Peaks by size, as the limit counts them: on a CPU with the program, else what is allocated or reserved."""
     from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
     from zerofit.estimate.read_model import read_planned_model
-    from zerofit.tools.plan.length_planner import LengthPlanner
+    from zerofit.tools.plan.layouts import resolve
     from zerofit.tools.plan.plan_options import PlanOptions
-    from zerofit.tools.plan.planner import Planner
+    from zerofit.tools.plan.planner import LengthPlanner, Planner
     from zerofit.tools.plan.prediction import Budget
-    from zerofit.tools.plan.resolve import resolve
     from zerofit.tools.tool_recipe import read_with_recipe
 
     kind, ranks = request["kind"], request["num_processes"]

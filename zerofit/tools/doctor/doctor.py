@@ -13,17 +13,46 @@ import dataclasses
 import io
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from zerofit.recipe.fields import option
+from zerofit.recipe.options import StrategyOptions
 from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.places import script
 from zerofit.record.terminal import say, screen_width
-from zerofit.tools.doctor.doctor_options import DoctorOptions
 from zerofit.tools.doctor.doctor_report import ERROR, DoctorReport, shown_value
 from zerofit.tools.rank_environment import environment_replaced
 from zerofit.tools.tool_recipe import TASKS, join_with_recipe
+
+
+@dataclass
+class DoctorOptions(StrategyOptions):
+    """What holds, who set it, and whether it can run here; options of the training recipe are looked at as well"""
+
+    task: str | None = option(
+        None,
+        "The task; by default the name of the recipe's folder.",
+        choices=("clm", "cls", "seq2seq"),
+        common=True,
+    )
+    strategy: str | None = option(
+        None,
+        "A name in accelerate_configs/, or a .yaml file; by default accelerate's default configuration where there is "
+        "one, else ddp, or single for one process.",
+        common=True,
+    )
+    deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML, as under torchrun.")
+    num_processes: int | None = option(
+        None,
+        "Processes of all machines together; by default those of the YAML, else one for each accelerator.",
+        positive=True,
+        common=True,
+    )
+    num_machines: int | None = option(None, "Machines; by default those of the YAML, else 1.", positive=True)
+
 
 PROG = "zerofit doctor"
 

@@ -1,12 +1,11 @@
 """What the doctor has found: findings, effective values with their sources, the machine; on a screen."""
 
 import re
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.record.terminal import shortened
+from zerofit.record.terminal import shortened, wrapped
 
 ERROR, WARNING, NOTE = LEVELS = ("error", "warning", "note")
 EXIT_CANNOT_RUN, EXIT_BAD_INPUT = 1, 2
@@ -108,23 +107,23 @@ class DoctorReport:
         Args:
             width: of the screen; None: lines may be of any length.
         """
-        parts = [_wrapped(self.verdict, width, "")]
+        parts = [wrapped(self.verdict, width)]
         parts += ["\n".join(_finding(finding, width) for finding in self.sorted_findings)] if self.findings else []
         if self.command:
-            parts.append("launch\n" + _wrapped(self.command, width, "  ", "      "))
+            parts.append("launch\n" + wrapped(f"  {self.command}", width, 6))
         if self.values:
             parts.append("\n".join(["values", *_table(self.values, width)]))
         if self.machine:
             first = max(len(what) for what, _ in self.machine)
-            rows = (_wrapped(text, width, f"  {what:<{first}}  ", " " * (first + 4)) for what, text in self.machine)
+            rows = (wrapped(f"  {what:<{first}}  {text}", width, first + 4) for what, text in self.machine)
             parts.append("\n".join(["machine", *rows]))
         return "\n\n".join(parts)
 
 
 def _finding(finding: Finding, width: int | None) -> str:
-    indent = " " * 9
-    text = _wrapped(finding.what, width, f"{finding.level:<9}", indent)
-    return text if not finding.remedy else f"{text}\n{_wrapped(finding.remedy, width, f'{indent}-> ', f'{indent}   ')}"
+    text = wrapped(f"{finding.level:<9}{finding.what}", width, 9)
+    remedy = wrapped(f"{' ' * 9}-> {finding.remedy}", width, 12)
+    return f"{text}\n{remedy}" if finding.remedy else text
 
 
 def _table(values: list[Value], width: int | None) -> list[str]:
@@ -146,16 +145,3 @@ def shown_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return " ".join(map(shown_value, value)) if isinstance(value, (list, tuple)) else str(value).replace("\n", "\\n")
-
-
-def _wrapped(text: str, width: int | None, first: str, later: str | None = None) -> str:
-    if width is None:
-        return first + text
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=first if later is None else later,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )

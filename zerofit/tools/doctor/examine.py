@@ -19,19 +19,16 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
+from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
 from zerofit.strategy.pairs import find_strategies
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
-from zerofit.tools.doctor.check import Needs, check_machine
-from zerofit.tools.doctor.doctor_options import DoctorOptions
-from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, error, note, warning
-from zerofit.tools.doctor.installation import inspect_installation
+from zerofit.tools.doctor.check import Needs, check_machine, inspect_installation
+from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, Value, error, note, warning
 from zerofit.tools.doctor.launcher import ExaminedLaunch, look_at_launch, look_at_torchrun, shown_command
-from zerofit.tools.doctor.values import launch_values, recipe_values, strategy_values
-from zerofit.tools.doctor.without_effect import idle_keys, idle_settings, schedule_warnings
 from zerofit.tools.launch.schedulers import read_machines
 from zerofit.tools.rank_environment import environment_of_a_rank
 from zerofit.tools.tool_recipe import TASKS
@@ -51,9 +48,7 @@ class Examination:
         is_sound: the recipe has no problem by itself.
     """
 
-    def __init__(
-        self, options: DoctorOptions, task: str | None, report: DoctorReport, shell: dict[str, str], is_sound: bool
-    ):
+    def __init__(self, options: Any, task: str | None, report: DoctorReport, shell: dict[str, str], is_sound: bool):
         self.options, self.task, self.report, self.shell, self.is_sound = options, task, report, shell, is_sound
         self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
         self.launch: ExaminedLaunch | None = None
@@ -70,7 +65,7 @@ class Examination:
             report.add(ERROR, refusal.problems)
             report.bad_input = True
             return
-        report.findings += [*self._machines(), *launch.findings, *idle_keys(launch)]
+        report.findings += [*self._machines(), *launch.findings]
         report.command = shown_command(launch, program)
         report.values += launch_values(launch)
         offline = {"HF_HUB_OFFLINE": "1"}
@@ -78,7 +73,7 @@ class Examination:
             self._resolve(launch)
         if self.strategy is not None:
             report.values += strategy_values(self.strategy)
-            report.findings += idle_settings(self.strategy, launch)
+            report.findings += _sharded_too_late(self.strategy, launch)
             report.add(NOTE, self.strategy.notes)
         if self.task:
             folder = output_folder(self.task, self.recipe)
@@ -132,7 +127,7 @@ class Examination:
             with self._collected():
                 self._look_at_model()
         if self.task and self.is_sound:
-            report.findings += [*schedule_warnings(self.recipe), *downloads]
+            report.findings += [*_schedule_problems(self.recipe), *downloads]
             flags = getattr(self.options, "without_effect", [])
             report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
 
@@ -230,6 +225,24 @@ def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
     return recipe
 
 
+def _sharded_too_late(strategy: Strategy, launch: ExaminedLaunch) -> list[Finding]:
+    section = launch.content.get("deepspeed_config") or {}
+    if not strategy.launch.json_path or strategy.stage != 3 or section.get("zero3_init_flag") is not False:
+        return []
+    what = f"{launch.config_file}: zero3_init_flag = false: each process loads the whole model before sharding"
+    return [warning(f"{what}. Write zero3_init_flag: true")]
+
+
+def _schedule_problems(recipe: Any) -> list[Finding]:
+    """What the schedule says of a run whose length is known."""
+    if not recipe.max_train_steps:
+        return []
+    try:
+        return [warning(text) for text in make_schedule(recipe, recipe.max_train_steps)[1] if "no effect" not in text]
+    except UserError as refusal:
+        return [error(problem) for problem in refusal.problems]
+
+
 def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
     """Weights and tokenizers that the recipe names and that are not here."""
     findings = []
@@ -249,3 +262,63 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
         else:
             findings.append(note(f"{what}: the run downloads it. To have it before: hf download {name}"))
     return findings
+
+
+# Options that are shown whoever has set them; of the others those that somebody has set.
+COMMON = tuple(
+    (
+        "model_name_or_path config_name per_device_train_batch_size gradient_accumulation_steps "
+        "global_batch_size learning_rate lr_scheduler_type weight_decay max_grad_norm gradient_checkpointing "
+        "output_dir"
+    ).split()
+)
+DEFAULT = "default"
+
+
+def launch_values(launch: ExaminedLaunch) -> list[Value]:
+    """Of the launcher: processes and machines."""
+    sizes = {"num_processes": launch.world_size, "num_machines": launch.num_machines}
+    return [Value(name, value, launch.sources[name]) for name, value in sizes.items()]
+
+
+def recipe_values(recipe: Any, strategy: Strategy | None, folder: Path) -> list[Value]:
+    """The options of the recipe that are common or set, with the values that hold."""
+    batches, values = strategy.batches if strategy else None, {}
+    for field in dataclasses.fields(recipe):
+        name = field.name
+        if name == "precision" and strategy:
+            continue  # of the strategy, with all who state it
+        value, source = getattr(recipe, name), recipe.source(name)
+        is_set = bool(source)
+        source = "this machine" if source == "" else (source or DEFAULT)
+        if name == "gradient_accumulation_steps" and batches and value is None:
+            value = batches.accumulation
+            source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
+        if name == "global_batch_size" and batches and value is None:
+            value = batches.global_batch
+            source = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} (see above)"
+        if name == "output_dir" and value is None:
+            value = str(folder)
+        if is_set or (name in COMMON and value is not None and recipe.trains):
+            values[name] = Value(name, value, source)
+    first = [values.pop(name) for name in COMMON if name in values]
+    return [*first, *values.values()]
+
+
+def strategy_values(strategy: Strategy) -> list[Value]:
+    """The strategy, its precision and its layout."""
+    stated = strategy.stated[0].source if strategy.stated else DEFAULT
+    values = [
+        Value("strategy", strategy.name, strategy.source),
+        Value("precision", strategy.precision, stated),
+    ]
+    if strategy.deepspeed is not None and strategy.layout.replica_size > 1:
+        degrees = {
+            "data": strategy.layout.data_size,
+            "tensor": strategy.layout.tensor,
+            "pipeline": strategy.layout.pipeline,
+            "sequence": strategy.layout.sequence,
+        }
+        shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+        values.append(Value("layout", shown, strategy.source))
+    return values

@@ -137,8 +137,8 @@ def _of_accelerate(launch: ExaminedLaunch, words: list[str]) -> dict[str, str]:
     printed = io.StringIO()
     logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stderr(printed), warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with contextlib.redirect_stderr(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             arguments = launch_command_parser().parse_args([*words, "train.py"])
             arguments, defaults, precision_of_file = _validate_launch_command(arguments)
             _look_at_arguments(launch, arguments)
@@ -159,9 +159,6 @@ def _of_accelerate(launch: ExaminedLaunch, words: list[str]) -> dict[str, str]:
         raise ValueError(printed.getvalue().strip().splitlines()[-1]) from None
     finally:
         logging.disable(logging.NOTSET)
-    for message in {str(warned_of.message) for warned_of in warned if "already in use" in str(warned_of.message)}:
-        what = f"port {message.split('`')[1]} of this machine is in use: accelerate launch takes another one"
-        launch.findings.append(note(f"{what}. Use --main_process_port 0 to have no warning"))
     ours = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", *VISIBLE)
     return {name: value for name, value in made.items() if name.startswith(ours)}
 

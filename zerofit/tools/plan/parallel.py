@@ -1,12 +1,10 @@
 """Layouts that are predicted at the same time, on all cores."""
 
-import contextlib
 import multiprocessing
-import signal
 import sys
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -49,39 +47,28 @@ def find_all(
 def in_processes(
     function: Callable, items: list, workers: int, progress: Callable[[int, int], None] = lambda done, count: None
 ) -> list:
-    """[function(item) for each item], by this process and `workers` - 1 copies of it; each takes the next item.
+    """[function(item) for each item], in `workers` copies of this process; an error is raised in this one."""
+    done: list = []
 
-    What a copy did not bring back, since it failed or was ended, is done here: an error is raised in this process.
-    """
-    context = multiprocessing.get_context("fork" if workers > 1 else None)
-    taken = context.Value("q", 0)
+    def collect(results: Iterable) -> list:
+        for found in results:
+            done.append(found)
+            progress(len(done), len(items))
+        return done
 
-    def work(progress: Callable[[int, int], None] = lambda done, count: None) -> dict[int, Any]:
-        done = {}
-        while True:
-            with taken.get_lock():
-                number, taken.value = taken.value, taken.value + 1
-            if number >= len(items):
-                return done
-            progress(number, len(items))
-            done[number] = function(items[number])
+    if workers < 2:
+        return collect(map(function, items))
+    _shared["work"] = function, items  # closures cannot be pickled: copies find them here
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        return collect(pool.map(_one, range(len(items))))
 
-    def work_as_copy(sender: Connection) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-        with contextlib.suppress(Exception):
-            sender.send(work())
 
-    receivers = []
-    for _ in range(workers - 1):
-        receiver, sender = context.Pipe(duplex=False)
-        context.Process(target=work_as_copy, args=(sender,), daemon=True).start()
-        sender.close()
-        receivers.append(receiver)
-    done = work(progress)
-    for receiver in receivers:
-        with contextlib.suppress(EOFError):
-            done |= receiver.recv()
-    return [done[number] if number in done else function(item) for number, item in enumerate(items)]
+_shared: dict[str, Any] = {}
+
+
+def _one(number: int) -> Any:
+    function, items = _shared["work"]
+    return function(items[number])
 
 
 def _can_fork() -> bool:

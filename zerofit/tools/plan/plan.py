@@ -27,7 +27,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import configs
-from zerofit.record.terminal import doing, rounded, say, screen_width, size, table
+from zerofit.record.terminal import doing, rounded, say, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
@@ -36,12 +36,10 @@ from zerofit.tools.lengths_option import possible_lengths
 from zerofit.tools.plan.calibrate import calibrate
 from zerofit.tools.plan.joint_search import find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
-from zerofit.tools.plan.length_planner import LengthPlanner
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
-from zerofit.tools.plan.plan_remedies import find_remedies
-from zerofit.tools.plan.plan_report import PlanReport, wrapped
-from zerofit.tools.plan.planner import Planner
+from zerofit.tools.plan.plan_report import PlanReport
+from zerofit.tools.plan.planner import LengthPlanner, Planner
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
 from zerofit.tools.plan.write import write_pairs, write_recipe
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
@@ -80,8 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         find_all(model, outcomes, find, lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"))
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
-    remedies = {} if lengths else find_remedies(planner, outcomes, check)
-    report = PlanReport(outcomes, planner, remedies, lengths, bool(options.sizes))
+    report = PlanReport(outcomes, planner, lengths, bool(options.sizes))
     scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
     found = json.dumps(report.to_json(), indent=2)
     if options.json == "-":
@@ -120,7 +117,7 @@ def _search(
         print(text) if options.json == "-" else Path(options.json).write_text(text + "\n", encoding="utf-8")
         if options.json == "-":
             return 0
-    report = PlanReport([], planner, {})
+    report = PlanReport([], planner)
     say(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
     head = ("strategy", "batch", "memory", "s/update", "tokens/s", "with")
     rows = [

@@ -1,16 +1,14 @@
-"""What `zerofit plan` prints: the ranked table, what does not fit and what would help, and what is not possible."""
+"""What `zerofit plan` prints: the ranked table, what does not fit, and what is not possible."""
 
 import re
-import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from zerofit.estimate.measured_rows import Comparable, comparable, kind_of, model_of
 from zerofit.model.configuration import usable_positions
-from zerofit.record.terminal import rounded, size, table
+from zerofit.record.terminal import rounded, size, table, wrapped
 from zerofit.strategy.gpu_table import CPU
-from zerofit.tools.plan.plan_remedies import PlanRemedy
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
@@ -22,26 +20,17 @@ _TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours", "cost")
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 
-def wrapped(text: str, width: int | None, indent: int) -> str:
-    """A text on lines of this width; those after the first are indented."""
-    if width is None:
-        return text
-    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-
-
 @dataclass
 class PlanReport:
     """Everything that was found.
 
     Attributes:
-        remedies: {label of a strategy that nothing fits of: what would let it fit}.
         lengths: of rows, that were searched; None: micro-batches were.
         is_named: the user named the micro-batches, and hears of each that does not fit.
     """
 
     outcomes: list[LayoutOutcome]
     planner: Planner
-    remedies: dict[str, list[PlanRemedy]]
     lengths: list[int] | None = None
     is_named: bool = False
 
@@ -156,8 +145,6 @@ class PlanReport:
         for group in _alike(misfits):
             what = f"rows of {group[0].length:,} tokens" if self.lengths else f"micro-batch {group[0].micro_batch}"
             lines += [f"  {', '.join(one.label for one in group)}, {what}: {_misfit(group[0])}"]
-            remedies = self.remedies.get(group[0].label)
-            lines += [f"    fits with {', or with '.join(map(str, remedies))}"] if remedies else []
         return ["does not fit:", *lines, ""] if lines else []
 
     def _refusals(self) -> list[str]:
@@ -193,7 +180,7 @@ class PlanReport:
         return f"{config.model_type}, {total:,} parameters{trained}, rows of {length} tokens{recomputed}"
 
     def to_json(self) -> dict[str, Any]:
-        """{predictions, best, largest, refused, remedies, ...}. Where lengths were searched, `best` and `largest` are
+        """{predictions, best, largest, refused, ...}. Where lengths were searched, `best` and `largest` are
         the longest rows."""
         weights, best = self.planner.model.weights, self.best
         by_rank = sorted((one for one in self.outcomes if one.best), key=lambda one: one.best.rank)
@@ -203,10 +190,6 @@ class PlanReport:
             "best": [_place(one) for one in best],
             "largest": [_place(one) for one in largest],
             "refused": {one.label: one.refused for one in self.outcomes if one.refused},
-            "remedies": {
-                label: [{"options": one.options, "per_device_train_batch_size": one.micro_batch} for one in several]
-                for label, several in self.remedies.items()
-            },
             "comparable": {one.label: _measured(self.comparable(one)) for one in best if one.is_timed},
             "checkpoint_bytes": self.planner.model.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,

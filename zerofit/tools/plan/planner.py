@@ -1,10 +1,10 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
-from zerofit.estimate.generation_cache import KeyValueCache, cache_of
 from zerofit.estimate.memory_constants import (
     CPU_DEEPSPEED_BYTES,
     CPU_GROUP_BYTES,
@@ -12,7 +12,16 @@ from zerofit.estimate.memory_constants import (
     CPU_PROGRAM_BYTES,
 )
 from zerofit.estimate.model_states import States
-from zerofit.estimate.peak import InFlight, Peak, evaluation_moments, find_peak, pinned, training_moments
+from zerofit.estimate.peak import (
+    InFlight,
+    KeyValueCache,
+    Peak,
+    cache_of,
+    evaluation_moments,
+    find_peak,
+    pinned,
+    training_moments,
+)
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
@@ -20,9 +29,9 @@ from zerofit.estimate.timing import Timing
 from zerofit.estimate.traced_steps import TracedStep, host_inputs
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.layouts import possible_degrees, read_pair
+from zerofit.tools.lengths_option import micro_batch_of
+from zerofit.tools.plan.layouts import possible_degrees, read_pair, resolve_with
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
-from zerofit.tools.plan.resolve import resolve_with
 from zerofit.tools.plan.size_search import search
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
@@ -220,3 +229,32 @@ def _program_on_cpu(resolved: PlannedStrategy) -> int:
 def _num_groups(layout: ParallelLayout) -> int:
     """Groups of processes that each one communicates in."""
     return sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
+
+
+class LengthPlanner:
+    """Searches among lengths of rows, at one micro-batch. Each length is traced: nothing is fitted.
+
+    Args:
+        planner: of the recipe, whatever the length of its own rows.
+        lengths: tokens of a row, ascending.
+    """
+
+    def __init__(self, planner: Planner, lengths: list[int]):
+        self.planner, self.lengths, self.micro_batch = planner, lengths, micro_batch_of(planner.recipe)
+        self._planners: dict[int, Planner] = {}
+
+    def find(self, outcome: LayoutOutcome) -> None:
+        """Add the predictions that the search needed, or why there are none."""
+        resolved, sizes = outcome.resolved, [self.micro_batch]
+        if not self.planner.possible(sizes, resolved.layout.data_size):
+            outcome.refused = self.planner.no_batch(sizes, resolved.layout)
+            return
+        outcome.predictions = search(self.lengths, partial(self.predict, resolved), self.planner.budget.device)
+
+    def predict(self, resolved: PlannedStrategy, length: int) -> Prediction:
+        """One length under one strategy."""
+        if length not in self._planners:
+            recipe, model, timing = self.planner.recipe, self.planner.model, self.planner.timing
+            model = model.with_options(recipe, replace(model.rows, length=length))
+            self._planners[length] = Planner(recipe, model, self.planner.budget, timing and timing.of(model))
+        return self._planners[length].predict(resolved, self.micro_batch)
