@@ -21,7 +21,7 @@ from pathlib import Path
 
 from provenance import provenance
 
-from zerofit.strategy.pairs import CONFIGS
+from zerofit.recipe.places import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama
 
 from zerofit.cli import main as zerofit
 from zerofit.record.terminal import table
-from zerofit.strategy.grid import replaced
+from zerofit.strategy.layout import replaced
 
 GIB = 2**30
 SIZES = {  # DeepSpeed's defaults

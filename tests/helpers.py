@@ -14,7 +14,7 @@ import torch
 import yaml
 from ranks import RankServer, rank_environments
 
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

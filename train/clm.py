@@ -45,8 +45,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.record.meters import make_meter
     from zerofit.record.terminal import screen_width, table
     from zerofit.training.evaluation import eval_batches, held_out_loss
-    from zerofit.training.evaluation_only import answer
-    from zerofit.training.fit import export, finish, fit
+    from zerofit.training.fit import answer, export, finish, fit
     from zerofit.training.generation import predict_texts, writing_settings
     from zerofit.training.prepare import prepare, start
     from zerofit.training.task import Task

@@ -40,11 +40,15 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.model.tokenizer import check_vocabulary, padding_values, set_padding_token
     from zerofit.record.meters import make_meter
     from zerofit.record.terminal import screen_width, table
-    from zerofit.training.class_report import report_classes
-    from zerofit.training.classification import best_constant, evaluate_examples, figures_of, predict_examples
+    from zerofit.training.classification import (
+        best_constant,
+        evaluate_examples,
+        figures_of,
+        predict_examples,
+        report_classes,
+    )
     from zerofit.training.evaluation import eval_batches
-    from zerofit.training.evaluation_only import answer
-    from zerofit.training.fit import export, finish, fit
+    from zerofit.training.fit import answer, export, finish, fit
     from zerofit.training.prepare import prepare, start
     from zerofit.training.task import Task
 

@@ -12,14 +12,13 @@ from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.data.collate import Batch, CausalCollator
 from zerofit.health.slow_ranks import RankClock
 from zerofit.record.environment import describe_environment
-from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import adamw
 from zerofit.strategy.state import ReplicatedState
 from zerofit.training.evaluation import eval_batches
-from zerofit.training.length import RunLength
-from zerofit.training.stream import micro_batches
+from zerofit.training.stream import RunLength, micro_batches
 from zerofit.training.task import Task
 
 DEVICE = torch.device("simgpu", 0)
@@ -41,7 +40,7 @@ class Alone:
     """An engine of one process and device, without accelerate; after one update."""
 
     layout, is_main, device = ParallelLayout(), True, DEVICE
-    stored_buffers = BaseEngine.stored_buffers
+    stored_buffers = SharedEngine.stored_buffers
 
     def __init__(self):
         torch.manual_seed(0)

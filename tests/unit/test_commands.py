@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from zerofit.cli import COMMANDS
 from zerofit.recipe import parse_recipe
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.compare.compare_options import CompareOptions
 from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor

@@ -13,8 +13,7 @@ from zerofit.data.file_formats import BUILDERS, plain_files
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import check_name, columns_present
 from zerofit.recipe import ClmRecipe, ClsRecipe
-from zerofit.recipe.columns import columns_of, is_value
-from zerofit.recipe.paths import missing_columns
+from zerofit.recipe.columns import is_value
 
 HEADER = ("本文", "評価")
 ROWS = [("とても良い、また来たい", "良い"), ("店員が残念", "悪い")] * 3
@@ -36,12 +35,11 @@ def read(path: str, cache, **options) -> Dataset:
 def test_separators_are_found(tmp_path, cache, name, delimiter):
     table = read(write(tmp_path / name, delimiter, "utf-8-sig"), cache)
     assert [tuple(record.values()) for record in table] == ROWS
-    assert tuple(table.column_names) == HEADER == tuple(columns_of(tmp_path / name))
+    assert tuple(table.column_names) == HEADER
 
 
 def test_a_separator_can_be_named(tmp_path, cache):
     path = write(tmp_path / "a.csv", ":", rows=[("ab", "c")], header=("x;y", "z"))
-    assert columns_of(tmp_path / "a.csv") == ["x;y:z"]
     assert read(path, cache, delimiter=":").column_names == ["x;y", "z"]
     path = write(tmp_path / "tabs.csv", "\t", header=("a, b", "c"))
     assert read(path, cache, delimiter="tab").column_names == ["a, b", "c"]
@@ -50,16 +48,10 @@ def test_a_separator_can_be_named(tmp_path, cache):
     assert "delimiter = ';'" in refusal(plain_files, [tmp_path / "a.jsonl"], "json", DataOptions.of(recipe))
 
 
-def test_columns_of_another_encoding_are_no_matter_of_the_early_check(tmp_path, cache):
-    """Else its message lists columns that nobody can read, and nothing says --encoding."""
-    recipe = ClsRecipe(train_file=[write(tmp_path / "a.csv", encoding="cp932")], text_columns=["本文"])
-    assert missing_columns(recipe) == []
-    assert "--encoding cp932" in refusal(read, *recipe.train_file, cache)
-    recipe.encoding = "cp932"
-    assert missing_columns(recipe) == []
-    recipe.text_columns = ["本"]
-    assert "the columns are 本文, 評価" in missing_columns(recipe)[0]
-    assert read(*recipe.train_file, cache, encoding="cp932")[0]["評価"] == "良い"
+def test_another_encoding_is_said_and_can_be_named(tmp_path, cache):
+    path = write(tmp_path / "a.csv", encoding="cp932")
+    assert "--encoding cp932" in refusal(read, path, cache)
+    assert read(path, cache, encoding="cp932")[0]["評価"] == "良い"
 
 
 def test_a_file_of_a_header_alone(tmp_path, cache):
@@ -69,7 +61,6 @@ def test_a_file_of_a_header_alone(tmp_path, cache):
 def test_a_first_line_that_is_a_record_is_not_taken_for_names(tmp_path, cache):
     path = write(tmp_path / "a.csv", header=None)
     assert "is the first line a record?" in columns_present(read(path, cache))
-    assert "is the first line a record?" in missing_columns(ClsRecipe(train_file=[path], text_columns=["x"]))[0]
     assert "say --text_column" in refusal(check_name, ROWS[0][0], "text_column")
     check_name("満足度", "text_column")
     assert not any(map(is_value, ("text", "Sentence 1", "本文", "No", "premise", "is spam")))

@@ -13,9 +13,8 @@ from helpers import ROOT, forked, refusal, tiny_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit.model.compilation import blocks_of
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter
 from zerofit.model.rows import keep_rows, rows_of
@@ -139,25 +138,6 @@ def test_tied_weights_stay_tied():
     model = small_llama()
     replace_parameters(model, {name: torch.nn.Parameter(each + 1) for name, each in model.named_parameters()})
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize(
-    ("kind", "auto_class", "sizes", "count"),
-    [
-        ("gpt2", AutoModelForCausalLM, {"n_layer": 3, "n_embd": 8, "n_head": 2}, 3),
-        (
-            "deberta-v2", AutoModelForSequenceClassification,
-            {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}, 3,
-        ),
-        ("t5", AutoModelForSeq2SeqLM, {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_kv": 4}, 4),
-        ("blenderbot", AutoModelForSeq2SeqLM, {"encoder_layers": 1, "decoder_layers": 2, "d_model": 8,
-                                               "encoder_attention_heads": 2, "decoder_attention_heads": 2}, 3),
-    ],
-)  # fmt: skip
-def test_blocks_are_found(kind, auto_class, sizes, count):
-    with torch.device("meta"):
-        model = auto_class.from_config(AutoConfig.for_model(kind, vocab_size=20, **sizes))
-    assert len(blocks_of(model)) == count
 
 
 class Collectives(TorchDispatchMode):

@@ -14,16 +14,14 @@ from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe import ClmRecipe
 from zerofit.record.meters import Rates
-from zerofit.record.metrics import EvaluationTime
-from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.training.best_metric import BestMetricTracker
-from zerofit.training.length import run_length
 from zerofit.training.loop import reason_to_stop, train
 from zerofit.training.run import Run, Stop
 from zerofit.training.step import Signals, TrainStep
-from zerofit.training.summary import about_evaluations
+from zerofit.training.stream import run_length
 from zerofit.training.task import Task
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
@@ -43,7 +41,7 @@ class Engine:
     """Two ranks that see the same, without processes; it notes what makes the host wait for the device."""
 
     layout, is_main, device = ParallelLayout(2, 0), True, torch.device("cpu")
-    run = BaseEngine.run
+    run = SharedEngine.run
 
     def __init__(self, spoilt: tuple[int, ...] = ()):
         torch.manual_seed(0)
@@ -180,13 +178,6 @@ def test_each_evaluation_has_its_own_clock():
     assert all("evaluation_seconds" not in line for line in lines if line not in evaluated)
     assert all(line["seconds"] < 4.0 for line in lines if line["update"])
     assert state.held_out_before == state.held_out == {"eval_loss": 1.0}
-
-
-def test_training_and_evaluation_are_told_apart():
-    assert about_evaluations([]) == []
-    clocks = [EvaluationTime(seconds, 90 / seconds) for seconds in (70, 3)]
-    assert about_evaluations(clocks) == ["evaluated   2 times in 1:13, the last in 3 s: 30 samples/s"]
-    assert about_evaluations(clocks[1:]) == ["evaluated   once in 3 s: 30 samples/s"]
 
 
 def test_a_save_that_failed_stops_where_it_was_asked_for():

@@ -137,19 +137,6 @@ def test_the_line_to_mend(script, said):
     assert said in message
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ('"wandb": {"enabled": true,\n  "project": $PROJECT}\n', 'line 3 of ds.json ("project": arxiv}): a text'),
-        ('"bf16": {"enabled": true},\n', 'line 2 of ds.json ("bf16": {"enabled": true},): remove the comma'),
-        ('"steps_per_print": 1\n"bf16": {"enabled": true}\n', 'line 2 of ds.json ("steps_per_print": 1): a comma'),
-    ],
-)
-def test_the_line_of_a_json_to_mend(body, said):
-    script = f"PROJECT=arxiv\ncat <<EOT > ds.json\n{{\n{body}}}\nEOT\n{TRAINING} --deepspeed_config ds.json"
-    assert said in "\n".join(converted(script).flags.problems)
-
-
 TRAINING = (
     "deepspeed pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 2 --train-iters 100 --lr 1e-3 --data-path A --vocab-file v.json --merge-file m.txt"

@@ -9,34 +9,22 @@ import torch
 
 from zerofit.record import meters
 from zerofit.record.meters import ThroughputMeter, peak_flops, without_mfu
-from zerofit.strategy.gpu_table import GPUS, peak_of
+from zerofit.strategy.gpu_table import peak_of
 
 
 @pytest.mark.parametrize(
     ("name", "tera"),
     [
-        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("Tesla T4", 65), ("Tesla V100-SXM2-16GB", 125), ("Tesla V100-PCIE-32GB", 112),
-        ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250),
-        ("NVIDIA H20", 148), ("NVIDIA GeForce RTX 5090", 209.5), ("NVIDIA RTX 6000 Ada Generation", 364.2),
-        ("AMD Instinct MI325X", 1307.4), ("AMD Instinct MI250X/MI250", None), ("NVIDIA A40-12Q", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA H800 PCIe", None),
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", 125), ("Tesla V100-PCIE-32GB", 112), ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA H200 NVL", 835), ("NVIDIA GeForce RTX 5090", 209.5), ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("AMD Instinct MI250X/MI250", None), ("NVIDIA A40-12Q", None), ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 5090 D", None), ("NVIDIA A10G", 70),
-        ("NVIDIA RTX A4000", None), ("NVIDIA T400", None), ("Some future device", None),
+        ("NVIDIA A10G", 70), ("NVIDIA RTX A4000", None), ("Some future device", None),
     ],
 )  # fmt: skip
 def test_peaks_by_name(name, tera):
     assert peak_of(name) == (tera and tera * 1e12)
-
-
-def test_every_peak_belongs_to_one_record():
-    peaks = {}
-    for gpu in GPUS.values():
-        assert peaks.setdefault(gpu.model, gpu.half) == gpu.half, "GPUs of one model differ in memory alone"
-    assert len(peaks) > 25
 
 
 @pytest.mark.parametrize(
@@ -63,13 +51,6 @@ def test_a_cpu_has_no_known_peak():
     meter = ThroughputMeter(flops_per_token=10.0, peak=None)
     assert meter.of_update(100, 4, 2.0) == (2.0, 50.0, 500.0, None)
     assert ThroughputMeter(10.0, peak=1000.0).of_update(100, 4, 2.0).mfu == 0.5
-
-
-def test_the_typical_rate_leaves_the_first_updates_out():
-    meter = ThroughputMeter(1.0, None)
-    for seconds in (100, 100, 100, *[1] * 9):
-        meter.of_update(10, 1, seconds)
-    assert meter.typical() == 10.0
 
 
 PEAKS = """

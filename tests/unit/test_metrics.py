@@ -18,17 +18,17 @@ from zerofit.data.labelled.samples import HeldOut
 from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
-from zerofit.training.class_report import per_class, report_classes
-from zerofit.training.classification import best_constant, figures_of
+from zerofit.training.classification import best_constant, figures_of, per_class, report_classes
+from zerofit.training.evaluation import compute
 from zerofit.training.generation import FIGURES
-from zerofit.training.metrics import FOLDER, compute
+from zerofit.training.metrics import METRICS
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")
 
 
 def test_every_metric_is_looked_at_here():
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"__init__", "classification", "generation", "regression"}
+    assert METRICS.keys() == {"classification", "generation", "regression"}
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
@@ -41,12 +41,6 @@ def test_classification(classes):
     matthews = sk.matthews_corrcoef(truth, predictions)
     assert found == pytest.approx({"accuracy": (predictions == truth).mean(), **f1, "matthews_correlation": matthews})
     assert len(set(found.values())) == 3
-
-
-def test_f1_is_that_of_class_1():
-    found = compute("classification", [1, 1, 1, 0], [1, 0, 0, 0], num_labels=2)
-    assert found["f1"] == pytest.approx(2 * (1 / 3) * 1 / (1 / 3 + 1))
-    assert compute("classification", [0, 0], [1, 0], num_labels=2)["f1"] == 0.0  # nothing found: no warning, no nan
 
 
 def test_regression():
@@ -180,12 +174,6 @@ def test_a_choice_that_cannot_be(options, is_evaluated, words):
     assert words in message
 
 
-def test_f1_of_many_classes_is_their_mean():
-    figures = ("accuracy", "f1_macro", "loss")
-    best = make_best_tracker(ClsRecipe(metric_for_best_model="f1"), figures, True, BestEvaluation())
-    assert best.metric == "f1_macro"
-
-
 def test_figures_of_each_class_and_their_picture(tmp_path):
     names, draw = ("良い", "so so", "$bad$"), np.random.default_rng(0)
     truth, answers = draw.integers(0, 2, 200), draw.integers(0, 3, 200)  # nothing is of the last class
@@ -212,25 +200,3 @@ def held_out_labels(values: list, dtype) -> HeldOut:
 def test_the_best_constant_of_classes():
     (line,) = best_constant(Labels(("a", "b", "c")), [held_out_labels([0, 1, 1, 2], np.int64)])
     assert line == "baseline    always b: accuracy 0.5000, f1_macro 0.2222, matthews_correlation 0.0000"
-
-
-def test_the_best_constant_of_numbers():
-    (line,) = best_constant(Labels(None), [held_out_labels([1.0, 3.0], np.float32)])
-    assert line == "baseline    always 2: mse 1.0000"
-
-
-@pytest.mark.parametrize(
-    ("metric", "start", "values", "unbeaten"),
-    [
-        ("accuracy", 0.5, [0.5, 0.4], True),
-        ("accuracy", 0.5, [0.4, 0.6], False),
-        ("loss", 2.0, [2.5, 2.0], True),
-        ("loss", 2.0, [1.9], False),
-    ],
-)
-def test_a_best_that_only_ties_the_start_is_said(metric, start, values, unbeaten):
-    best = BestMetricTracker(metric)
-    for update, value in enumerate(values, 1):
-        best.record_evaluation(update, {f"eval_{metric}": value})
-    assert best.unbeaten_start({f"eval_{metric}": start}) == (start if unbeaten else None)
-    assert best.unbeaten_start({}) is None

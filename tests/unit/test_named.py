@@ -10,7 +10,7 @@ from helpers import ROOT, refusal
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
-from zerofit.strategy.named import VARIABLES, environment_of, take_named
+from zerofit.strategy.named import environment_of
 from zerofit.strategy.read import read_strategy
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.verify_options import VerifyOptions
@@ -75,13 +75,6 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
         assert theirs["ACCELERATE_MIXED_PRECISION"] == ours["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
-def test_every_key_that_reaches_the_processes_is_known():
-    """The rest of accelerate's keys are of its launcher for several machines, or reach nobody (nvme paths)."""
-    rest = {"deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-            "deepspeed_multinode_launcher", "offload_optimizer_nvme_path", "offload_param_nvme_path"}  # fmt: skip
-    assert VARIABLES.keys() == launch_module.DEEPSPEED_YAML_KEYS - rest
-
-
 def test_a_pair(torchrun):
     options = recipe("--strategy", "zero1")
     strategy = read_strategy(options)
@@ -89,17 +82,6 @@ def test_a_pair(torchrun):
     assert strategy.name == "zero1"
     assert strategy.launch.json_path == "ds_configs/zero1.json"
     assert options.strategy is None, "the recipe that is recorded can be started under any other"
-
-
-def test_a_pair_without_deepspeed(torchrun):
-    strategy = read_strategy(recipe("--strategy", "ddp"))
-    assert strategy.deepspeed is None
-    assert strategy.describe_layout.startswith("ddp, 2 processes, fp32")
-
-
-def test_a_json(torchrun):
-    strategy = read_strategy(recipe("--deepspeed_config", "ds_configs/zero2.json"))
-    assert strategy.describe_layout.startswith("zero2 (ds_configs/zero2.json), 2 processes")
 
 
 def test_a_precision_of_the_yaml(torchrun, tmp_path):
@@ -158,27 +140,3 @@ def test_mistakes(torchrun, tmp_path):
         assert said in refusal(read_strategy, recipe(*flags))
     tool = ["--config", str(ROOT / "recipes/clm/stdlib-gpt2.yaml"), "--strategy", "zero2"]
     assert "--strategies zero2" in refusal(read_with_recipe, VerifyOptions, tool, "zerofit verify")
-
-
-def test_a_converted_pair_is_called_what_it_is(torchrun, monkeypatch, tmp_path):
-    """`zerofit convert megatron-args` writes accelerate.yaml: the log names the strategy, and then the file."""
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
-    accelerate_launch(monkeypatch, "--config_file", str(file))
-    assert read_strategy(recipe()).describe_layout == f"ddp ({file}), 2 processes, fp32"
-
-
-def test_threads_under_torchrun(torchrun, monkeypatch):
-    """torchrun sets OMP_NUM_THREADS to 1 where nobody has: that is nobody's wish."""
-    import psutil
-
-    torchrun["OMP_NUM_THREADS"] = "1"
-    for above, wish in (({}, False), ({"OMP_NUM_THREADS": "4"}, True)):
-        parent = SimpleNamespace(environ=lambda above=above: above)
-        monkeypatch.setattr(psutil, "Process", lambda parent=parent: SimpleNamespace(parent=lambda: parent))
-        assert launch_module.find_launch().threads_are_the_users == wish
-
-
-def test_nothing_named_is_nothing():
-    assert take_named(recipe()) is None
-    assert take_named(SimpleNamespace()) is None

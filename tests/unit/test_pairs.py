@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,8 +11,8 @@ from zerofit.recipe import ClmRecipe, UserError
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
-from zerofit.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS, read_config
-from zerofit.strategy.degrees import read_pipeline_degree, read_sequence_degree, take_tensor_degree
+from zerofit.strategy.deepspeed_json import read_config
+from zerofit.strategy.degrees import take_degrees
 from zerofit.strategy.fsdp import HONOURED
 from zerofit.strategy.launch import Launch, check_launch, find_launch
 from zerofit.strategy.layout import ParallelLayout
@@ -31,8 +30,7 @@ def launch(json_path=None, world_size=2, **changes) -> Launch:
 
 
 def layout_of(config: dict, world_size: int = 2) -> ParallelLayout:
-    degrees = [read(config, "mine.json") for read in (take_tensor_degree, read_pipeline_degree, read_sequence_degree)]
-    return ParallelLayout(world_size, 0, *degrees)
+    return ParallelLayout(world_size, 0, *take_degrees(config, "mine.json"))
 
 
 def test_the_pairs_are_there():
@@ -105,28 +103,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     parsed = DeepSpeedConfig({**resolved, **one_process})
     assert parsed.zero_optimization_stage == zero["stage"]
     assert parsed.bfloat16_config.enabled == (precision == "bf16")
-    assert synchronisations(parsed.timers_config, monkeypatch) == 0
-
-
-def synchronisations(timers, monkeypatch) -> int:
-    """How often DeepSpeed's timer waits for the device in five passes."""
-    from deepspeed.utils import timer
-
-    waits = []
-    device = SimpleNamespace(synchronize=lambda: waits.append(1))
-    monkeypatch.setattr(timer, "get_accelerator", lambda: device)
-    throughput = timer.ThroughputTimer(timers, batch_size=4)
-    for _ in range(5):
-        throughput.start()
-        throughput.stop(global_step=True, report_speed=False)
-    return len(waits)
-
-
-def test_a_user_may_ask_deepspeed_for_its_throughput(tmp_path, monkeypatch):
-    from deepspeed.utils.config import get_timers_config
-
-    resolved, _ = resolve(tmp_path, {"timers": {"throughput": {"enabled": True}}}, recipe_of())
-    assert synchronisations(get_timers_config(resolved), monkeypatch) == 6
+    assert not parsed.timers_config.enabled, "it would wait for the device in each pass"
 
 
 # --------------------------------------------------------------------------------------------- what a user's JSON says
@@ -201,14 +178,9 @@ def zero(stage: int, **settings) -> dict:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"wall_clock_breakdown": "true"}, ["wall_clock_breakdown", "'true'", "true without quotes"]),
-        (zero(2, reduce_bucket_size="2e8"), ["reduce_bucket_size is", "2e8 without quotes"]),
-        ({"gradient_clipping": "1.0"}, ["gradient_clipping", "'1.0'", "1.0 without quotes"]),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}, ["optimizer.params.lr", "5e-4 without quotes"]),
         ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
         ({"gradient_clipping": True}, ["gradient_clipping", "expected a number"]),
         ({"bf16": True}, ["bf16 = true", "expected an object"]),
-        ({"optimizer": "AdamW"}, ['optimizer = "AdamW"', "expected an object"]),
         (zero(2, overlap_com=True), ["zero_optimization.overlap_com", "overlap_comm?"]),
         (zero(2, offload_optimizer={"devise": "cpu"}), ["zero_optimization.offload_optimizer.devise", "device?"]),
         (zero(2, offload_optimizer={"device": "cpu", "ratio": 3}), ["ratio = 3"]),
@@ -223,23 +195,29 @@ def zero(stage: int, **settings) -> dict:
         (zero(1, compute_grad_norm=False), ["compute_grad_norm = false", "Remove it"]),
         ({"tensor_parallel": 2}, ["tensor_parallel = 2", 'e.g. {"autotp_size": 2}']),
         ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
-        ({"sequence_parallel_size": "2"}, ["sequence_parallel_size", "2 without quotes"]),
         ({"sequence_parallel_size": 0}, ["sequence_parallel_size = 0", "e.g. 2"]),
-        ({"sequence_parallel_size": 3}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
         ({"pipeline": 2}, ["pipeline = 2", 'e.g. {"stages": 2}']),
-        ({"pipeline": {"stages": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
         ({"pipeline": {"stages": "auto"}}, ["pipeline.stages = 'auto': expected a number"]),
         ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning is not supported", "order of samples"]),
-        ({"data_efficiency": {"enabled": True}}, ["data_efficiency is not supported"]),
         ({"amp": {"enabled": True}}, ["amp is not supported: DeepSpeed 0.19 has removed it"]),
-        ({"data_types": "fp32"}, ['data_types = "fp32"', "expected an object"]),
-        ({"wandb": {"enabled": True, "project": "a b"}}, ["wandb would open a second run", '--report_name "a b"']),
-        ({"tensorboard": {"enabled": True}}, ["tensorboard would open a second run", "--report_to tensorboard"]),
+        ({"wandb": {"enabled": True}}, ["wandb would open a second run", "--report_to wandb"]),
         ({"csv_monitor": {"enabled": True}}, ["csv_monitor", "metrics.jsonl. Remove it"]),
     ],
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
     check_refusal(words, resolve, tmp_path, content, recipe_of())
+
+
+def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
+    path = tmp_path / "mine.json"
+    content = {"wall_clock_breakdown": "true", "gradient_clipping": "1.0", "zero_optimization": {"stage": 2},
+               "optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}  # fmt: skip
+    path.write_text(json.dumps({**content, "zero_optimization": {"stage": 2, "reduce_bucket_size": "2e8"}}))
+    config, _, notes = read_config(launch(path))
+    assert (config["wall_clock_breakdown"], config["gradient_clipping"]) == (True, 1)
+    assert config["optimizer"]["params"]["lr"] == 5e-4
+    assert config["zero_optimization"]["reduce_bucket_size"] == 200_000_000
+    assert len(notes) == 4
 
 
 def test_what_has_no_effect_is_said_and_what_is_off_is_no_matter(tmp_path):
@@ -249,36 +227,6 @@ def test_what_has_no_effect_is_said_and_what_is_off_is_no_matter(tmp_path):
         "partition_activations": True}}))  # fmt: skip
     _, _, (note,) = read_config(launch(path))
     assert "activation_checkpointing has no effect on these models: say --gradient_checkpointing" in note
-
-
-def test_keys_that_are_refused_are_those_that_deepspeed_has_removed():
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS as REMOVED
-
-    assert len(REMOVED) >= 8
-    assert not KNOWN_KEYS & REMOVED.keys()
-    assert not KNOWN_KEYS & REFUSED_KEYS.keys()
-
-
-def test_a_pair_is_found_from_another_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    yaml_file = str(ROOT / "accelerate_configs" / "zero2.yaml")
-    config, _, _ = read_config(launch("ds_configs/zero2.json", config_file=yaml_file))
-    assert config["zero_optimization"]["stage"] == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{\n"zero_optimization": {\n"stage": 3\n}\n"fp16": {}\n}', r"line 4: .*a comma is missing"),
-        ('{\n"zero_optimization": {"stage": 3},\n}', r"line 2: .*remove the comma"),
-        ('{"zero_optimization": {"stage": 3},\n"wandb": {"project": mine}}', r"line 2: .*needs quotes"),
-        ('{"zero_optimization": {"stage": 3}', "a bracket is missing"),
-    ],
-)
-def test_a_json_as_pages_print_it_names_the_line_to_mend(tmp_path, text, said):
-    (tmp_path / "printed.json").write_text(text)
-    with pytest.raises(UserError, match=said):
-        read_config(launch(tmp_path / "printed.json"))
 
 
 def test_a_broken_json(tmp_path):
@@ -326,14 +274,13 @@ def test_the_launcher_is_known_under_each_of_its_names(words, is_one):
     assert launch_module.is_accelerate_launch(words.split()) == is_one
 
 
-def test_unknown_nested_keys_are_found(launched):
-    launched({"deepspeed_config": {"zero_stage": 2, "offload_optimiser_device": "cpu"}})
-    assert "offload_optimiser_device. Did you mean offload_optimizer_device?" in refusal(check_launch, find_launch())
-
-
-def test_a_setting_beside_the_json_is_refused(launched):
-    launched({"deepspeed_config": {"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}})
-    assert "gradient_clipping = 1.0" in refusal(check_launch, find_launch())
+@pytest.mark.parametrize(("section", "words"), [
+    ({"zero_stage": 2, "offload_optimiser_device": "cpu"}, "offload_optimiser_device. Did you mean offload_optim"),
+    ({"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}, "gradient_clipping = 1.0"),
+])  # fmt: skip
+def test_nested_keys_that_would_be_ignored_are_refused(launched, section, words):
+    launched({"deepspeed_config": section})
+    assert words in refusal(check_launch, find_launch())
 
 
 def test_precision_in_two_places(launched):
@@ -383,43 +330,17 @@ def test_ranks_that_split_rows_count_as_one(launched, tmp_path):
         read_split_rows(launched, tmp_path, options, world_size=8)
 
 
-@pytest.mark.parametrize(
-    ("zero", "options", "words"),
-    [
-        ({"reduce_scatter": False}, {}, ["zero_optimization.reduce_scatter = false"]),
-        ({"offload_optimizer": {"device": "cpu"}}, {}, ["zero_optimization.offload_optimizer"]),
-        ({"zero_quantized_gradients": True}, {}, ["zero_quantized_gradients"]),
-        ({}, {"attn_implementation": "eager"}, ["attn_implementation = eager", "--attn_implementation sdpa"]),
-        ({}, {"lora": True}, ["lora (--lora)", "such as zero3"]),
-        ({}, {"torch_compile": "blocks"}, ["torch_compile (--torch_compile)"]),
-    ],
-)
-def test_what_does_not_go_with_split_rows(launched, tmp_path, zero, options, words):
-    together = "mine.json: sequence_parallel_size = 2 does not go together with"
-    check_refusal([together, *words], read_split_rows, launched, tmp_path, recipe_of(**options), **zero)
-
-
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
 def test_batches_that_do_not_fit_say_what_would():
-    with pytest.raises(UserError, match="per_device_train_batch_size could be 1, 2, 3, 4, 6, 12"):
-        resolve_batches(recipe_of(per_device_train_batch_size=5, global_batch_size=24), 2)
-    with pytest.raises(UserError, match=r"= 10: the number of processes could be 1, 5$"):
-        resolve_batches(recipe_of(per_device_train_batch_size=5, global_batch_size=25), 2)
-    with pytest.raises(UserError, match="make it a multiple of 14"):
-        resolve_batches(recipe_of(per_device_train_batch_size=7, global_batch_size=25), 2)
-    with pytest.raises(UserError, match="the accumulation is 3"):
-        resolve_batches(
-            recipe_of(per_device_train_batch_size=4, global_batch_size=24, gradient_accumulation_steps=2), 2
-        )
-    for first, remedy in ((3, "Begin with 4, 8, 12"), (24, "Begin with 4, 8, 12"), (16, "Begin with 4, 8, 12")):
-        with pytest.raises(UserError, match=rf"begin with {first} samples .* {remedy}$"):
-            resolve_batches(
-                recipe_of(per_device_train_batch_size=2, global_batch_size=24, global_batch_warmup=f"{first}@9"), 2
-            )
-    with pytest.raises(UserError, match="Leave it out"):
-        resolve_batches(recipe_of(per_device_train_batch_size=2, global_batch_warmup="2@9"), 2)
+    for options, words in (
+        ({"per_device_train_batch_size": 5, "global_batch_size": 24}, "make it a multiple of 10"),
+        ({"per_device_train_batch_size": 4, "global_batch_size": 24, "gradient_accumulation_steps": 2}, "is 3"),
+        ({"per_device_train_batch_size": 2, "global_batch_size": 24, "global_batch_warmup": "3@9"}, "4, 8, 12"),
+        ({"per_device_train_batch_size": 2, "global_batch_size": 24, "global_batch_warmup": "24@9"}, "4, 8, 12"),
+        ({"per_device_train_batch_size": 2, "global_batch_size": 24, "global_batch_warmup": "16@9"}, "4, 8, 12"),
+    ):
+        assert words in refusal(resolve_batches, recipe_of(**options), 2)
     for text in ("64", "64@", "@9", "0@9", "64@0", "64->1024@9"):
-        assert "say START@UPDATES" in "".join(recipe_of(global_batch_warmup=text).problems())
-    assert "warmup" not in "".join(recipe_of(global_batch_warmup="64@5000").problems())
+        assert "START@UPDATES" in "".join(recipe_of(global_batch_warmup=text).problems())

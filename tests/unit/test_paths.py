@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, check_refusal, environment, refusal
 
-from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
-from zerofit.recipe.paths import cannot_be_written, check_paths, missing_columns
+from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe.paths import cannot_be_written, check_paths
 from zerofit.tools.compare import compare as compare
 from zerofit.tools.verify import verify as verify
 
@@ -125,21 +125,3 @@ def test_metas_folder_is_answered_with_the_way_to_convert_it(tmp_path):
         assert f"zerofit convert meta-to-hf --input {folder} --output llama-2-7b-hf" in said
     (folder / "config.json").write_text("{}")  # the hub's folders of Llama have both
     check_paths(ClmRecipe(model_name_or_path=str(folder)), tmp_path / "run")
-
-
-def test_columns_that_are_not_there_are_found_before_anything_is_imported(tmp_path):
-    (tmp_path / "a.csv").write_text('Text,"the, label"\na,1\n')
-    (tmp_path / "a.tsv").write_text("Text\tlabel\na\t1\n")
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"b": 1, "translation": {"en": "x", "de": "y"}}\n')
-    (tmp_path / "b.jsonl").write_text('[{"a": 1},\n{"b": 1}]')
-    recipe = ClsRecipe(train_file=[str(tmp_path / "a.csv")], text_columns=["text", "said"], label_column="score")
-    assert missing_columns(recipe) == [
-        "text_columns = 'said': there is no such column; the columns are Text, the, label",
-        "label_column = 'score': there is no such column; the columns are Text, the, label",
-    ]
-    assert len(missing_columns(ClsRecipe(train_file=[str(tmp_path / "a.tsv")], text_columns=["texts"]))) == 1
-    of_json = {name: Seq2SeqRecipe(train_file=[str(tmp_path / name)], source_column="de", target_column="c")
-               for name in ("a.jsonl", "b.jsonl")}  # fmt: skip
-    assert "target_column = 'c'" in missing_columns(of_json["a.jsonl"])[0]
-    assert missing_columns(of_json["b.jsonl"]) == [], "a list of records is left to the library"
-    assert "'said': there is no such column" in refusal(check_paths, recipe, tmp_path / "out")

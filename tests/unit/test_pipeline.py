@@ -1,7 +1,6 @@
 """Pipeline parallelism without launches: stages that are called one after another find what the full model finds, each
 holds its own weights only, and what cannot be done is refused."""
 
-from collections import deque
 from functools import partial
 from itertools import product
 from math import comb
@@ -12,16 +11,14 @@ import torch
 from helpers import TINY, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit.model.configuration import load_configuration
 from zerofit.model.export import export_model
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
 from zerofit.model.tensor_parallel.draw import draw_share
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.degrees import check_degrees, idle_note, idle_share, read_pipeline_degree
+from zerofit.strategy.degrees import check_degrees, idle_note, take_degrees
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.pipeline_engine import PipelineEngine
 from zerofit.strategy.state import OptimizerState, Piece
 from zerofit.training.configuration import check_layout
 
@@ -122,17 +119,6 @@ def test_a_stage_that_is_drawn_alone_has_the_weights_of_the_full_model(name):
         assert {parameter.dtype for parameter in whole_model(own).parameters()} == {torch.bfloat16}
 
 
-def test_the_export_needs_the_weights_and_no_model(tmp_path):
-    whole, stage = tiny_model("gpt2"), tiny_model("gpt2")
-    keep_stage(stage, 1, 2, torch.float32)
-    tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
-    state = {name: weight.detach() for name, weight in whole.named_parameters()}
-    export_model(whole_model(stage), state.items(), tokenizer, tmp_path, "card")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert loaded.keys() == whole.state_dict().keys()
-    assert all(torch.equal(loaded[name], weight) for name, weight in whole.state_dict().items())
-
-
 @pytest.mark.parametrize(("family", "bytes_at_once"), [("gpt_neox", 20_000), ("llama", 1), ("gpt2", 10**9)])
 def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at_once):
     """Weights one after another, of which few are in memory; GPT-NeoX's head has another name on the disk."""
@@ -153,23 +139,6 @@ def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at
         assert torch.equal(weight, expected[name][:89] if len(expected[name]) == 97 else expected[name]), name
     with pytest.raises(RuntimeError, match="incomplete: missing"):
         export_model(model, iter(()), tokenizer, tmp_path / "none", "")
-
-
-@pytest.mark.parametrize(("shape", "stages", "cut", "slowest", "mean"), [
-    ("llama-3-8b", 2, [17, 15], 17.4, 17.2),  # 16 and 16: 18.4
-    ("llama-3-8b", 4, [8, 9, 9, 6], 9.0, 8.6),  # 8 each: 10.4
-    ("llama-3.2-1b", 2, [10, 6], 10.3, 10.2),  # 8 each: 12.3
-    ("llama-3.2-1b", 4, [5, 5, 5, 1], 5.3, 5.1),  # 4 each: 8.3
-])  # fmt: skip
-def test_stages_of_published_shapes_have_even_shares(shape, stages, cut, slowest, mean):
-    """In layers; the head of Llama-3-8B is worth 2.4 of them, that of Llama-3.2-1B 4.3."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_configuration(ClmRecipe(config_name=shape)))
-    found = [len(layers) for layers in cut_layers(model, stages)]
-    assert found == cut
-    head = model.lm_head.weight.numel() / sum(p.numel() for p in model.model.layers[0].parameters())
-    work = [*found[:-1], found[-1] + head]
-    assert (max(work), sum(work) / stages) == (pytest.approx(slowest, abs=0.05), pytest.approx(mean, abs=0.05))
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (5, 4), (9, 4)])
@@ -203,7 +172,7 @@ def test_a_tied_weight_is_written_by_the_first_stage_alone():
 def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
     from deepspeed.runtime.pipe import schedule
 
-    from zerofit.strategy.stage_module import GradientSchedule
+    from zerofit.strategy.pipeline_engine import GradientSchedule
 
     def commands(kind, stage):
         return [type(command) for step in kind(4, 2, stage) for command in step]
@@ -213,87 +182,6 @@ def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
         assert theirs[-1] is schedule.OptimizerStep
         assert commands(GradientSchedule, stage) == theirs[:-1]
         assert theirs.count(schedule.BackwardPass) == 4
-
-
-@pytest.fixture
-def ends(monkeypatch) -> tuple[PipelineEngine, PipelineEngine, list[torch.Size]]:
-    """The engines of two stages, of which the first sends hidden states and the second receives them, by DeepSpeed's
-    own code; and the shapes of all messages."""
-    from deepspeed.runtime.pipe import engine as theirs
-
-    messages, queue = [], deque()
-
-    def send(tensor, to):
-        messages.append(tensor.shape)
-        queue.append(tensor.clone())
-
-    class Inner(theirs.PipelineEngine):
-        num_stages, stage_id, prev_stage, next_stage = 2, 0, 0, 1
-        device, has_attention_mask, has_bool_tensors, is_pipe_partitioned = "cpu", False, False, False
-
-        def __init__(self, is_sender):
-            torch.nn.Module.__init__(self)
-            self.is_sender = is_sender
-            self.reset_activation_shape()
-
-        def wall_clock_breakdown(self):
-            return False
-
-        def set_dataiterator(self, batches):
-            self.hidden = [torch.randn(*ids.shape, 4) for ids, _ in batches]
-
-        def _exec_schedule(self, schedule):
-            self.pipe_buffers = {"outputs": self.hidden, "inputs": [None] * len(self.hidden)}
-            for buffer in range(len(self.hidden)):
-                self._exec_send_activations(buffer) if self.is_sender else self._exec_recv_activations(buffer)
-
-    monkeypatch.setattr(theirs.p2p, "send", send)
-    monkeypatch.setattr(theirs.p2p, "recv", lambda tensor, source: tensor.copy_(queue.popleft()))
-    engines = []
-    for is_sender in (True, False):
-        engine = PipelineEngine.__new__(PipelineEngine)
-        engine.engine, engine.stage = Inner(is_sender), SimpleNamespace(feed=lambda *about: None)
-        engine.accelerator = SimpleNamespace(device=torch.device("cpu"))
-        engines.append(engine)
-    return *engines, messages
-
-
-def test_stages_exchange_shapes_where_they_change_and_nowhere_else(ends):
-    """The receiving host waits for each of them."""
-    from deepspeed.runtime.pipe.engine import TENSOR_META_SIZE
-
-    from zerofit.strategy.stage_module import GradientSchedule
-
-    first, second, messages = ends
-    short, long = (2, 5), (2, 9)
-    for shapes, exchanged in (
-        ([long] * 4, 1), ([long] * 4, 0), ([long] * 2, 0), ([short] * 3, 1), ([short, long, short], 3),
-        ([short, long, long], 3), ([short] * 2, 1), ([short] * 2, 0),
-    ):  # fmt: skip
-        messages.clear()
-        batches = [SimpleNamespace(inputs={"input_ids": torch.zeros(shape)}) for shape in shapes]
-        for engine in (first, second):
-            engine._pass_through(GradientSchedule, batches, None, None)
-        assert [shape for shape in messages if len(shape) == 3] == [(*shape, 4) for shape in shapes]
-        assert messages.count((TENSOR_META_SIZE,)) == len(messages) - len(shapes) == exchanged
-        for sent, received in zip(first.engine.hidden, second.engine.pipe_buffers["inputs"], strict=True):
-            assert torch.equal(sent, received)
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8, 32])
-def test_the_idle_share_is_that_of_the_schedule(stages, micro_batches):
-    """(p - 1)/(m + p - 1) of a stage's steps have neither a forward nor a backward pass, in every stage."""
-    from deepspeed.runtime.pipe import schedule
-
-    from zerofit.strategy.stage_module import GradientSchedule
-
-    works = (schedule.ForwardPass, schedule.BackwardPass)
-    for stage in range(stages):
-        steps = list(GradientSchedule(micro_batches, stages, stage))
-        idle = sum(not any(isinstance(command, works) for command in step) for step in steps)
-        assert idle / len(steps) == pytest.approx(idle_share(stages, micro_batches))
-    assert idle_share(2, 1) == 0.5
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
@@ -331,16 +219,16 @@ def test_all_that_a_model_does_not_allow_is_said_at_once():
     ({"stages": 2, "partition": "best"}, "pipeline.partition has no effect here. Remove it"),
 ])  # fmt: skip
 def test_sections_that_are_none(section, said):
-    assert said in refusal(read_pipeline_degree, {"pipeline": section}, "my.json")
+    assert said in refusal(take_degrees, {"pipeline": section}, "my.json")
 
 
 def test_what_deepspeed_would_do_by_itself_is_turned_off():
     """By default it splits what goes from stage to stage, and takes all micro-batches for as wide as the first."""
     config = {"pipeline": {"stages": 2}}
-    assert read_pipeline_degree(config, "my.json") == 2
+    assert take_degrees(config, "my.json") == (1, 2, 1)
     off = {"use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
     assert config == {"pipeline": {"stages": 2, **off}}
-    assert read_pipeline_degree({}, "my.json") == 1
+    assert take_degrees({}, "my.json") == (1, 1, 1)
 
 
 def test_what_does_not_go_together_is_refused_in_one_message():

@@ -108,6 +108,7 @@ OWN_LATE = {
     ("zerofit.strategy.prepare", "zerofit.strategy.pipeline_engine"),  # it loads DeepSpeed
     ("zerofit.training.entry", "zerofit.training.session"),
     ("zerofit.training.entry", "zerofit.training.stored_model"),
+    ("zerofit.training.evaluation", "zerofit.training.metrics"),  # scipy, sacrebleu, rouge_score
 }
 
 

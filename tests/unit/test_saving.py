@@ -13,7 +13,7 @@ from helpers import Harmful, refusal
 from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
-from zerofit.strategy.base_engine import BaseEngine
+from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.state import KINDS, ReplicatedState
 
@@ -21,7 +21,7 @@ from zerofit.strategy.state import KINDS, ReplicatedState
 class Alone:
     """An engine of one process, without accelerate."""
 
-    stored_buffers = BaseEngine.stored_buffers
+    stored_buffers = SharedEngine.stored_buffers
 
     def __init__(self, seed: int = 0, width: int = 16):
         torch.manual_seed(seed)

@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
-from helpers import ROOT, check_refusal, recipe_of, refusal
+from helpers import check_refusal, recipe_of, refusal
 from transformers import get_scheduler
 
-from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe import ClmRecipe
 from zerofit.recipe.schedule import Schedule, make_schedule
-from zerofit.strategy.deepspeed_schedule import adopt_scheduler, check_deepspeed_schedule, resolve_scheduler
+from zerofit.strategy.deepspeed_config import resolve_config
+from zerofit.strategy.layout import ParallelLayout
 
 
 def curve(schedule: Schedule) -> list[float]:
@@ -46,12 +47,6 @@ def test_the_smallest_rate_is_approached_and_never_undercut(shape):
     assert values[-1] == pytest.approx(0.1, abs=1e-3)
 
 
-def test_warmup_as_a_ratio_is_counted_in_updates():
-    schedule, warnings = make_schedule(ClmRecipe(warmup_ratio=0.1), 205)
-    assert schedule.num_warmup == 21
-    assert not warnings
-
-
 @pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
 def test_the_decay_may_end_before_the_run(shape):
     """As Megatron's --lr-decay-iters: the curve of a shorter run, then its smallest rate."""
@@ -63,24 +58,9 @@ def test_the_decay_may_end_before_the_run(shape):
     assert curve(schedule)[50:] == pytest.approx([0.1] * 30)
 
 
-def test_a_decay_that_ends_in_the_warmup_is_refused_and_one_of_a_constant_announced():
+def test_a_decay_that_ends_in_the_warmup_is_refused():
     message = refusal(make_schedule, ClmRecipe(num_warmup_steps=20, lr_decay_steps=20), 50)
     assert "lr_decay_steps = 20 and a warm-up of 20 updates" in message
-    _, warnings = make_schedule(ClmRecipe(lr_scheduler_type="constant", lr_decay_steps=20), 50)
-    assert "lr_decay_steps = 20" in warnings[0]
-
-
-def test_the_published_345m_recipe_decays_until_320000_of_500000():
-    options = parse_recipe(ClmRecipe, ["--config", str(ROOT / "recipes" / "clm" / "gpt2-345m-pretrain.yaml")])
-    schedule, _ = make_schedule(options, options.max_train_steps)
-    assert schedule.num_warmup == 3200
-    assert schedule(319_000) > schedule(320_000) == schedule(499_999) == pytest.approx(1e-5)
-
-
-def test_deepspeeds_schedule_ends_where_the_recipes_does():
-    config = deepspeed("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto")
-    _, config = resolve(config, recipe_of(num_warmup_steps=10, learning_rate=1e-3, lr_decay_steps=60))
-    assert config["scheduler"]["params"]["total_num_steps"] == 60
 
 
 def test_a_warmup_longer_than_the_run_is_announced():
@@ -92,42 +72,34 @@ def deepspeed(kind: str, **params) -> dict:
     return {"scheduler": {"type": kind, "params": params}}
 
 
-def resolve(config: dict, options: ClmRecipe, updates: int = 100) -> tuple[Schedule, dict]:
-    adopt_scheduler(config, "ds.json", options)
-    config, _ = resolve_scheduler(config, "ds.json", options, updates, options.num_warmup_steps)
-    schedule, _ = make_schedule(options, updates)
-    check_deepspeed_schedule(config, "ds.json", schedule)
-    return schedule, config
+def resolve(config: dict, options: ClmRecipe) -> ClmRecipe:
+    resolved, _ = resolve_config({"zero_optimization": {"stage": 2}, **config}, "ds.json", options, ParallelLayout())
+    assert "scheduler" not in resolved, "the recipe sets the rate of each update"
+    return options
 
 
-def test_deepspeeds_linear_schedule_is_the_recipes():
+def test_a_scheduler_block_is_taken_into_the_recipe():
     auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
-    config = deepspeed("WarmupDecayLR", **auto)
-    _, config = resolve(config, recipe_of(lr_scheduler_type="linear", num_warmup_steps=10, learning_rate=1e-3))
-    params = config["scheduler"]["params"]
-    assert (params["total_num_steps"], params["warmup_num_steps"], params["warmup_max_lr"]) == (100, 10, 1e-3)
-
-
-def test_what_the_recipe_leaves_open_the_block_decides():
-    options = recipe_of()
-    adopt_scheduler(deepspeed("WarmupLR", warmup_num_steps=12), "ds.json", options)
+    options = resolve(deepspeed("WarmupDecayLR", **auto), recipe_of(num_warmup_steps=10, learning_rate=1e-3))
+    assert (options.lr_scheduler_type, options.num_warmup_steps, options.lr_decay_steps) == ("linear", 10, None)
+    options = resolve(deepspeed("WarmupLR", warmup_num_steps=12, warmup_max_lr=1e-4), recipe_of())
     assert (options.lr_scheduler_type, options.num_warmup_steps) == ("constant_with_warmup", 12)
+    assert (options.learning_rate, options.source("learning_rate")) == (1e-4, "ds.json")
+    options = resolve(deepspeed("WarmupCosineLR", total_num_steps=60, cos_min_ratio=0.1), recipe_of())
+    assert (options.lr_scheduler_type, options.lr_decay_steps, options.min_lr_ratio) == ("cosine", 60, 0.1)
 
 
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        (deepspeed("WarmupDecayLR", warmup_type="log"), {"num_warmup_steps": 10}, ["warmup_type", "log", "linear"]),
-        (deepspeed("WarmupDecayLR", total_num_steps=50), {"num_warmup_steps": 10}, ["total_num_steps = 50", "100"]),
-        (
-            deepspeed("WarmupDecayLR", warmup_num_steps=5),
-            {"num_warmup_steps": 10},
-            ["= 5", "10", "--num_warmup_steps"],
-        ),
-        (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), {"num_warmup_steps": 9}, ["warmup_max_lr = 1.0", "5e-05"]),
-        (deepspeed("WarmupCosineLR"), {"num_warmup_steps": 9}, ["update 10", "Remove the scheduler block"]),
+        (deepspeed("WarmupDecayLR", warmup_type="log"), {}, ["warmup_type", "log", "linear"]),
+        (deepspeed("WarmupDecayLR", warmup_min_lr=0.1), {}, ["warmup_min_lr"]),
+        (deepspeed("WarmupDecayLR", total_num_steps=50), {"lr_decay_steps": 100}, ["total_num_steps = 50", "100"]),
+        (deepspeed("WarmupDecayLR", warmup_num_steps=5), {"num_warmup_steps": 10}, ["= 5", "10"]),
+        (deepspeed("WarmupDecayLR", warmup_num_steps=5), {"warmup_ratio": 0.1}, ["= 5", "warmup_ratio"]),
+        (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), {"learning_rate": 1e-4}, ["warmup_max_lr = 1.0", "0.0001"]),
         (deepspeed("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["WarmupLR", "cosine", "--lr_scheduler_type"]),
-        (deepspeed("WarmupDecay"), {"num_warmup_steps": 9}, ["did you mean WarmupDecayLR"]),
+        (deepspeed("WarmupDecay"), {}, ["did you mean WarmupDecayLR"]),
     ],
 )
 def test_a_schedule_that_is_not_the_recipes_is_refused(config, options, words):

@@ -22,7 +22,7 @@ from zerofit.model.tensor_parallel.draw import draw_share
 from zerofit.model.tensor_parallel.read import stored_dtype
 from zerofit.model.tensor_parallel.split import check_split, split_model
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.degrees import check_degrees, take_tensor_degree
+from zerofit.strategy.degrees import check_degrees, take_degrees
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.state import KINDS, Piece
 
@@ -376,17 +376,17 @@ def test_models_that_cannot_be_split(family, changes, size, said):
     ({"autotp_size": "2"}, "autotp_size = '2': expected a number of processes"),
     ({"autotp_size": 0}, "autotp_size = 0: expected"),
     ({}, "autotp_size = None: expected"),
-    ({"autotp_size": 2, "tp_grain_size": 64}, "tensor_parallel.tp_grain_size is of DeepSpeed's own layers"),
+    ({"autotp_size": 2, "tp_grain_size": 64}, "tensor_parallel.tp_grain_size has no effect here"),
 ])  # fmt: skip
 def test_degrees_that_are_none(section, said):
-    assert said in refusal(take_tensor_degree, {"tensor_parallel": section}, "my.json")
+    assert said in refusal(take_degrees, {"tensor_parallel": section}, "my.json")
 
 
 def test_the_degree_is_taken_out_before_deepspeed_sees_it():
     config = {"tensor_parallel": {"autotp_size": 4}, "zero_optimization": {}}
-    assert take_tensor_degree(config, "my.json") == 4
+    assert take_degrees(config, "my.json")[0] == 4
     assert json.dumps(config) == '{"zero_optimization": {}}'
-    assert take_tensor_degree(config, "my.json") == 1
+    assert take_degrees(config, "my.json")[0] == 1
 
 
 def test_what_does_not_go_together_is_refused_in_one_message():

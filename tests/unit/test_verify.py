@@ -16,7 +16,7 @@ from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
 from zerofit.strategy.builds import announce_builds
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.killing import Killed, alternating, spread_moments

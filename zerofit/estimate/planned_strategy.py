@@ -9,7 +9,7 @@ from zerofit.estimate.model_states import States, deepspeed_states, torch_states
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.traced_shares import expert_names
-from zerofit.strategy.buckets import fill_by_sizes
+from zerofit.strategy.deepspeed_config import fill_by_sizes
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.strategy import Strategy
 

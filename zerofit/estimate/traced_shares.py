@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel
-from zerofit.strategy.grid import replaced
+from zerofit.strategy.layout import replaced
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from zerofit.estimate.traced_shares import (
 )
 from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
 from zerofit.model.recomputation import count_layers, enable_recomputation
-from zerofit.strategy.grid import replaced
+from zerofit.strategy.layout import replaced
 from zerofit.strategy.offloaded_inputs import offload_inputs
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",

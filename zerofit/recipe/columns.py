@@ -1,4 +1,4 @@
-"""The columns of a data file, from its beginning: quickly, and before anything heavy is imported."""
+"""What separates the columns of a data file, and what they are called, from its beginning."""
 
 import codecs
 import csv
@@ -6,8 +6,6 @@ import gzip
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-
-from zerofit.recipe.parsing import parse_json
 
 HEAD_BYTES = 1 << 20  # of a file, read to find its columns
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
@@ -70,26 +68,3 @@ def is_value(name: str) -> bool:
 
 def ending_of(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
-
-
-def columns_of(path: Path, delimiter: str | None = None, encodings: Iterable[str | None] = (None,)) -> list[str]:
-    """The columns of a .csv, .tsv or .jsonl file, by its header or first records; empty if they are unknown.
-
-    Args:
-        delimiter: by default it is found.
-        encodings: the file may be in one of these.
-    """
-    ending = ending_of(path)
-    if ending not in (*DELIMITERS, ".jsonl") or (head := head_of(path, encodings)) is None:
-        return []
-    if ending in DELIMITERS:
-        return first_rows(head, delimiter or find_delimiter(head, ending), 1)[0]
-    lines, names = head.split("\n"), dict[str, None]()
-    try:
-        for line in filter(str.strip, lines[:-1] if len(head.encode()) >= HEAD_BYTES else lines):
-            record = parse_json(line)
-            held = record.get("translation")
-            names |= dict.fromkeys([*record, *(held if isinstance(held, dict) else ())])
-    except (ValueError, AttributeError):
-        return []
-    return list(names)

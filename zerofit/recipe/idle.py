@@ -25,6 +25,10 @@ IDLE: dict[tuple[str, ...], tuple[Callable[[Any], Any], str]] = {
         lambda recipe: not recipe.predict_with_generate and recipe.trains,
         "Set predict_with_generate, or remove it",
     ),
+    ("adam_beta1", "adam_beta2", "adam_epsilon"): (
+        lambda recipe: recipe.optim == "adafactor",
+        "adafactor has nothing of the kind",
+    ),
     ("profile_ranks", "profile_memory"): (lambda recipe: not recipe.profile, "They belong to --profile N:M"),
     ("dataset_config_name",): (lambda recipe: not recipe.dataset_name, "It belongs to dataset_name"),
     ("validation_split_percentage",): (lambda recipe: recipe.validation_file, "validation_file overrides it"),

@@ -190,29 +190,26 @@ _RecipeLoader.add_implicit_resolver(
 
 def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple[Any, int]]:
     """The file's top-level mapping as {name: (value, line number)}."""
+    entries: dict[str, tuple[Any, int]] = {}
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/"
-        ) from None
-    try:
-        loader = _RecipeLoader(text)
+        loader = _RecipeLoader(Path(path).read_text(encoding="utf-8"))
         node = loader.get_single_node()
-        if node is None:
-            raise UserError(f"--config {path}: the file is empty. A recipe holds `option: value` lines")
         if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file holds something else")
-        entries: dict[str, tuple[Any, int]] = {}
+            what = "is empty" if node is None else "holds something else"
+            raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file {what}")
         for key, value in node.value:
             written, line = str(key.value), key.start_mark.line + 1
             name = aliases.get(written, written)
             if name in entries:
                 problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
-        return entries
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that does not exist
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
+    return entries
 
 
 def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Check the files, folders and columns that a recipe names, quickly and before anything heavy is imported."""
+"""Check the files and folders that a recipe names, quickly and before anything heavy is imported."""
 
 import glob
 import os
@@ -7,14 +7,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from zerofit.recipe.columns import NO_HEADER, columns_of, is_value
 from zerofit.recipe.errors import UserError
 
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
 ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
-COLUMN_OPTIONS = ("text_column", "messages_column", "dialogue_column", "source_column", "target_column",
-                  "text_columns", "label_column", "choice_columns")  # fmt: skip
 ADMINISTRATOR = 0  # the user whose folders all trust
 SPACE_BYTES = 1 << 16  # what the record of a run takes at least
 
@@ -32,7 +29,6 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
             find_files(option, getattr(recipe, option, None) or [])
         except UserError as error:
             problems += error.problems
-    problems += [] if problems else missing_columns(recipe)
     for option in FOLDER_OPTIONS:
         name = getattr(recipe, option, None)
         if name and is_missing_folder(name):
@@ -58,30 +54,6 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
         problems += [f"{option} = {str(folder)!r} {why}. Choose another folder"] if why else []
     if problems:
         raise UserError(problems)
-
-
-def missing_columns(recipe) -> list[str]:
-    """Problems with columns that options name and the first file lacks. Only the file's beginning is read here."""
-    part = next((option for option in FILE_OPTIONS if getattr(recipe, option, None)), None)
-    if part is None or any(getattr(recipe, option, None) for option in ("field", "task_name")):
-        return []
-    encodings = list(dict.fromkeys([recipe.encoding, None]))
-    if part == "predict_file":  # `encoding` may be that of the training data only
-        encodings.reverse()
-    present = columns_of(find_files(part, getattr(recipe, part))[0], recipe.separator, encodings)
-    known = {name.strip().lower() for name in present}
-    shown = f"{', '.join(present)}{NO_HEADER if any(map(is_value, present)) else ''}"
-    problems = []
-    for option in COLUMN_OPTIONS:
-        value = getattr(recipe, option, None) or []
-        for name in [value] if isinstance(value, str) else value:
-            if (
-                known
-                and name.strip().lower() not in known
-                and not (option == "label_column" and part == "predict_file")
-            ):
-                problems.append(f"{option} = {name!r}: there is no such column; the columns are {shown}")
-    return problems
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:

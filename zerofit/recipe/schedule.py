@@ -48,28 +48,20 @@ class Schedule:
 
 
 def make_schedule(recipe: OptimizerOptions, num_updates: int) -> tuple[Schedule, list[str]]:
-    """(the recipe's schedule for a run of `num_updates`, warnings about settings without effect).
+    """(the recipe's schedule for a run of `num_updates`, warnings).
 
     Raises:
         UserError: the warm-up is not over when the decay has ended.
     """
     warmup, decay_steps = warmup_updates(recipe, num_updates), recipe.lr_decay_steps
-    warnings = []
-    if decay_steps and recipe.lr_scheduler_type in ("constant", "constant_with_warmup"):
-        warnings.append(
-            f"lr_decay_steps = {decay_steps} has no effect with lr_scheduler_type = {recipe.lr_scheduler_type}"
-        )
-    elif decay_steps and warmup >= decay_steps:
+    decays = recipe.lr_scheduler_type not in ("constant", "constant_with_warmup")
+    if decay_steps and decays and warmup >= decay_steps:
         raise UserError(
             f"lr_decay_steps = {decay_steps} and a warm-up of {warmup} updates: the decay would end before it "
             "begins. Make lr_decay_steps larger, or the warm-up shorter"
         )
-    if recipe.lr_scheduler_type == "constant" and warmup:
-        warnings.append(
-            f"num_warmup_steps = {warmup} has no effect with lr_scheduler_type = constant "
-            "(constant_with_warmup has one)"
-        )
-    elif warmup >= num_updates:
+    warnings = []
+    if warmup >= num_updates and recipe.lr_scheduler_type != "constant":
         warnings.append(
             f"num_warmup_steps = {warmup} and the run has {num_updates} updates: "
             f"the learning rate never reaches its peak of {recipe.learning_rate:g}"

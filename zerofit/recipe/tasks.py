@@ -159,3 +159,6 @@ class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LabelOptions):
 @dataclass
 class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
     """Encoder-decoder training: dialogue, or any source and target."""
+
+
+RECIPES: dict[str, type[TaskRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}

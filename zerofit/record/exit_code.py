@@ -8,52 +8,29 @@ on other ranks.
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
-import yaml
-
-from zerofit.recipe.parse import is_flag
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.help import wants_help
+from zerofit.recipe.parse import read_recipe
 from zerofit.recipe.paths import answers_folder, output_folder
+from zerofit.recipe.tasks import RECIPES
 from zerofit.record.run_folder import RunFolder
-
-NAMES = ("output_dir", "evaluate_only", "predict_file", "model_name_or_path")
 
 
 def find_folder(task: str, argv: list[str]) -> Path:
-    """The run's folder, before its options are checked: also where one of them is wrong, or the YAML is broken."""
-    options = _flags(argv)
-    by_flag, recipe = "output_dir" in options, options.get("config")
-    options = {**_lines(recipe), **options} if recipe else options
-    named = {name: options.get(name) for name in NAMES}
-    recipe = SimpleNamespace(**named, source=lambda name: options.get(name))
-    if named["predict_file"] or str(named["evaluate_only"] or "false").lower() not in ("false", "no", "0"):
-        return Path(named["output_dir"]) if by_flag else Path(answers_folder(task, recipe))
-    return output_folder(task, recipe)
-
-
-def _flags(argv: list[str]) -> dict[str, str]:
-    """{option: its first value}, "true" where it has none."""
-    found = {}
-    for word, following in zip(argv, [*argv[1:], "--"]):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found[name.replace("-", "_")] = value if equals else "true" if is_flag(following) else following
-    return found
-
-
-def _lines(file: str) -> dict[str, str]:
-    """The options of NAMES in a recipe, line by line: the file need not be valid YAML."""
-    found = {}
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for line in Path(file).read_text(encoding="utf-8").splitlines():
-            match = re.match(rf"({'|'.join(NAMES)})\s*:\s(.*)", line)
-            with contextlib.suppress(yaml.YAMLError):
-                value = yaml.safe_load(match[2]) if match else None
-                found |= {} if value is None else {match[1]: str(value)}
-    return found
+    """The run's folder, before its options are checked: also where one of them is wrong."""
+    argv = [] if wants_help(argv) else argv
+    try:
+        recipe, _ = read_recipe(RECIPES[task], argv)
+    except UserError:  # the recipe's file cannot be read
+        place = next(index for index, word in enumerate(argv) if word.partition("=")[0] == "--config")
+        recipe, _ = read_recipe(RECIPES[task], argv[:place] + argv[place + 2 - ("=" in argv[place]) :])
+    if recipe.trains:
+        return output_folder(task, recipe)
+    by_flag = recipe.output_dir and recipe.source("output_dir") == "--output_dir"
+    return Path(recipe.output_dir if by_flag else answers_folder(task, recipe))
 
 
 class ExitCode:

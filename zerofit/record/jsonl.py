@@ -17,21 +17,13 @@ class JsonlFile:
     def __init__(self, path: Path):
         self.path, self._file, self._waiting = path, None, b""
 
-    def start(self, updates: int = 0) -> str | None:
-        """Start the file again, with the lines up to this update. Returns what is wrong with these, for the log."""
-        kept, broken = self._read()
-        kept = [line for line in kept if line["update"] <= updates] if updates else []
+    def start(self, updates: int = 0) -> None:
+        """Start the file again, with the lines up to this update."""
+        kept = [line for line in self.read() if line["update"] <= updates] if updates else []
         self.close()
         self._waiting = b""
         with atomic_file(self.path) as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-        missing = sorted(set(range(1, updates + 1)) - {line["update"] for line in kept})
-        if not missing:
-            return None
-        why = f" (its line {broken[0]} is not JSON)" if broken else ""
-        return (
-            f"{self.path} has no line for update {ranges(missing)} of {updates:,}{why}; the run itself lacks nothing"
-        )
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. NaN and infinity are written as such: they are never hidden."""
@@ -60,20 +52,9 @@ class JsonlFile:
             os.fsync(self._file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines so far, without any that is not whole."""
-        return self._read()[0]
-
-    def _read(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """(the lines, the numbers of lines that are none). What follows the last line break is left by a kill."""
-        lines, broken = [], []
+        """The lines so far, without any that is not whole: what follows the last line break is left by a kill."""
         content = self.path.read_bytes() if self.path.is_file() else b""
-        for number, text in enumerate(content.split(b"\n")[:-1], 1):
-            line = _parsed(text)
-            if line is not None:
-                lines.append(line)
-            elif text.strip():
-                broken.append(number)
-        return lines, broken
+        return [line for text in content.split(b"\n")[:-1] if (line := _parsed(text)) is not None]
 
     def close(self) -> None:
         """No line comes any more. Raises OSError where some could not be written."""
@@ -135,15 +116,3 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) and isinstance(line.get("update"), int) else None
-
-
-def ranges(numbers: list[int]) -> str:
-    """Ascending numbers as 1-3, 5, 7-9."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    shown = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in parts[:5])
-    return shown + (", ..." if len(parts) > 5 else "")

@@ -1,14 +1,15 @@
-"""loss.png: the picture that a person looks at first."""
+"""The pictures of a run: loss.png, which a person looks at first, and the confusion matrix of its classes."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
-from zerofit.record.fonts import font_for
+import numpy as np
+
 from zerofit.record.terminal import shortened
 
 NAME = 24  # characters of a class in a picture
 FEW = 12  # updates that are shown as points, and not smoothed
+LAST_RESORT = "Last Resort"  # a font that has a box for every character
 
 
 def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: str, figure_of_merit: str) -> None:
@@ -19,133 +20,103 @@ def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: s
         unit: what the loss is a mean over: token or example.
         figure_of_merit: the held-out figure of the best evaluation; it gets a panel of its own if it is no loss.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    skipped = [line["update"] for line in metrics if "anomaly" in line or "skipped" in line]
     train = [line for line in metrics if "loss" in line and "anomaly" not in line]
-    held = [line for line in metrics if "eval_loss" in line]
-    figure = Figure(figsize=(8, 5.6 + 1.4 * (figure_of_merit != "loss")), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    evaluated = [line for line in metrics if f"eval_{figure_of_merit}" in line] if figure_of_merit != "loss" else []
-    upper, *middle, lower = figure.subplots(
-        2 + bool(evaluated), 1, sharex=True, height_ratios=[3, *[1.5] * bool(evaluated), 1]
-    )
-    updates, losses = ([line[name] for line in train] for name in ("update", "loss"))
+    merit = f"eval_{figure_of_merit}" if figure_of_merit != "loss" else ""
+    has_panel = any(merit in line for line in metrics)
+    figure = _figure(8, 5.6 + 1.4 * has_panel)
+    upper, *middle, lower = figure.subplots(2 + has_panel, 1, sharex=True, height_ratios=[3, *[1.5] * has_panel, 1])
     points = {"marker": "o", "markersize": 3} if len(train) <= FEW else {}
-    upper.plot(updates, losses, color="#9ecae1", linewidth=1, label="training, each update", **points)
+    _draw(upper, train, "loss", color="#9ecae1", label="training, each update", **points)
     if not points:
-        upper.plot(updates, _smooth(losses), color="#08519c", linewidth=1.8, label="training, smoothed")
-    if held:
-        upper.plot(
-            [line["update"] for line in held],
-            [line["eval_loss"] for line in held],
-            "o-",
-            color="#d94801",
-            markersize=4,
-            linewidth=1,
-            label="held out",
-        )
-    if evaluated:
-        middle[0].plot(
-            [line["update"] for line in evaluated],
-            [line[f"eval_{figure_of_merit}"] for line in evaluated],
-            "o-",
-            color="#d94801",
-            markersize=4,
-            linewidth=1,
-        )
-        middle[0].set(ylabel=f"{figure_of_merit}\n(held out)")
-        middle[0].grid(alpha=0.3)
-    for number, update in enumerate(skipped):
-        upper.axvline(
-            update, color="#cb181d", linestyle=":", linewidth=1, label=None if number else "skipped (anomaly)"
-        )
+        smoothed = [{"update": line["update"], "loss": mean} for line, mean in zip(train, _smooth(train))]
+        _draw(upper, smoothed, "loss", color="#08519c", label="training, smoothed")
+    held_out: dict[str, Any] = {"color": "#d94801", "marker": "o", "markersize": 4}
+    _draw(upper, metrics, "eval_loss", label="held out", **held_out)
+    for line in metrics:
+        if "anomaly" in line or "skipped" in line:
+            upper.axvline(line["update"], color="#cb181d", linestyle=":", linewidth=1)
     upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}")
     if font := font_for([title]):
         upper.set_title(title, family=font, parse_math=False)
-    upper.grid(alpha=0.3)
     upper.legend(frameon=False)
+    for axes in middle:
+        _draw(axes, metrics, merit, **held_out)
+        axes.set(ylabel=f"{figure_of_merit}\n(held out)")
     right = lower.twinx()
-    norms = [line["grad_norm"] for line in train]
-    rates = [line["learning_rate"] for line in train]
-    for axes, values, name, colour in (
-        (lower, rates, "learning rate", "#238b45"),
-        (right, norms, "gradient norm", "#737373"),
-    ):
-        axes.plot(updates, values, color=colour, linewidth=1, alpha=0.8, **points)
-        axes.set_ylabel(name, color=colour)  # in place of a legend, which would lie on the curves
+    for axes, name, colour in ((lower, "learning_rate", "#238b45"), (right, "grad_norm", "#737373")):
+        _draw(axes, train, name, color=colour, alpha=0.8, **points)
+        axes.set_ylabel(name.replace("_", " "), color=colour)  # in place of a legend, which would lie on the curves
         axes.tick_params(axis="y", colors=colour)
-    lower.set(xlabel="update", ylim=(0, 1.08 * max([rate for rate in rates if rate > 0], default=1.0)))
-    lower.grid(alpha=0.3)
-    _label(right, 3, _decades(norms))
-    for axes, most in ((upper, 8), *((axes, 4) for axes in (*middle, lower))):
-        _label(axes, most)
-    last = max((line["update"] for line in metrics), default=1)
-    lower.set_xlim(-0.03 * last, 1.03 * last)
+    norms = [line["grad_norm"] for line in train if 0 < line["grad_norm"] < float("inf")]
+    if norms and max(norms) > 100 * min(norms):
+        right.set_yscale("log")
+    lower.set(xlabel="update")
     lower.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (upper, *middle, lower):
+        axes.grid(alpha=0.3)
     figure.savefig(file)
 
 
-def _label(axes, most: int, decades: float = 0.0) -> None:
-    """Label the y axis with a few numbers, each written out; an axis of more than one decade is logarithmic."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    if decades > 1:
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=most + 1))
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]))
-    written_out = ScalarFormatter(useOffset=False)
-    written_out.set_scientific(False)
-    axes.yaxis.set_major_formatter(written_out)
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
-def _decades(values: list[float]) -> float:
-    """How many powers of ten lie between the smallest and the largest of the positive values."""
-    positive = [value for value in values if 0 < value < math.inf]
-    return math.log10(max(positive) / min(positive)) if positive else 0.0
+def _draw(axes: Any, lines: list[dict[str, Any]], name: str, **style: Any) -> None:
+    shown = [(line["update"], line[name]) for line in lines if name in line]
+    if shown:
+        axes.plot(*zip(*shown), linewidth=1, **style)
 
 
-def _smooth(values: list[float]) -> list[float]:
-    """Mean over a window around each value, a fortieth of the run wide; at the ends the window is what there is."""
-    half = max(2, len(values) // 80)
-    windows = (values[max(0, place - half) : place + half + 1] for place in range(len(values)))
+def _smooth(train: list[dict[str, Any]]) -> list[float]:
+    """Mean over a window around each loss, a fortieth of the run wide; at the ends the window is what there is."""
+    half, losses = max(2, len(train) // 80), [line["loss"] for line in train]
+    windows = (losses[max(0, place - half) : place + half + 1] for place in range(len(losses)))
     return [sum(window) / len(window) for window in windows]
 
 
-def plot_confusion(matrix, names: Sequence[str], file: IO[bytes]) -> None:
+def plot_confusion(matrix: np.ndarray, names: Sequence[str], file: IO[bytes]) -> None:
     """Which class was predicted as which: the number of examples in each cell, its colour the share of the row.
 
     Args:
         matrix: (classes, classes), a row for each class, a column for each prediction.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    count = len(names)
-    font = font_for(names)
+    count, font = len(names), font_for(names)
     shown = [shortened(name, NAME) for name in names] if font else [str(number) for number in range(count)]
-    side = 2.5 + 0.45 * count
-    figure = Figure(figsize=(side, side), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(2.5 + 0.45 * count, 2.5 + 0.45 * count)
     axes = figure.subplots()
     shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for row, column in zip(*matrix.nonzero()):
-        axes.text(
-            column,
-            row,
-            f"{matrix[row, column]:,}",
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="white" if shares[row, column] > 0.5 else "black",
-        )
+        colour = "white" if shares[row, column] > 0.5 else "black"
+        axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8, color=colour)
     style = {"parse_math": False, **({"family": font} if font else {})}
     axes.set_xticks(range(count), shown, rotation=90, **style)
     axes.set_yticks(range(count), shown, **style)
     numbered = "" if font else ", by its number in model/config.json"
     axes.set(xlabel=f"predicted{numbered}", ylabel=f"label{numbered}")
     figure.savefig(file)
+
+
+def font_for(texts: Iterable[str]) -> str | None:
+    """The family of an installed font that has every character of these texts (names of runs and classes are in any
+    language), the default one if it does; None if there is none."""
+    from matplotlib.font_manager import FontProperties, findfont, fontManager
+    from matplotlib.ft2font import FT2Font
+
+    needed = {ord(letter) for text in texts for letter in text}
+    usual = findfont(FontProperties())
+    fonts = [font for font in fontManager.ttflist if not font.name.startswith(LAST_RESORT)]
+    for font in sorted(
+        fonts, key=lambda font: (font.fname != usual, font.style != "normal", font.weight not in (400, "normal"))
+    ):
+        try:
+            if needed <= FT2Font(font.fname).get_charmap().keys():
+                return font.name
+        except (OSError, RuntimeError):  # it was removed, or is damaged
+            continue
+    return None

@@ -147,13 +147,11 @@ class RunFolder:
         environment: dict[str, Any],
         updates: int = 0,
         resumed_from: Path | None = None,
-    ) -> list[str]:
+    ) -> None:
         """Write what the run is, and start its record, or continue it after `updates` updates.
 
         Args:
             resumed_from: the folder of the run that is resumed: this one, or another whose record is copied.
-
-        Returns: notes for the log.
 
         Raises:
             UserError: the folder cannot be written.
@@ -161,10 +159,9 @@ class RunFolder:
         with self.writing():
             self._clear(updates, resumed_from)
             self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
-            hole = self.metrics.start(updates)
+            self.metrics.start(updates)
             if recipe.record_samples:
                 self.samples.start(updates)
-        return [hole] if hole else []
 
     def start_answers(self, options: dict[str, Any], strategy: dict[str, Any], environment: dict[str, Any]) -> None:
         """Start the record of a launch that trains nothing; what an earlier one has left is replaced.

@@ -108,30 +108,18 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
     """Rows as aligned columns: the first to the left, the others to the right.
 
     Args:
-        width: of the screen. A table that is wider gets a narrower first column; where that would be too narrow to
-            read, it continues below itself.
+        width: of the screen. The first column of a table that is wider gets narrower, as far as it can be read.
     """
     rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
     first, *others = [max(columns_of(row[column]) for row in rows) for column in range(len(rows[0]))]
     if width is not None:
-        left = width - 2 - sum(others) - 2 * len(others)
-        first = min(first, left if left >= READABLE else max(READABLE, width // 2))
-    blocks, room = [[]], 0
-    for column, wide in enumerate(others, 1):
-        room += 2 + wide
-        if width is not None and blocks[-1] and 2 + first + room > width:
-            blocks.append([])
-            room = 2 + wide
-        blocks[-1].append(column)
-    names = [name + " " * (first - columns_of(name)) for name in (shortened(row[0], first) for row in rows)]
-    shown = (
-        "\n".join(
-            "  " + "  ".join([name, *(row[column].rjust(others[column - 1]) for column in block)]).rstrip()
-            for name, row in zip(names, rows)
-        )
-        for block in blocks
-    )
-    return "\n\n".join(shown)
+        first = min(first, max(READABLE, width - 2 - sum(others) - 2 * len(others)))
+    lines = []
+    for name, *cells in rows:
+        name = shortened(name, first)
+        padded = name + " " * (first - columns_of(name))
+        lines.append("  " + "  ".join([padded, *(cell.rjust(wide) for cell, wide in zip(cells, others))]).rstrip())
+    return "\n".join(lines)
 
 
 def rounded(value: float, digits: int = 3) -> str:

@@ -70,7 +70,7 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
 
     Raises:
         UserError: global_batch_size is no multiple of what one pass over all processes takes, or contradicts the
-            accumulation; the message says which values would work.
+            accumulation.
     """
     micro, accumulation, total = (
         recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
@@ -80,16 +80,10 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
     if total is None:
         return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas), what)
     if total % samples_per_micro_step:
-        sizes = [size for size in range(1, total + 1) if total % (size * replicas) == 0]
-        counts = [count for count in range(1, total + 1) if total % (micro * count) == 0]
-        remedies = [f"per_device_train_batch_size could be {_listed(sizes)}"] if sizes else []
-        processes = [count * replica_size for count in counts]
-        remedies += [f"the number of processes could be {_listed(processes)}"] if counts else []
-        remedies = remedies or [f"make it a multiple of {samples_per_micro_step}"]
         raise UserError(
             f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is not a multiple of "
             f"per_device_train_batch_size * {what} = {micro} * {replicas} = {samples_per_micro_step}: "
-            f"{', or '.join(remedies)}"
+            f"make it a multiple of {samples_per_micro_step}, or change one of the two"
         )
     if accumulation not in (None, total // samples_per_micro_step):
         raise UserError(
@@ -119,14 +113,12 @@ def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
         if sizes.global_batch % size == 0
     ]
     if first not in possible:
-        remedy = f"Begin with {_listed(possible)}" if possible else "Leave it out: an update takes one pass"
+        remedy = (
+            f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out: an update takes one pass"
+        )
         raise UserError(
             f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to "
             f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = "
             f"{sizes.samples_per_micro_step}. {remedy}"
         )
     return replace(sizes, growth=Growth(first, sizes.global_batch, updates))
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

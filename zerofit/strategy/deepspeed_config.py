@@ -1,25 +1,86 @@
 """The DeepSpeed configuration of a run: its "auto" filled in from the recipe, contradictions refused."""
 
 import json
+import math
 import os
 from typing import Any
 
-from zerofit.recipe.errors import Problems
+import torch
+
+from zerofit.recipe.errors import Problems, nearest
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
-from zerofit.strategy.deepspeed_schedule import adopt_scheduler
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.option_resolver import OptionResolver
 
 ADAM_NAMES = ("adam", "adamw")
 HIERARCHY = "zero_hpz_partition_size"
+SHARE_OF_MODEL = 16
+MOST = 200_000_000  # elements; beyond this a bucket only takes memory
+SCHEDULERS = {  # DeepSpeed's names -> the recipe's
+    "WarmupDecayLR": ("linear",),
+    "WarmupLR": ("constant", "constant_with_warmup"),
+    "WarmupCosineLR": ("cosine",),
+}
+
+
+class OptionResolver(Problems):
+    """Fills "auto" from the recipe, lets the recipe adopt what it leaves unset, and collects contradictions."""
+
+    def __init__(self, config: dict[str, Any], source: str, recipe: TrainingRecipe) -> None:
+        super().__init__()
+        self.config, self.source, self.recipe = config, source, recipe
+
+    def resolve(self, option: str, key: str, default: Any = None) -> None:
+        """The recipe owns `key` as `option`: agree with it, or adopt the stated value if the option is unset."""
+        node, name = _node(self.config, key)
+        stated = node.get(name, "auto")
+        if stated == "auto":
+            value = getattr(self.recipe, option)
+            node[name] = default if value is None else value
+        else:
+            self.resolve_value(option, key, stated)
+
+    def resolve_value(self, option: str, key: str, stated: Any) -> None:
+        if isinstance(stated, bool) or not isinstance(stated, (int, float)):
+            self.found.append(f'{self.source}: {key} = {stated!r}: expected a number or "auto"')
+            return
+        if self.recipe.source(option) is None:
+            self.recipe.adopt(option, stated, self.source)
+            return
+        ours = getattr(self.recipe, option)
+        if ours is None or not math.isclose(stated, ours, rel_tol=1e-9):
+            self.found.append(self._contradiction(key, stated, option, ours))
+
+    def fill(self, key: str, value: Any, what: str) -> None:
+        """Set `key` where it is absent or "auto"; anything else than `value` is a contradiction."""
+        node, name = _node(self.config, key)
+        stated = node.get(name, "auto")
+        if stated == "auto":
+            node[name] = value
+        elif stated != value:
+            self.found.append(self._contradiction(key, stated, what, value))
+
+    def _contradiction(self, key: str, stated: Any, option: str, ours: Any) -> str:
+        where = self.recipe.source(option) if hasattr(self.recipe, option) else None
+        return (
+            f"{self.source} says {key} = {json.dumps(stated)}, and {option} = {json.dumps(ours)}"
+            f'{f" ({where})" if where else ""}. Make them agree, or write "auto" in the DeepSpeed configuration'
+        )
+
+
+def _node(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    *parents, name = key.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    return config, name
 
 
 def resolve_config(
-    config: dict[str, Any], source: str, recipe: Any, layout: ParallelLayout
+    config: dict[str, Any], source: str, recipe: TrainingRecipe, layout: ParallelLayout
 ) -> tuple[dict[str, Any], BatchSizes]:
     """Fill every "auto" that the recipe owns, in a copy.
 
-    The number of updates and so the scheduler's own "auto" are not known yet: see `resolve_scheduler`.
+    A scheduler block is taken out: what it says is the recipe's, which sets the rate of each update.
 
     Raises:
         UserError: every statement of the configuration that the recipe contradicts, both values and sources named.
@@ -36,14 +97,9 @@ def resolve_config(
     _resolve_optimizer(resolver)
     if config["zero_optimization"].get("stage") not in (1, 2, 3):
         stage = json.dumps(config["zero_optimization"].get("stage"))
-        resolver.problems.append(
-            f"{source}: zero_optimization.stage = {stage}: it must be 1, 2 or 3. For 0 use ddp.yaml"
-        )
-    of_schedule = Problems()
-    with of_schedule.collected():
-        adopt_scheduler(config, source, recipe)
-    resolver.problems += of_schedule.found
-    resolver.raise_problems()
+        resolver.found.append(f"{source}: zero_optimization.stage = {stage}: it must be 1, 2 or 3. For 0 use ddp.yaml")
+    _take_scheduler(resolver)
+    resolver.raise_found()
 
     batches = resolve_batches(recipe, layout.data_size, layout.replica_size)
     resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
@@ -58,7 +114,7 @@ def resolve_config(
             "saving the model, else its tensors are empty",
         )
     _resolve_hierarchy(resolver, zero, layout.world_size)
-    resolver.raise_problems()
+    resolver.raise_found()
     config.setdefault("steps_per_print", 2**31)
     config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device in each forward pass
     return config, batches
@@ -70,7 +126,7 @@ def _resolve_hierarchy(resolver: OptionResolver, zero: dict[str, Any], world_siz
         zero[HIERARCHY] = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     size = zero.get(HIERARCHY) or 1
     if isinstance(size, int) and world_size % size:
-        resolver.problems.append(
+        resolver.found.append(
             f"{resolver.source}: zero_optimization.{HIERARCHY} = {size} does not divide {world_size} processes. "
             'Write "auto", which is the processes of a machine'
         )
@@ -82,15 +138,13 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
         return
     if str(optimizer.get("type", "")).lower() not in ADAM_NAMES:
         known = "the recipe's optimizer is AdamW. Name AdamW, or remove the block: then the recipe's own is used"
-        resolver.problems.append(f"{resolver.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
+        resolver.found.append(f"{resolver.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
         return
     params = optimizer.setdefault("params", {})
     for key in ("lr", "weight_decay", "betas", "eps"):
         params.setdefault(key, "auto")
     if params["betas"] != "auto" and not (isinstance(params["betas"], list) and len(params["betas"]) == 2):
-        resolver.problems.append(
-            f"{resolver.source}: optimizer.params.betas = {params['betas']!r}: expected two numbers"
-        )
+        resolver.found.append(f"{resolver.source}: optimizer.params.betas = {params['betas']!r}: expected two numbers")
         return
     if params["betas"] != "auto":
         resolver.resolve_value("adam_beta1", "optimizer.params.betas[0]", params["betas"][0])
@@ -99,3 +153,56 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
     resolver.resolve("learning_rate", "optimizer.params.lr")
     resolver.resolve("weight_decay", "optimizer.params.weight_decay")
     resolver.resolve("adam_epsilon", "optimizer.params.eps")
+
+
+def _take_scheduler(resolver: OptionResolver) -> None:
+    """Take the scheduler block out, and its shape and lengths into the recipe where that leaves them open."""
+    config, recipe, source = resolver.config, resolver.recipe, resolver.source
+    scheduler = config.get("scheduler")
+    if not scheduler:
+        return
+    kind, shape = scheduler.get("type"), recipe.lr_scheduler_type
+    if kind not in SCHEDULERS or (shape not in SCHEDULERS[kind] and recipe.source("lr_scheduler_type")):
+        close = nearest(str(kind), SCHEDULERS) if kind not in SCHEDULERS else None
+        resolver.found.append(
+            f"{source} says scheduler.type = {kind!r}{f' (did you mean {close}?)' if close else ''}, and "
+            f"lr_scheduler_type = {shape!r} ({recipe.source('lr_scheduler_type') or 'default'}). "
+            "Make them agree, or remove the block: then the recipe's schedule is used"
+        )
+        return
+    if shape not in SCHEDULERS[kind]:
+        recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
+    params = "scheduler.params"
+    scheduler.setdefault("params", {})
+    if recipe.source("warmup_ratio"):
+        resolver.fill(f"{params}.warmup_num_steps", "auto", "warmup_ratio")
+    else:
+        resolver.resolve("num_warmup_steps", f"{params}.warmup_num_steps")
+    resolver.fill(f"{params}.warmup_type", "linear", "the recipe's warm-up")
+    if kind == "WarmupCosineLR":
+        resolver.fill(f"{params}.warmup_min_ratio", 0, "the recipe's warm-up start")
+        resolver.resolve("min_lr_ratio", f"{params}.cos_min_ratio")
+    else:
+        resolver.fill(f"{params}.warmup_min_lr", 0, "the recipe's warm-up start")
+        resolver.resolve("learning_rate", f"{params}.warmup_max_lr")
+    if kind != "WarmupLR":
+        resolver.resolve("lr_decay_steps", f"{params}.total_num_steps")
+    del config["scheduler"]
+
+
+def fill_bucket_size(zero: dict[str, Any], model: torch.nn.Module) -> None:
+    """Set `reduce_bucket_size` (elements) of ZeRO-1 and ZeRO-2 in place, where "auto" or nothing stands there.
+
+    accelerate would make the square of the hidden size of "auto", so that each matrix is sent for itself; DeepSpeed
+    makes two buffers of 5e8 elements of nothing. A sixteenth of the model makes some twenty messages of a backward
+    pass, which still overlap with it; its two buffers take an eighth of what the gradients of the whole model would.
+    An adapter's gradients are few, and go in one.
+    """
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    fill_by_sizes(zero, sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes))
+
+
+def fill_by_sizes(zero: dict[str, Any], trained: int, total: int) -> None:
+    """The same for a rank's elements: of what is trained, and of all."""
+    if zero.get("stage") in (1, 2) and zero.get("reduce_bucket_size", "auto") == "auto":
+        zero["reduce_bucket_size"] = max(1, min(trained, total // SHARE_OF_MODEL, MOST))

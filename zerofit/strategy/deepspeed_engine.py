@@ -2,27 +2,26 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DummyOptim, DummyScheduler
+from accelerate.utils import DummyOptim
 
 from zerofit.model.parameters import decay_groups
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.base_engine import BaseEngine
-from zerofit.strategy.buckets import fill_bucket_size
-from zerofit.strategy.disk import keeps_optimizer_on_disk, own_folder, remove
-from zerofit.strategy.disk_state import DiskState
-from zerofit.strategy.grid import initializing_deepspeed
+from zerofit.strategy.deepspeed_config import fill_bucket_size
+from zerofit.strategy.disk import DiskState, keeps_optimizer_on_disk, own_folder, remove
+from zerofit.strategy.engine import Engine
+from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.optimizers import adamw
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
 
 
-class DeepSpeedEngine(BaseEngine):
+class DeepSpeedEngine(Engine):
     """ZeRO of any stage, with or without offload."""
 
     _folder: Path | None = None  # of this process, for an optimizer on a disk
@@ -39,13 +38,8 @@ class DeepSpeedEngine(BaseEngine):
             optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
         else:
             optimizer = adamw(model, recipe, self.device)
-        self.has_scheduler = "scheduler" in config
-        prepared = [model, optimizer]
-        if self.has_scheduler:
-            plugin["scheduler"] = config["scheduler"]  # resolved by now
-            prepared.append(DummyScheduler(optimizer, self.schedule.num_updates, self.schedule.num_warmup))
         with initializing_deepspeed(self.layout):
-            self.engine = self.accelerator.prepare(*prepared)[0]
+            self.engine = self.accelerator.prepare(model, optimizer)[0]
         self._decide_before_step(self.engine.optimizer)
         return self.engine
 
@@ -105,19 +99,6 @@ class DeepSpeedEngine(BaseEngine):
             loss = loss * self.layout.sequence
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def set_learning_rate(self, index: int) -> None:
-        rate = self.schedule(index)
-        if self.has_scheduler:
-            self.engine.lr_scheduler.step(index)  # its own start lags one update behind, and it misses dropped steps
-        else:
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = rate
-        self._rate = self.engine.optimizer.param_groups[0]["lr"]
-        if abs(self._rate - rate) > 1e-6 * self.schedule.peak:
-            raise RuntimeError(
-                f"update {index + 1}: DeepSpeed's schedule is at {self._rate:g}, the recipe's at {rate:g}"
-            )
-
     def gradient_norm(self) -> float:
         return self._take_norm()
 
@@ -131,10 +112,6 @@ class DeepSpeedEngine(BaseEngine):
 
     def _take_step(self) -> None:
         self.engine.step()
-
-    @property
-    def learning_rate(self) -> float:
-        return self._rate
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
@@ -160,38 +137,13 @@ class DeepSpeedEngine(BaseEngine):
         if loss_scale and self.strategy.precision == "fp16":
             vars(self.engine.optimizer.loss_scaler).update(loss_scale)
 
-    def _before_gathering(self) -> None:
+    def _gathered_weights(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
         # uses; weights on their way cannot be put away again ("Cannot partition a param in flight").
         if self.strategy.shards_parameters:
             self.engine.empty_partition_cache()
-
-    def state_dict(self) -> dict[str, torch.Tensor] | None:
-        if self.layout.model_size > 1:
-            return dict(self.weights()) or None
-        if not self.strategy.shards_parameters:  # accelerate would copy the model to the host on every rank
-            return super().state_dict()
-        self._before_gathering()
-        state = self.accelerator.get_state_dict(self.model)
-        return {name: tensor.detach().cpu() for name, tensor in state.items()} if self.is_main else None
-
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        if self.layout.model_size == 1:
-            return super().weights()
-        return self._joined_weights()
-
-    def _joined_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One parameter after another is joined, on every rank for a moment."""
-        self._before_gathering()
-        for name, parameter in self.module.named_parameters():
-            with self.strategy.gathered(parameter, written=False):
-                whole = self._joined(parameter)
-                if self.is_main:
-                    yield name, whole.to("cpu", copy=True)
-        if self.is_main:
-            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
+        yield from super()._gathered_weights(parameters)
 
     def _joined(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The full parameter, on all ranks that share its layer."""
         share, cut = parameter.detach(), getattr(parameter, "cut", None)
         return share if cut is None else join_shares(share, cut, self.strategy.tensor_group())

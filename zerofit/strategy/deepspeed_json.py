@@ -6,16 +6,13 @@ them must agree with it; where the recipe leaves the option unset, the JSON's va
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import Problems, UserError, nearest
 from zerofit.recipe.parsing import parse_json
-from zerofit.strategy.disk import look_at_disk
-from zerofit.strategy.json_mistakes import what_to_mend
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
-from zerofit.strategy.monitors import check_monitors
-from zerofit.strategy.quoted import read_quoted, still_quoted
 
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
 KNOWN_KEYS = {
@@ -37,6 +34,10 @@ REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot
     **dict.fromkeys(("amp", "compression_training", "eigenvalue", "elasticity", "nebula", "progressive_layer_drop",
                      "sparse_attention", "sparse_gradients"), "DeepSpeed 0.19 has removed it"),
 }  # fmt: skip
+# DeepSpeed's own trackers, and where each names what it belongs to; and ours.
+PROJECTS = {"wandb": "project", "tensorboard": "job_name", "comet": "project"}
+HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "wandb"}
+VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 EXAMPLES = {
     "data_types": '{"grad_accum_dtype": "fp32"}',
     "bf16": '{"enabled": "auto"}',
@@ -56,12 +57,11 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
         collected: takes the problems of a configuration that can be used but for them; by default they are raised.
 
     Raises:
-        UserError: no such file, not JSON, numbers or truth values written as strings (where DeepSpeed does not read
-            them as such), unknown keys.
+        UserError: no such file, not JSON, unknown keys, values of a wrong type.
     """
     if launch.json_path is None:
         config = _from_yaml_alone()
-        if problems := look_at_disk(config["zero_optimization"]):
+        if problems := _disk_problems(config["zero_optimization"]):
             raise UserError(f"{launch.source}: {problem}" for problem in problems)
         return config, launch.source, []
     path = Path(launch.json_path)
@@ -70,19 +70,20 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
-        text = path.read_text(encoding="utf-8")
-        config = parse_json(text)
-    except json.JSONDecodeError as error:
-        line, wrong = what_to_mend(text, error)
-        raise UserError(f"{path}, line {line}: not valid JSON {wrong}") from None
-    except UnicodeDecodeError as error:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # the message names the line
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
-    quoted = read_quoted(config)
-    beside, idle = check_monitors(config)
-    notes = [f"{path}: {note}" for note in [*quoted, *idle]]
-    problems = [f"{path}: {problem}" for problem in [*still_quoted(config), *_unknown_keys(config), *beside]]
+    notes = [f"{path}: {note}" for note in read_quoted(config)]
+    if config.get("activation_checkpointing"):
+        notes.append(
+            f"{path}: activation_checkpointing has no effect on these models: say --gradient_checkpointing, "
+            "and for cpu_checkpointing --activation_offload"
+        )
+    if config.get("scheduler"):
+        notes.append(f"{path}: scheduler: the recipe takes its values over, and sets the learning rate")
+    problems = [f"{path}: {problem}" for problem in [*_unknown_keys(config), *_trackers(config)]]
     for name in EXAMPLES:
         if not isinstance(config.get(name, {}), dict):
             shown = json.dumps(config[name])
@@ -98,6 +99,37 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if collected is not None:
         collected.found += problems
     return config, str(path), notes
+
+
+def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
+    """Put numbers and truth values in the place of strings that look like them: published files have some, and
+    DeepSpeed reads only those of some sections. Returns a note on each."""
+    notes = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            notes += read_quoted(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and VALUE.fullmatch(value.strip()):
+            is_number = value.strip().lower() not in ("true", "false")
+            config[key] = float(value) if is_number else value.strip().lower() == "true"
+            if is_number and config[key].is_integer():
+                config[key] = int(config[key])
+            notes.append(f'{prefix}{key} = "{value}" is a string, read as {json.dumps(config[key])}')
+    return notes
+
+
+def monitors_in_use(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{name: section} of DeepSpeed's own trackers that are on."""
+    sections = ((name, config.get(name)) for name in (*PROJECTS, "csv_monitor"))
+    return {name: each for name, each in sections if isinstance(each, dict) and each.get("enabled") in (True, "true")}
+
+
+def _trackers(config: dict[str, Any]) -> list[str]:
+    """They would open a second run, with few figures and none of metrics.jsonl (deepspeed/monitor/monitor.py)."""
+    return [
+        f"{name} would open a second run, without the figures of metrics.jsonl. Remove it"
+        + (f", and say --with_tracking --report_to {HERE[name]}" if name in HERE else "")
+        for name in monitors_in_use(config)
+    ]
 
 
 def _from_yaml_alone() -> dict[str, Any]:
@@ -126,6 +158,33 @@ def _from_yaml_alone() -> dict[str, Any]:
     }
 
 
+def _disk_problems(zero: dict[str, Any]) -> list[str]:
+    """The problems of a zero_optimization section that puts something on disk."""
+    problems = []
+    weights, optimizer = (zero.get(part) for part in ("offload_param", "offload_optimizer"))
+    if isinstance(weights, dict) and weights.get("device") == "nvme":
+        problems.append(
+            'zero_optimization.offload_param.device = "nvme" is not supported: a resumed run could not restore '
+            'weights that are not in memory. Write "cpu"'
+        )
+    if not isinstance(optimizer, dict) or optimizer.get("device") != "nvme":
+        return problems
+    if not optimizer.get("nvme_path"):
+        problems.append("zero_optimization.offload_optimizer.nvme_path is missing: name a folder of a fast local disk")
+    if zero.get("stage") != 3:
+        problems.append(
+            f'zero_optimization.offload_optimizer.device = "nvme" under stage {zero.get("stage")}: DeepSpeed has it '
+            'under stage 3 alone. Use ds_configs/zero3_offload_nvme.json, or write "cpu"'
+        )
+    for setting in ("pipeline_read", "pipeline_write"):
+        if optimizer.get(setting):
+            problems.append(
+                f"zero_optimization.offload_optimizer.{setting} = true: checkpoints read the state group by group, "
+                "which DeepSpeed's pipelined swapper has not been tried with. Remove it"
+            )
+    return problems
+
+
 def _zero_problems(section: Any) -> list[str]:
     """What DeepSpeed's own parser holds against zero_optimization, keys that it does not know above all."""
     if not isinstance(section, dict):
@@ -139,7 +198,7 @@ def _zero_problems(section: Any) -> list[str]:
             "zero_optimization.compute_grad_norm = false: without the gradient's norm no update can be refused before "
             "it is applied. Remove it"
         ]
-    if on_disk := look_at_disk(section):
+    if on_disk := _disk_problems(section):
         return on_disk
     stated = {key: value for key, value in section.items() if value != "auto"}
     try:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.layout import ParallelLayout
 
 OFFLOADED = ("offload_optimizer", "offload_param")
@@ -22,58 +23,39 @@ PIPELINE_KEYS = {  # and the only value that the engine has a use for
 MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
 
 
-def read_sequence_degree(config: dict[str, Any], source: str) -> int:
-    """The number of ranks that split each row. The key stays: DeepSpeed reads it where ZeRO-3 shards a new model.
+def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
+    """(tensor, pipeline, sequence): the ranks that share each layer, the layers, and each row.
+
+    `tensor_parallel` is taken out: DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a
+    tied vocabulary that is cut. What DeepSpeed reads beside the stages is filled in. `sequence_parallel_size` stays:
+    DeepSpeed reads it where ZeRO-3 shards a new model.
 
     Raises:
-        UserError: it is no such number.
+        UserError: one is no number of processes, or there are settings beside it that have no effect or do harm.
     """
-    degree = config.get(SEQUENCE, 1)
-    if problems := _degree_problems(f"{source}: {SEQUENCE}", degree):
-        raise UserError(problems)
-    return degree
-
-
-def take_tensor_degree(config: dict[str, Any], source: str) -> int:
-    """Take `tensor_parallel` out of the configuration. Returns the number of ranks that share each layer.
-
-    DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a tied vocabulary that is cut.
-
-    Raises:
-        UserError: it is no such number, or there are other settings beside it.
-    """
-    section = config.pop(TENSOR, {"autotp_size": 1})
-    problems = [
-        f"{source}: {TENSOR}.{key} is of DeepSpeed's own layers, which are not used. Remove it"
-        for key in sorted(section.keys() - {"autotp_size"})
-    ]
-    degree = section.get("autotp_size")
-    problems += _degree_problems(f"{source}: {TENSOR}.autotp_size", degree)
+    problems, degrees = [], {}
+    for name, key, others in ((TENSOR, "autotp_size", {}), (PIPELINE, "stages", PIPELINE_KEYS)):
+        section = config.get(name, {key: 1})
+        for other in sorted(section.keys() - {key}):
+            if other not in others:
+                problems.append(f"{source}: {name}.{other} has no effect here. Remove it")
+            elif section[other] is not others[other]:
+                problems.append(
+                    f"{source}: {name}.{other} = {json.dumps(section[other])} is not supported. Write false"
+                )
+        degrees[f"{name}.{key}"] = section.get(key)
+    degrees[SEQUENCE] = config.get(SEQUENCE, 1)
+    problems += [
+        f"{source}: {key} = {degree!r}: expected a number of processes, e.g. 2"
+        for key, degree in degrees.items() if type(degree) is not int or degree < 1
+    ]  # fmt: skip
     if problems:
         raise UserError(problems)
-    return degree
-
-
-def read_pipeline_degree(config: dict[str, Any], source: str) -> int:
-    """The number of stages that share the layers. What DeepSpeed reads beside it is filled in.
-
-    Raises:
-        UserError: it is no such number, or there are settings beside it that have no effect or do harm.
-    """
-    if PIPELINE not in config:
-        return 1
-    section = config[PIPELINE]
-    degree = section.get("stages")
-    problems = _degree_problems(f"{source}: {PIPELINE}.stages", degree)
-    for key in sorted(section.keys() - {"stages"}):
-        if key not in PIPELINE_KEYS:
-            problems.append(f"{source}: {PIPELINE}.{key} has no effect here. Remove it")
-        elif section[key] is not PIPELINE_KEYS[key]:
-            problems.append(f"{source}: {PIPELINE}.{key} = {json.dumps(section[key])} is not supported. Write false")
-    if problems:
-        raise UserError(problems)
-    config[PIPELINE] = {"stages": degree, **PIPELINE_KEYS}
-    return degree
+    tensor, pipeline, sequence = degrees.values()
+    config.pop(TENSOR, None)
+    if PIPELINE in config:
+        config[PIPELINE] = {"stages": pipeline, **PIPELINE_KEYS}
+    return tensor, pipeline, sequence
 
 
 def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: int) -> dict[str, Any]:
@@ -83,7 +65,9 @@ def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: i
     return {key: degrees.get(key, value) for key, value in config.items()}
 
 
-def check_degrees(config: dict[str, Any], source: str, recipe: Any, precision: str, layout: ParallelLayout) -> None:
+def check_degrees(
+    config: dict[str, Any], source: str, recipe: TrainingRecipe, precision: str, layout: ParallelLayout
+) -> None:
     """Check that nothing is asked for that does not go together with the degrees.
 
     Raises:
@@ -99,12 +83,12 @@ def check_degrees(config: dict[str, Any], source: str, recipe: Any, precision: s
     def refuse(what: str, remedy: str, key: str = next(iter(degrees))) -> None:
         problems.append(f"{source}: {key} = {degrees[key]} does not go together with {what}. {remedy}")
 
-    if getattr(recipe, "lora", False):
+    if recipe.lora:
         refuse(f"lora ({recipe.source('lora')})", "Remove it, or use a pair without model parallelism, such as zero3")
-    compiled = getattr(recipe, "torch_compile", False)
+    compiled = recipe.torch_compile
     if compiled and layout.sequence > 1:  # DeepSpeed's exchange of heads looks a group up that a graph has not
         refuse(f"torch_compile ({recipe.source('torch_compile')})", "Remove one of them")
-    elif compiled == "model":
+    elif str(compiled) == "model":
         refuse(f"torch_compile = model ({recipe.source('torch_compile')})", "Use --torch_compile blocks")
     settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
     settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
@@ -122,9 +106,11 @@ def check_degrees(config: dict[str, Any], source: str, recipe: Any, precision: s
         raise UserError(problems)
 
 
-def _check_sequence(config: dict[str, Any], recipe: Any, precision: str, refuse: Callable[[str, str], None]) -> None:
+def _check_sequence(
+    config: dict[str, Any], recipe: TrainingRecipe, precision: str, refuse: Callable[[str, str], None]
+) -> None:
     zero = config["zero_optimization"]
-    attention = getattr(recipe, "attn_implementation", None)
+    attention = recipe.attn_implementation
     if attention in MASKS_ONLY:
         refuse(f"attn_implementation = {attention}", "Use --attn_implementation sdpa")
     # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
@@ -137,7 +123,9 @@ def _check_sequence(config: dict[str, Any], recipe: Any, precision: str, refuse:
         refuse(f"data_types.grad_accum_dtype in {precision}", "Remove it")
 
 
-def _check_pipeline(config: dict[str, Any], recipe: Any, precision: str, refuse: Callable[[str, str], None]) -> None:
+def _check_pipeline(
+    config: dict[str, Any], recipe: TrainingRecipe, precision: str, refuse: Callable[[str, str], None]
+) -> None:
     zero = config["zero_optimization"]
     stage = zero.get("stage")
     if stage in (2, 3):
@@ -171,8 +159,3 @@ def idle_note(stages: int, micro_batches: int) -> str | None:
         f"warning: gradient_accumulation_steps = {micro_batches} is below the {stages} stages of the pipeline, which "
         f"stand idle {idle} of the time. Use a smaller --per_device_train_batch_size, or a larger --global_batch_size"
     )
-
-
-def _degree_problems(key: str, degree: Any) -> list[str]:
-    is_number = isinstance(degree, int) and not isinstance(degree, bool) and degree > 0
-    return [] if is_number else [f"{key} = {degree!r}: expected a number of processes, e.g. 2"]

@@ -1,60 +1,30 @@
-"""Optimizer state on a disk (DeepSpeed's `device: nvme`): what is refused, and the folder of a process."""
+"""Optimizer state on a disk (ZeRO-3, DeepSpeed's `device: nvme`): the folder of a process, and what lies there,
+of which DeepSpeed brings one sub-group at a time."""
 
+import contextlib
 import fcntl
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import is_shared, open_without_links
+from zerofit.recipe.files import open_without_links
+from zerofit.strategy.state import Piece, Read, ShardedState
 
 PREFIX = "zerofit-"
+SAVED = "saved.bin"
 _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
-
-
-def look_at_disk(zero: dict[str, Any]) -> list[str]:
-    """The problems of a zero_optimization section that puts something on disk."""
-    problems = []
-    weights, optimizer = (zero.get(part) for part in ("offload_param", "offload_optimizer"))
-    if isinstance(weights, dict) and weights.get("device") == "nvme":
-        problems.append(
-            'zero_optimization.offload_param.device = "nvme" is not supported: a resumed run could not restore '
-            'weights that are not in memory. Write "cpu"'
-        )
-    if not isinstance(optimizer, dict) or optimizer.get("device") != "nvme":
-        return problems
-    if not optimizer.get("nvme_path"):
-        problems.append("zero_optimization.offload_optimizer.nvme_path is missing: name a folder of a fast local disk")
-    if zero.get("stage") != 3:
-        problems.append(
-            f'zero_optimization.offload_optimizer.device = "nvme" under stage {zero.get("stage")}: DeepSpeed has it '
-            'under stage 3 alone. Use ds_configs/zero3_offload_nvme.json, or write "cpu"'
-        )
-    for setting in ("pipeline_read", "pipeline_write"):
-        if optimizer.get(setting):
-            problems.append(
-                f"zero_optimization.offload_optimizer.{setting} = true: checkpoints read the state group by group, "
-                "which DeepSpeed's pipelined swapper has not been tried with. Remove it"
-            )
-    return problems
 
 
 def keeps_optimizer_on_disk(zero: dict[str, Any]) -> bool:
     """Whether a resolved zero_optimization section does."""
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
-
-
-def shared_disk_note(zero: dict[str, Any]) -> str | None:
-    """Of a resolved zero_optimization section whose optimizer is on a file system of several machines."""
-    path = keeps_optimizer_on_disk(zero) and zero["offload_optimizer"]["nvme_path"]
-    if not path or not is_shared(Path(path).expanduser()):
-        return None
-    return (
-        f"zero_optimization.offload_optimizer.nvme_path = {path!r} is on a file system that other machines share, and "
-        "each update reads and writes 32 bytes a parameter there. Name a folder of a disk of the machine itself"
-    )
 
 
 def check_async_io() -> None:
@@ -63,26 +33,13 @@ def check_async_io() -> None:
     Raises:
         UserError: DeepSpeed cannot compile what reads and writes the disk.
     """
-    import torch
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
-    from torch.utils.cpp_extension import CUDA_HOME
 
-    device, instead = (
-        'zero_optimization.offload_optimizer.device = "nvme": DeepSpeed',
-        "or use --strategy zero3_offload",
-    )
-    if installed_ops.get("async_io"):
-        return
-    if not AsyncIOBuilder().is_compatible(verbose=False):
+    if not installed_ops.get("async_io") and not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
-            f"{device} compiles async_io against libaio, whose headers are not here. Install them (apt install "
-            f"libaio-dev), {instead}"
-        )
-    if torch.version.cuda and torch.cuda.is_available() and CUDA_HOME is None:  # it joins paths to it
-        raise UserError(
-            f"{device} compiles async_io against a CUDA toolkit, and CUDA_HOME names none. Install CUDA "
-            f"{torch.version.cuda} and set CUDA_HOME, {instead}"
+            'zero_optimization.offload_optimizer.device = "nvme": DeepSpeed compiles async_io against libaio, whose '
+            "headers are not here. Install them (apt install libaio-dev), or use --strategy zero3_offload"
         )
 
 
@@ -113,3 +70,78 @@ def remove(folder: Path) -> None:
     """Remove such a folder, and its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_suffix(".lock").unlink(missing_ok=True)
+
+
+class DiskState(ShardedState):
+    """
+    Args:
+        folder: of this process, on the disk. What a checkpoint is written from lies in a file there, not in memory.
+    """
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        super().__init__(engine)
+        self.folder = folder
+
+    @property
+    def _zero(self) -> Any:
+        return self.engine.engine.optimizer
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        pieces = self.own()
+        size = len(self.kinds) * sum(piece.stop - piece.start for piece in pieces)
+        file = self.folder / SAVED
+        file.unlink(missing_ok=True)  # a save under way keeps what it has
+        room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
+        saved, start = {}, 0
+        for number, several in self._by_sub_group(pieces):
+            with self._swapped_in(number):
+                for piece in several:
+                    for kind in self.kinds:
+                        values = self.get(kind, piece)
+                        place = room[start : start + len(values)]
+                        saved[f"{kind}/{piece.name}"] = place.copy_(values)
+                        start += len(values)
+        return saved
+
+    def get(self, kind: str, piece: Piece) -> torch.Tensor:
+        """Of a sub-group that is in memory."""
+        parameter = self.parameters[piece.name]
+        number, offset, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        flat = self._zero.fp32_partitioned_groups_flat[number]
+        held = flat if kind == "weight" else self.optimizer.state[flat][kind]
+        return held.detach().narrow(0, offset, length)[: piece.stop - piece.start]
+
+    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
+        self.get(kind, piece).copy_(values)
+
+    def _take(self, read: Read) -> None:
+        for number, several in self._by_sub_group(self.held()):
+            with self._swapped_in(number, written=True):
+                for piece in several:
+                    for kind in self.kinds:
+                        self.set(kind, piece, read(kind, piece))
+
+    def _step(self) -> None:
+        for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
+            with self._swapped_in(number, written=True):
+                flat.grad = torch.zeros_like(flat)
+                self._zero._optimizer_step(number)
+
+    def _by_sub_group(self, pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+        def number(piece: Piece) -> int:
+            return self._zero.grad_position[self._zero.get_param_id(self.parameters[piece.name])][0]
+
+        return ((key, list(several)) for key, several in groupby(sorted(pieces, key=number), number))
+
+    @contextlib.contextmanager
+    def _swapped_in(self, number: int, written: bool = False) -> Iterator[None]:
+        """The context in which a sub-group is in memory; small ones always are (stage3.py)."""
+        if not self._zero._swappable_optimizer_subgroup(number):
+            yield
+            return
+        self._zero._optimizer_states_and_gradient_swap_in(number)
+        yield
+        if written:
+            self._zero._optimizer_states_and_gradient_swap_out(number)
+        else:
+            self._zero._release_swap_buffers(number)

@@ -1,22 +1,39 @@
-"""The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is."""
+"""The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is.
 
+`Engine` is what training, evaluation, checkpoints and export see, and what all strategies have in common; prepare.py
+makes one. Each strategy's own part is in its file (torch_engine.py, deepspeed_engine.py, ...).
+"""
+
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerofit.model.compilation import uncompiled
+from zerofit.model.stages import whole_model
+from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.sequence import SplitRows
+from zerofit.strategy.state import OptimizerState
 from zerofit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from zerofit.data.collate import Batch
+    from zerofit.recipe.schedule import Schedule
 
 LossSum = Callable[[Any, "Batch"], torch.Tensor]  # (model, batch) -> the loss summed over the batch's targets
 
 
-class Engine(Protocol):
-    """What training, evaluation, checkpoints and export see of a strategy; prepare.py makes one.
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """{address: bytes} of what the tensors lie in, each once."""
+    held = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+
+
+class Engine:
+    """A model as a strategy trains and evaluates it. All ranks call its methods together.
 
     Attributes:
         module: the model of transformers; of a pipeline this rank's stage of it.
@@ -27,23 +44,33 @@ class Engine(Protocol):
         alive: called within what may take long: a sign of life.
     """
 
-    strategy: Strategy
-    accelerator: Any
-    module: Any
-    whole: Any
-    model: Any
-    state: Any
-    schedule: Any
-    alive: Callable[[], None]
+    def __init__(
+        self, strategy: Strategy, accelerator: Any, model: Any, recipe: OptimizerOptions, schedule: "Schedule | None"
+    ) -> None:
+        self.strategy, self.accelerator, self.module = strategy, accelerator, model
+        self.whole = whole_model(model)
+        self.max_grad_norm = recipe.max_grad_norm
+        self.schedule: Any = schedule  # None where nothing is trained
+        self.alive: Callable[[], None] = lambda: None  # a sign of life within what may take long
+        self.split_rows = SplitRows(model, self.layout) if self.layout.sequence > 1 else None
+        self.model = self._prepare(model, recipe)
+        self.state: Any = self._state()  # an OptimizerState; None where nothing is trained
+
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+        """Make the optimizer, and what `model` is: the module, wrapped, sharded and on its device."""
+        raise NotImplementedError
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        return self.accelerator.device
 
     @property
-    def layout(self) -> ParallelLayout: ...
+    def layout(self) -> ParallelLayout:
+        return self.strategy.layout
 
     @property
-    def is_main(self) -> bool: ...
+    def is_main(self) -> bool:
+        return self.layout.is_main
 
     def run(
         self, batches: Sequence["Batch"], loss_sum: LossSum, scale: float, phase: Callable[[str], None]
@@ -57,65 +84,142 @@ class Engine(Protocol):
 
         Returns: the loss sum of each, fp32 scalars; of a pipeline zeros on all stages but the last.
         """
+        losses = []
+        for index, batch in enumerate(batches):
+            with self.accumulate(last=index == len(batches) - 1):
+                phase("forward")
+                loss = loss_sum(self.model, batch.to(self.device))
+                losses.append(loss.detach().float())
+                phase("backward")
+                self.backward(loss * scale)
+        return losses
 
+    @torch.no_grad()
     def losses(self, batches: Iterable["Batch"], loss_sum: LossSum) -> Iterator[tuple["Batch", torch.Tensor]]:
         """Each batch with its loss sum, an fp32 scalar; of a pipeline 0 on all stages but the last."""
+        for batch in batches:
+            yield batch, loss_sum(self.model, batch).float()
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        """The context of a micro-batch's forward and backward pass; `last` of an update brings the ranks together."""
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add this micro-batch's gradients."""
+        raise NotImplementedError
 
     def set_learning_rate(self, index: int) -> None:
         """Give the optimizer the schedule's rate of update `index`, counted from 0."""
+        assert self.torch_optimizer is not None
+        for group in self.torch_optimizer.param_groups:
+            group["lr"] = self.schedule(index)
 
     def gradient_norm(self) -> float:
         """The 2-norm of the update's gradients over all ranks, before clipping; after `run`, once for each update, on
         all ranks together. NaN or infinite where a gradient is."""
+        raise NotImplementedError
 
     def apply(self) -> None:
         """Clip by the norm that `gradient_norm` has found, step, and drop the gradients. In fp16 the weights stay
         where the norm is infinite: the loss scale is lowered."""
+        raise NotImplementedError
 
     def discard(self) -> None:
         """Drop the gradients in place of `apply`: weights, optimizer state and loss scale stay."""
+        raise NotImplementedError
 
     @property
     def learning_rate(self) -> float:
         """The rate that the optimizer holds now."""
+        assert self.torch_optimizer is not None
+        rate: float = self.torch_optimizer.param_groups[0]["lr"]
+        return rate
+
+    def _state(self) -> OptimizerState | None:
+        """The optimizer's state, in the form in which checkpoints have it."""
+        raise NotImplementedError
 
     def loss_scale(self) -> dict[str, Any]:
         """fp16's loss scaling, as plain numbers; empty without it."""
+        return {}
 
     def continue_from(self, loss_scale: dict[str, Any]) -> None:
         """Restore fp16's loss scaling."""
 
     def gradients(self) -> list[torch.Tensor]:
         """Those that this rank has now."""
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def live_tensors(self) -> list[torch.Tensor]:
         """What lies in memory that training changes: the weights of this rank, and buffers."""
+        return [*self.module.parameters(), *self.module.buffers()]
 
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The same one after another, for a reader that does not keep them; nothing but on the main process. All ranks
-        must read it to its end."""
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full weights and stored buffers by name, one after another on the CPU; nothing but on the main process.
+        All ranks must read it to its end."""
+        yield from self._gathered_weights(self._named_parameters())
+        if self.is_main:
+            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
     def stored_buffers(self) -> dict[str, torch.Tensor]:
         """By name, what is stored with the model's weights and is no parameter; the same on every rank."""
+        stored, own = self.whole.state_dict().keys(), dict(self.module.named_buffers())
+        return {name: own.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}
 
     def trained_state(self) -> dict[str, torch.Tensor] | None:
-        """The same for the weights that are trained, and no others: each is gathered for itself."""
+        """The weights that are trained, on the main process; None elsewhere."""
+        trained = {name: each for name, each in self._named_parameters().items() if each.requires_grad}
+        return dict(self._gathered_weights(trained)) or None
+
+    def _named_parameters(self) -> dict[str, Any]:
+        return dict(self.module.named_parameters())
+
+    def _gathered_weights(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each is gathered on every rank for a moment; the main process gets a copy on the CPU."""
+        for name, parameter in parameters.items():
+            with self.strategy.gathered(parameter, written=False):
+                full = self._joined(parameter)
+                if self.is_main:
+                    yield name, full.to("cpu", copy=True)
+
+    def _joined(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The full parameter of what is gathered, on all ranks that share its layer."""
+        return parameter.detach()
 
     def sum_over_replicas(self, values: Iterable[float]) -> list[float]:
         """Each value summed over all replicas: what the ranks of one replica have in common counts once."""
+        return [float(total) for total in self._gathered(values)[self.layout.loss_ranks].sum(dim=0)]
 
     def per_rank(self, values: Iterable[float]) -> list[list[float]]:
         """The values of each rank, one list a rank."""
+        return self._gathered(values).tolist()
 
     def gather_objects(self, own: Any) -> list[Any] | None:
         """What each rank has, one a rank, on the main process; None elsewhere. For small things only."""
+        if self.layout.world_size == 1:
+            return [own]
+        ranks = [None] * self.layout.world_size if self.is_main else None
+        torch.distributed.gather_object(own, ranks, dst=0)
+        return ranks
 
     def from_main(self, value: Any) -> Any:
         """What the main process has, on every rank."""
+        if self.layout.world_size == 1:
+            return value
+        held = [value]
+        torch.distributed.broadcast_object_list(held, src=0, device=self.device)
+        return held[0]
+
+    def _gathered(self, values: Iterable[float]) -> torch.Tensor:
+        wide = torch.float32 if self.device.type in ("mps", "hpu") else torch.float64
+        row = torch.tensor([list(values)], dtype=wide)
+        return row if self.layout.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
 
     def rows_in_full(self) -> AbstractContextManager[Any]:
         """The context in which each rank computes rows in full, also where the ranks of a replica split them."""
+        return nullcontext() if self.split_rows is None else self.split_rows.in_full()
 
+    @torch.no_grad()
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
@@ -124,16 +228,61 @@ class Engine(Protocol):
         Under ZeRO-3 and FSDP2 every rank takes part in every forward pass, so ranks that have finished continue until
         all have.
         """
+        self.model.eval()
+        input_ids = input_ids.to(self.device)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        together = (self.strategy.shards_parameters or self.strategy.fully_shards) and self.layout.world_size > 1
+        with self.rows_in_full(), uncompiled():
+            return self.module.generate(
+                input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True,
+                **kwargs,
+            )  # fmt: skip
 
     def close(self) -> None:
         """The last meeting of the ranks; each may leave the process after it (zerofit.recipe.errors.leave)."""
+        self.accelerator.wait_for_everyone()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def held_bytes(self) -> dict[str, int]:
         """What this rank holds from update to update, on the device or on the host: its shard of the weights
         (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
+        copies = ("ds_tensor", "ds_secondary_tensor")  # ZeRO-3's shard, and ZeRO++'s copy within a machine
+        shards = [(p, *(getattr(p, name, None) for name in copies)) for p in self.module.parameters()]
+        held = [tensor for tensors in shards for tensor in tensors if tensor is not None]
+        state = self.torch_optimizer.state if self.torch_optimizer is not None else {}
+        states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
+        weights, optimizer = storages(held), storages(filter(torch.is_tensor, states))
+        optimizer = {key: size for key, size in optimizer.items() if key not in weights}
+        return {"parameters": sum(weights.values()), "optimizer": sum(optimizer.values())}
 
-    def frozen_checksum(self) -> list[int]:
-        """The sums of the bit patterns of the frozen weights, one a weight, of this rank's shard under ZeRO-3."""
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The innermost optimizer: accelerate and DeepSpeed put theirs around it. None: nothing is trained."""
+        raise NotImplementedError
 
     def effective_strategy(self) -> dict[str, Any]:
         """What is in force, with nothing left open."""
+        launch, state, batches = self.strategy.launch, self.accelerator.state, self.strategy.batches
+        return {
+            "name": self.strategy.name,
+            "accelerate_config": launch.config_file,
+            "deepspeed_config": launch.json_path,
+            "distributed_type": str(state.distributed_type.value),
+            "num_processes": self.layout.world_size,
+            "data_parallel": self.layout.data_size,
+            "tensor_parallel": self.layout.tensor,
+            "pipeline_parallel": self.layout.pipeline,
+            "sequence_parallel": self.layout.sequence,
+            "num_machines": self.layout.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", self.layout.world_size)),
+            "backend": str(state.backend),
+            "device": str(self.device.type),
+            "precision": self.strategy.precision,
+            "micro_batch": batches.micro_batch,
+            "gradient_accumulation_steps": batches.accumulation,
+            "global_batch": batches.global_batch,
+            "deepspeed": getattr(self.accelerator, "deepspeed_config", None)
+            if self.strategy.deepspeed is not None
+            else None,
+        }

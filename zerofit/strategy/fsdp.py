@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import TrainingRecipe
 
 RESHARDS = "fsdp_reshard_after_forward"
 IGNORED = "fsdp_ignored_modules"
@@ -102,7 +103,7 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
     return problems
 
 
-def check_fsdp(source: str, recipe: Any, precision: str | None) -> None:
+def check_fsdp(source: str, recipe: TrainingRecipe, precision: str | None) -> None:
     """Check that nothing is asked for that does not go together with FSDP2.
 
     Raises:
@@ -111,11 +112,11 @@ def check_fsdp(source: str, recipe: Any, precision: str | None) -> None:
     beside, problems = f"{source}: FSDP does not go together with", []
     if precision == "fp16":
         problems.append(f"{beside} precision = fp16. Use --precision bf16, or a ZeRO pair such as zero3")
-    if getattr(recipe, "torch_compile", False) == "model":
+    if str(recipe.torch_compile) == "model":
         problems.append(
             f"{beside} torch_compile = model ({recipe.source('torch_compile')}). Use --torch_compile blocks"
         )
-    if getattr(recipe, "quantised", None):
+    if recipe.quantised:
         problems.append(f"{beside} {recipe.quantised} ({recipe.source(recipe.quantised)}). Use zero2.yaml or ddp.yaml")
     if problems:
         raise UserError(problems)

@@ -8,7 +8,6 @@ alone, or MULTI_CPU), and it loads the full model before it shards it. So the en
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -22,14 +21,14 @@ from zerofit.model.parameters import true_shape
 from zerofit.model.rows import ends_of, rows_of
 from zerofit.model.stages import without_weights
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.base_engine import BaseEngine, checksums, storages
+from zerofit.strategy.engine import Engine, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.optimizers import adamw
 from zerofit.strategy.state import OptimizerState, RowState
 from zerofit.strategy.torch_engine import gradient_norm
 
 
-class FullyShardedEngine(BaseEngine):
+class FullyShardedEngine(Engine):
     """FSDP2.
 
     Attributes:
@@ -137,10 +136,6 @@ class FullyShardedEngine(BaseEngine):
         return (square / self.layout.replicas).sqrt()
 
     @property
-    def learning_rate(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
-
-    @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:
         return self.optimizer
 
@@ -153,28 +148,14 @@ class FullyShardedEngine(BaseEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        yield from self._gathered_weights(self.sharded)
-        if self.is_main:
-            yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
-
     def live_tensors(self) -> list[torch.Tensor]:
         return [*self._shards().values(), *self.module.buffers()]
 
-    def state_dict(self) -> dict[str, torch.Tensor] | None:
-        return dict(self.weights()) or None
+    def _named_parameters(self) -> dict[str, Any]:
+        return self.sharded
 
-    def trained_state(self) -> dict[str, torch.Tensor] | None:
-        trained = {name: each for name, each in self.sharded.items() if each.requires_grad}
-        return dict(self._gathered_weights(trained)) or None
-
-    @torch.no_grad()
-    def _gathered_weights(self, sharded: dict[str, DTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """One after another is gathered, on every rank for a moment."""
-        for name, parameter in sharded.items():
-            full = parameter.full_tensor()
-            if self.is_main:
-                yield name, full.to("cpu", copy=True)
+    def _joined(self, parameter: Any) -> torch.Tensor:
+        return parameter.detach().full_tensor()
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
@@ -191,10 +172,6 @@ class FullyShardedEngine(BaseEngine):
         moments = [each.to_local() if isinstance(each, DTensor) else each for each in moments]
         weights = self._shards().values()
         return {"parameters": sum(storages(weights).values()), "optimizer": sum(storages(moments).values())}
-
-    def frozen_checksum(self) -> list[int]:
-        shards = self._shards()
-        return checksums(shards[name] for name, each in self.sharded.items() if not each.requires_grad)
 
     def _shards(self) -> dict[str, torch.Tensor]:
         """This rank's rows of each parameter."""

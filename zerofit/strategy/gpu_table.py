@@ -89,62 +89,10 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # NVIDIA V100 data sheet (1165301-r5)
-        _gpu(
-            "v100-16gb",
-            15.77,
-            "V100-SXM2",
-            125,
-            15.7,
-            897,
-            150,
-            3,
-            sms=80,
-            has_bf16=False,
-            of_peak=0.715,
-            attention_of_peak=0.35,
-        ),
-        _gpu(
-            "v100-32gb",
-            31.74,
-            "V100-SXM2",
-            125,
-            15.7,
-            897,
-            150,
-            3,
-            sms=80,
-            has_bf16=False,
-            of_peak=0.715,
-            attention_of_peak=0.35,
-        ),
-        _gpu(
-            "v100-pcie-16gb",
-            15.77,
-            "V100-PCIE",
-            112,
-            14,
-            897,
-            None,
-            3,
-            sms=80,
-            has_bf16=False,
-            of_peak=0.715,
-            attention_of_peak=0.35,
-        ),
-        _gpu(
-            "v100-pcie-32gb",
-            31.74,
-            "V100-PCIE",
-            112,
-            14,
-            897,
-            None,
-            3,
-            sms=80,
-            has_bf16=False,
-            of_peak=0.715,
-            attention_of_peak=0.35,
-        ),
+        _gpu("v100-16gb", 15.77, "V100-SXM2", 125, 15.7, 897, 150, 3, sms=80, **V100),
+        _gpu("v100-32gb", 31.74, "V100-SXM2", 125, 15.7, 897, 150, 3, sms=80, **V100),
+        _gpu("v100-pcie-16gb", 15.77, "V100-PCIE", 112, 14, 897, None, 3, sms=80, **V100),
+        _gpu("v100-pcie-32gb", 31.74, "V100-PCIE", 112, 14, 897, None, 3, sms=80, **V100),
         _gpu("v100s-32gb", 31.74, "V100S-PCIE", 130, 16.4, None, None, 3, has_bf16=False),
         _gpu("t4-16gb", 14.75, "T4", 65, 8.1, 320, None, 3, sms=40, has_bf16=False),  # T4 data sheet (951643)
         # Ampere GA102 white paper, v2; A40 and A10 data sheets. An A10G is no A10
@@ -165,18 +113,14 @@ GPUS = {
         # A100 data sheet (1758950-r4)
         _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, of_peak=0.775),
         _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, of_peak=0.775),
-        _gpu(
-            "a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108, of_peak=0.775
-        ),  # an A100 with slower NVLink
+        _gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108, of_peak=0.775),  # slower NVLink
         # H100 data sheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL), all sparse; H200 data sheet: 1,979 and 1,671
         _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, of_peak=0.6, **H100),
         _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, of_peak=0.6, **H100),
         _gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132, **NEWER),
         _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.64, **NEWER),
         _gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132, **NEWER),
-        _gpu(
-            "h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, of_peak=0.6, **H100
-        ),  # an H100 with slower NVLink
+        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, of_peak=0.6, **H100),  # slower NVLink
         _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132, **NEWER),
         _gpu("h20-96gb", 95.1, "H20", 148, 44, 4000, 450, 5, sms=78),
         # Blackwell technical brief, table 3; HGX B300: 36 PFLOPS in sparse FP16 of 8; GB200 and GB300 NVL72: 360 of 72

@@ -9,9 +9,9 @@ from typing import Any
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.last_message import is_accelerate_launch
 from zerofit.recipe.parsing import read_yaml
+from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.named import StrategyFlag, export_environment
-from zerofit.strategy.pairs import CONFIGS
 
 # Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
 DEEPSPEED_YAML_KEYS = {

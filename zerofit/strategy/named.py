@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.parsing import read_yaml
+from zerofit.recipe.places import CONFIGS, configs
 from zerofit.strategy.fsdp import variables_of
-from zerofit.strategy.pairs import find_strategies
 
 OPTIONS = ("strategy", "deepspeed_config")
 # {key of deepspeed_config: what accelerate launch calls it in the environment}
@@ -49,7 +50,7 @@ class StrategyFlag:
     json_path: str | None = None
 
 
-def take_named(recipe: Any) -> StrategyFlag | None:
+def take_named(recipe: Recipe) -> StrategyFlag | None:
     """What the recipe's flags name, and no more in the recipe from here on: it says what is trained, and not how.
 
     Raises:
@@ -140,3 +141,26 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     if kind == "FSDP":
         made |= variables_of(content)
     return made
+
+
+def find_strategies(names: list[str]) -> dict[str, Path]:
+    """{name: accelerate YAML}. A name is one in accelerate_configs/, or a .yaml file.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    folder = configs()
+    files = {name: Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml" for name in names}
+    missing = [name for name, path in files.items() if not path.is_file()]
+    if missing:
+        known = sorted(path.stem for path in folder.glob("*.yaml"))
+        raise UserError([f"strategy {name!r}: there is no file {files[name]}. {_remedy(name, known)}"
+                         for name in missing])  # fmt: skip
+    return files
+
+
+def _remedy(name: str, known: list[str]) -> str:
+    if not known:
+        return f"Start it where the folder {CONFIGS}/ is, or name .yaml files"
+    close = nearest(name, known)
+    return f"{f'Did you mean {close}? ' if close else ''}There are {', '.join(known)}"

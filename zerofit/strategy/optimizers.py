@@ -22,7 +22,6 @@ KEPT = {
     "adafactor": ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
 }
 BLOCK, SMALLEST_IN_8_BITS = 256, 4096  # elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
-OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.Optimizer:
@@ -82,9 +81,3 @@ def check_installed(recipe: OptimizerOptions) -> None:
             "optim = adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes, or say --optim "
             "adafactor or adamw"
         )
-
-
-def without_effect(recipe: OptimizerOptions) -> list[str]:
-    """Notes on options of AdamW that are set, where there is none."""
-    names = [name for name in OF_ADAM if recipe.optim == "adafactor" and recipe.is_changed(name)]
-    return [f"{' and '.join(names)}: no effect, adafactor has nothing of the kind"] if names else []

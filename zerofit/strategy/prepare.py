@@ -6,11 +6,11 @@ import torch
 
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.recipe.schedule import Schedule
-from zerofit.strategy.base_engine import BaseEngine
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.fsdp_engine import FullyShardedEngine
-from zerofit.strategy.inference import InferenceEngine
+from zerofit.strategy.layout import initializing_deepspeed
+from zerofit.strategy.state import OptimizerState
 from zerofit.strategy.strategy import Strategy
 from zerofit.strategy.torch_engine import TorchEngine
 
@@ -23,11 +23,36 @@ if TYPE_CHECKING:
 NEVER_FREED: list[Engine] = []
 
 
+class InferenceEngine(Engine):
+    """Evaluates and generates under every strategy.
+
+    ZeRO-1 and ZeRO-2 shard what training holds beside the weights, and DeepSpeed has no such stage without an
+    optimizer: each rank has the full model, as in training. ZeRO-3 shards the weights here as well.
+    """
+
+    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+        model.requires_grad_(False)
+        if self.strategy.shards_parameters:
+            with initializing_deepspeed(self.layout):
+                self.engine = self.accelerator.prepare(model)
+            return self.engine
+        if self.strategy.deepspeed is not None:  # in its dtype already, and no autocast
+            return model if getattr(model, "hf_quantizer", None) is not None else model.to(self.device)
+        return self.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _state(self) -> OptimizerState | None:
+        return None
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        return None
+
+
 def prepare_engine(
     strategy: Strategy, accelerator: "Accelerator", model: Any, recipe: OptimizerOptions, schedule: Schedule | None
 ) -> Engine:
     """Shard, wrap and place the model and its optimizer as the strategy says."""
-    kind: type[BaseEngine] = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
+    kind: type[Engine] = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     if strategy.fully_shards:
         kind = FullyShardedEngine
     elif not recipe.trains:

@@ -3,19 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import Problems, UserError
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_config, stated_precision
 from zerofit.strategy.degrees import (
     check_degrees,
     idle_note,
-    read_pipeline_degree,
-    read_sequence_degree,
-    take_tensor_degree,
+    take_degrees,
 )
-from zerofit.strategy.disk import shared_disk_note
 from zerofit.strategy.fsdp import ALONE, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
@@ -28,7 +25,7 @@ OnLayout = Callable[[ParallelLayout], None]
 
 
 def read_strategy(
-    recipe: Recipe, config_file: str | None = None, on_layout: OnLayout = lambda layout: None
+    recipe: TrainingRecipe, config_file: str | None = None, on_layout: OnLayout = lambda layout: None
 ) -> Strategy:
     """Read the launcher's environment and the pair behind it, and see that recipe, YAML and JSON agree.
 
@@ -53,7 +50,7 @@ def read_strategy(
     return strategy
 
 
-def _read_torch(launch: Launch, recipe: Any, problems: Problems, on_layout: OnLayout) -> Strategy | None:
+def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
     """One process, DDP or FSDP2. None: there are problems."""
     precision, stated = None, [_of_launcher(launch)]
     with problems.collected():
@@ -76,7 +73,9 @@ def _read_torch(launch: Launch, recipe: Any, problems: Problems, on_layout: OnLa
     return Strategy(launch, batches, precision, None, launch.source, notes, tuple(stated), fsdp=fsdp)
 
 
-def _read_deepspeed(launch: Launch, recipe: Any, problems: Problems, on_layout: OnLayout) -> Strategy | None:
+def _read_deepspeed(
+    launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout
+) -> Strategy | None:
     """ZeRO of any stage. None: there are problems."""
     config = precision = None
     with problems.collected():
@@ -84,12 +83,13 @@ def _read_deepspeed(launch: Launch, recipe: Any, problems: Problems, on_layout: 
     if config is None:
         return None
     with problems.collected():
-        precision, stated = _agreed_precision(recipe, [_of_launcher(launch), _of_json(config, source)])
+        precision, stated = _agreed_precision(
+            recipe, [_of_launcher(launch), PrecisionSetting(stated_precision(config, source), source)]
+        )
     with problems.collected():
         check_optimizer(recipe, source, True)
     with problems.collected():
-        tensor, sequence = take_tensor_degree(config, source), read_sequence_degree(config, source)
-        pipeline = read_pipeline_degree(config, source)
+        tensor, pipeline, sequence = take_degrees(config, source)
         layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
         on_layout(layout)
         resolved, batches = resolve_config(config, source, recipe, layout)
@@ -99,9 +99,7 @@ def _read_deepspeed(launch: Launch, recipe: Any, problems: Problems, on_layout: 
         return None
     recipe.precision = precision
     if recipe.trains:
-        notes += filter(
-            None, [idle_note(pipeline, batches.accumulation), shared_disk_note(resolved["zero_optimization"])]
-        )
+        notes += filter(None, [idle_note(pipeline, batches.accumulation)])
     strategy = Strategy(
         launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
     )
@@ -109,9 +107,9 @@ def _read_deepspeed(launch: Launch, recipe: Any, problems: Problems, on_layout: 
     return strategy if recipe.trains else strategy.without_optimizer()
 
 
-def _check_compiled(config: dict[str, Any], source: str, recipe: Recipe) -> None:
+def _check_compiled(config: dict[str, Any], source: str, recipe: TrainingRecipe) -> None:
     """Raises UserError where torch.compile would compile many small graphs instead of one."""
-    if getattr(recipe, "torch_compile", False) and config["zero_optimization"]["stage"] == 3:
+    if recipe.torch_compile and config["zero_optimization"]["stage"] == 3:
         raise UserError(
             f"{source}: zero_optimization.stage = 3 does not go together with torch_compile "
             f"({recipe.source('torch_compile')}): DeepSpeed gathers the weights of each module as it is called, which "
@@ -120,27 +118,18 @@ def _check_compiled(config: dict[str, Any], source: str, recipe: Recipe) -> None
 
 
 def _of_launcher(launch: Launch) -> PrecisionSetting:
-    if launch.states_precision_by_flag:
-        source = "accelerate launch"
-        return PrecisionSetting(
-            launch.precision, source, f"{source} --mixed_precision {launch.precision}", "Use bf16 or no"
-        )
-    statement = f"{launch.config_file}: mixed_precision = {launch.precision}"
-    return PrecisionSetting(launch.precision, launch.source, statement, 'Write bf16, or "no" for fp32')
+    by_flag = launch.states_precision_by_flag
+    return PrecisionSetting(launch.precision, "accelerate launch --mixed_precision" if by_flag else launch.source)
 
 
-def _of_json(config: dict[str, Any], source: str) -> PrecisionSetting:
-    value = stated_precision(config, source)
-    return PrecisionSetting(value, source, f"{source}: {value}.enabled = true", 'Write "auto"')
-
-
-def _agreed_precision(recipe: Any, statements: list[PrecisionSetting]) -> tuple[str, list[PrecisionSetting]]:
+def _agreed_precision(
+    recipe: TrainingRecipe, statements: list[PrecisionSetting]
+) -> tuple[str, list[PrecisionSetting]]:
     """(the precision, those who state it)."""
     stated = [each for each in statements if each.value]
     source = recipe.source("precision")
     if source:
-        stated.append(PrecisionSetting(recipe.precision, source, f"precision = {recipe.precision} ({source})",
-                           "Use bf16 or fp32"))  # fmt: skip
+        stated.append(PrecisionSetting(recipe.precision, source))
     if len({each.value for each in stated}) > 1:
         sides = " and ".join(f"{each.value} ({each.source})" for each in stated)
         raise UserError(

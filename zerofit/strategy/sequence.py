@@ -23,8 +23,7 @@ from zerofit.model.families import family_of
 from zerofit.model.loss import IGNORE
 from zerofit.model.tensor_parallel.layers import Summed
 from zerofit.recipe.errors import UserError
-from zerofit.strategy.grid import sequence_groups
-from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.layout import ParallelLayout, sequence_groups
 
 FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
 BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length

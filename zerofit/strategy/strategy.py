@@ -14,20 +14,17 @@ from zerofit.recipe.errors import UserError
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import has_bf16
 from zerofit.strategy.fsdp import EXPERTS, IGNORED, REPLICAS, RESHARDS, SYNCS
-from zerofit.strategy.grid import layer_groups
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
-from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.layout import ParallelLayout, layer_groups
 from zerofit.strategy.machines import everyones
 
 
 class PrecisionSetting(NamedTuple):
-    """A precision, and the place that states it."""
+    """A precision, and the place that states it; None: it is left open there."""
 
-    value: str | None  # None: it is left open there
+    value: str | None
     source: str
-    statement: str
-    remedy: str  # where there is no device for it
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Strategy:
             return
         if not torch.accelerator.is_available():
             raise UserError(
-                f"{each.statement} needs a GPU: its loss scaling has no CPU kernels. {each.remedy}"
+                f"{each.source}: precision = fp16 needs a GPU: loss scaling has no CPU kernels. Use bf16 or fp32"
                 for each in self.stated
             )
 
@@ -164,15 +161,6 @@ class Strategy:
     def autocasts(self) -> bool:
         """Whether weights in fp32 are cast product by product: in half precision, of one process and of DDP."""
         return self.precision != "fp32" and self.deepspeed is None and not self.fully_shards
-
-    def faster_pair(self, device_type: str) -> str | None:
-        """A note for the log where each micro-batch casts all weights to bf16; zero1 has them in bf16."""
-        if not self.autocasts or self.precision != "bf16" or device_type == "cpu" or self.batches.accumulation == 1:
-            return None
-        return (
-            "bf16 without DeepSpeed: weights are in fp32 and cast in each micro-batch. --strategy zero1 keeps them in "
-            "bf16: usually faster with accumulation"
-        )
 
     @property
     def frozen_dtype(self) -> torch.dtype:

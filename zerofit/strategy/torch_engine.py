@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.base_engine import BaseEngine
+from zerofit.strategy.engine import Engine
 from zerofit.strategy.optimizers import KEPT, make_optimizer, state_bytes
 from zerofit.strategy.state import OptimizerState, ReplicatedOptimizerState, ReplicatedState
 
@@ -23,7 +23,7 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
-class TorchEngine(BaseEngine):
+class TorchEngine(Engine):
     """One process, or DDP."""
 
     def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
@@ -74,10 +74,6 @@ class TorchEngine(BaseEngine):
     def _drop_gradients(self) -> None:
         # Of DDP, gradients are views of its buckets, and stay so.
         self.optimizer.zero_grad(set_to_none=self.layout.world_size == 1)
-
-    @property
-    def learning_rate(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:

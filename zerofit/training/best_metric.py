@@ -39,11 +39,6 @@ class BestMetricTracker:
             best.worse_in_a_row += 1
         return better
 
-    def unbeaten_start(self, before: dict[str, float]) -> float | None:
-        """The figure of the evaluation before training, where no later one is better; else None."""
-        start = before.get(f"eval_{self.metric}")
-        return start if start is not None and self._gain(self.best.value, start) <= 0 else None
-
     def _gain(self, value: float, than: float) -> float:
         return (than - value) if self.metric.startswith(LOWER_IS_BETTER) else (value - than)
 

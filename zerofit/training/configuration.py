@@ -20,7 +20,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.trackers import wanted_trackers
 from zerofit.strategy.expert_parallel import check_experts
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.optimizers import check_installed, without_effect
+from zerofit.strategy.optimizers import check_installed
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.sequence import check_model as check_rows
 from zerofit.strategy.strategy import Strategy
@@ -89,7 +89,7 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
     if recipe.dataloader_num_workers is None:
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
-    notes += [*idle_options(recipe), *without_effect(recipe), *plan.notes]
+    notes += [*idle_options(recipe), *plan.notes]
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))

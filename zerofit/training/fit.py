@@ -1,4 +1,5 @@
-"""Training, with its record: from a prepared model and a task to what came of it, and the model in its folder."""
+"""Training, or an evaluation or answers alone, with its record: from a prepared model and a task to what came of it,
+and the model in its folder."""
 
 import math
 import shutil
@@ -19,24 +20,26 @@ from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.last_message import print_last
 from zerofit.record.environment import describe_environment
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
+from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.plot import plot_run
 from zerofit.record.recorder import RunRecorder
-from zerofit.record.terminal import Bar
+from zerofit.record.terminal import Bar, duration
 from zerofit.record.trackers import start_trackers
 from zerofit.strategy.machines import check_same
 from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
+from zerofit.training.evaluation import timed_evaluation
 from zerofit.training.loop import train
-from zerofit.training.machine_checks import check_output_folder
-from zerofit.training.prepare import Prepared
+from zerofit.training.prepare import Prepared, check_output_folder
 from zerofit.training.profiling import profiled
 from zerofit.training.rank_meeting import MEETING
 from zerofit.training.run import Run, Stop
 from zerofit.training.session import LONG
 from zerofit.training.step import Signals, TrainStep
-from zerofit.training.summary import compiled, summary, why_stopped
+from zerofit.training.summary import about_evaluations, compiled, summary, why_stopped
 from zerofit.training.task import Task
 
 
@@ -84,13 +87,11 @@ def fit(
     session.shutdown.install()
     checkpoints.start()
     run = _run(prepared, task, state, best, checkpoints, throughput, tokenizer, environment)
-    frozen, began = engine.frozen_checksum(), time.perf_counter()
+    began = time.perf_counter()
     stop = train(run)
     run.recorder.close()
     session.phase("save", state.updates)
     checkpoints.finish(after_anomaly=stop.reason is StopReason.ANOMALY)
-    if engine.frozen_checksum() != frozen:
-        raise RuntimeError("weights that are frozen have changed during the run")
     return TrainResult(prepared, run, stop, time.perf_counter() - began, exporter, environment)
 
 
@@ -119,7 +120,7 @@ def _resume(
     checkpoints.resume(config.resume)
     if engine.is_main:
         checkpoints.drop_replaced()
-        notes = session.folder.start(
+        session.folder.start(
             session.recipe,
             session.strategy.batches.global_batch,
             {**engine.effective_strategy(), "options_given_for": config.options_given_for},
@@ -127,7 +128,6 @@ def _resume(
             state.updates,
             checkpoints.resumed_from,
         )
-        session.say(*(f"note      {note}" for note in notes))
         if distributed.is_initialized() and distributed.get_backend() == "nccl":
             (session.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
     check_output_folder(config, engine)
@@ -206,10 +206,9 @@ def export(result: TrainResult) -> None:
     updates = state.best.update if loads_best else state.updates
     result.environment["held_out"] = {"update": updates, **figures} if figures else {}
     made, remarks = state.updates - checkpoints.resumed_at, task.remarks() if figures else []
-    with_adapter = result.prepared.adapter is not None
     session.say(
         "",
-        *summary(state, made, result.seconds, run.throughput, checkpoints.writer.records, best, with_adapter, remarks),
+        *summary(state, made, result.seconds, run.throughput, checkpoints.writer.records, best, remarks),
         *([compiled()] if recipe.torch_compile else []),
     )
 
@@ -226,3 +225,41 @@ def finish(result: TrainResult) -> int:
         session.say(f"run folder  {session.folder.path}  (loss.png, metrics.jsonl, model/)")
     result.prepared.engine.close()
     return code
+
+
+def answer(prepared: Prepared, task: Task) -> int:
+    """Evaluate, or answer the file, leave the record and the process group. Returns the exit code.
+
+    Raises:
+        UserError: nothing is held out.
+    """
+    session, engine, recipe = prepared.session, prepared.engine, prepared.session.recipe
+    folder, stored = session.folder, session.stored
+    assert stored is not None, "a launch that trains nothing has a stored model"
+    if not recipe.predict_file and task.evaluate is None:
+        raise UserError("evaluate_only: nothing is held out. Name a validation_file")
+    if session.is_main:
+        environment = describe_environment(session.strategy.launch.command, engine.device)
+        options = {**recipe.to_dict(), "model_name_or_path": stored.asked_for}
+        folder.start_answers(options, engine.effective_strategy(), environment)
+    session.watchdog.phase("evaluate", patience=LONG)
+    began = time.perf_counter()
+    if task.predict is not None and recipe.predict_file:
+        files, figures, clock = task.predict(engine), dict[str, float](), None
+    else:
+        figures, clock = timed_evaluation(task, engine)
+        written = [path.name for path in sorted(folder.path.glob("predictions*.jsonl"))]
+        files = ["metrics.jsonl", *written]
+        if session.is_main:
+            folder.metrics.add(UpdateMetrics.of_evaluation(figures, clock).to_line())
+    seconds = time.perf_counter() - began
+    if session.is_main:
+        folder.metrics.close()
+        folder.write_environment({**environment, "seconds": seconds, "exit_code": 0})
+        done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
+        session.say(*(f"held out    {name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items()))
+        if figures:
+            session.say(*task.remarks())
+        session.say(*done, f"run folder  {folder.path}  ({', '.join(files)})")
+    engine.close()
+    return 0

@@ -17,8 +17,7 @@ from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import gather_by_index
-from zerofit.training.metrics import compute
+from zerofit.training.evaluation import compute, gather_by_index
 
 FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
 SHOWN = 40  # characters of a trivial answer

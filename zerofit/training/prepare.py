@@ -9,31 +9,37 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import distributed
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from zerofit.data.sources import files_and_sizes
 from zerofit.health.flight import FOLDER, PREFIX
+from zerofit.model.compilation import compile_model
 from zerofit.model.load import build_model, size_of_model
 from zerofit.model.lora import Adapter, add_adapter
 from zerofit.model.parameters import count_parameters
+from zerofit.model.recomputation import enable_recomputation
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import appears, is_there
+from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.schedule import Schedule, make_schedule
 from zerofit.record.meters import without_mfu
-from zerofit.strategy.deepspeed_schedule import with_schedule
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.host_memory import resident_bytes
+from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same
+from zerofit.strategy.offloaded_inputs import host_store, offload_inputs
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
-from zerofit.training.activations import prepare_activations
-from zerofit.training.length import RunLength, run_length
-from zerofit.training.machine_checks import check_machines
+from zerofit.training.configuration import RunConfiguration
 from zerofit.training.rank_meeting import MEETING
 from zerofit.training.session import LONG, Session
+from zerofit.training.stream import RunLength, run_length
 from zerofit.training.summary import about_the_model
 
 
@@ -42,7 +48,6 @@ class Started:
     """A launch whose processes run.
 
     Args:
-        session: its strategy has DeepSpeed's schedule filled in.
         length: None where nothing is trained, and `schedule` with it.
     """
 
@@ -81,15 +86,13 @@ def start(session: Session, num_samples: int) -> Started:
         num_samples: of the training data.
 
     Raises:
-        UserError: there are fewer samples than one global batch takes; DeepSpeed's schedule is not the recipe's;
-            machines differ.
+        UserError: there are fewer samples than one global batch takes; machines differ.
     """
     length, schedule = None, None
     if session.recipe.trains:
         length = _length(session, num_samples)
         schedule, warnings = make_schedule(session.recipe, length.num_updates)
         session.say(*(f"warning: {warning}" for warning in warnings))
-        session = session.with_strategy(*with_schedule(session.strategy, session.recipe, schedule))
     accelerator, notes = _start_processes(session)
     session = session.with_strategy(session.strategy, notes)
     if session.measurement is not None:
@@ -201,8 +204,6 @@ def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
     notes += prepare_activations(model, recipe, device)
     if recipe.trains:
         notes += filter(None, [without_mfu(device, session.strategy.precision, recipe.peak_tflops)])
-        if not adapter:
-            notes += filter(None, [session.strategy.faster_pair(device.type)])
     parameters, trainable = count_parameters(whole_model(model))
     engine = prepare_engine(session.strategy, started.accelerator, model, recipe, started.schedule)
     engine.alive = session.watchdog.alive
@@ -210,3 +211,42 @@ def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
     set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
     session.timeline.mark("preparing the model")
     return Prepared(session, engine, adapter, started.length, started.schedule, parameters, trainable, tuple(notes))
+
+
+def check_machines(config: RunConfiguration) -> None:
+    """Check that all ranks train the same run on the same files.
+
+    Raises:
+        UserError: one does not; it names the machine.
+    """
+    options = {f"option {name}": value for name, value in config.resume.identity.items()}
+    files = {f"{name} (files and their bytes)": sizes for name, sizes in files_and_sizes(config.recipe).items()}
+    resumed = {f"run to resume in output_dir = {str(config.folder.path)!r}": config.resume.sources}
+    check_same(options, "Start all machines with the same recipe and options")
+    check_same(files, "Copy the data to all machines, or put it where all of them see it")
+    check_same(resumed, SHARED_FOLDER_REMEDY)
+
+
+def check_output_folder(config: RunConfiguration, engine: Engine) -> None:
+    """Check that all ranks see the folder into which each of them writes its part of a checkpoint."""
+    if config.recipe.save_strategy == "no":
+        return
+    file = config.folder.path / "recipe.yaml"
+    text = engine.from_main(file.read_text() if engine.is_main else None)
+    is_seen = appears(lambda: is_there(file) and file.read_text() == text)
+    view = f"view of output_dir = {str(config.folder.path)!r}"
+    check_same({view: "the run" if is_seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
+
+
+def prepare_activations(model: torch.nn.Module, recipe: ModelOptions, device: torch.device) -> list[str]:
+    """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log."""
+    notes = []
+    if recipe.gradient_checkpointing:
+        enable_recomputation(model, recipe.gradient_checkpointing, is_traced=bool(recipe.torch_compile))
+    if recipe.activation_offload and device.type == "cpu":
+        notes.append("activation_offload has no effect: the device's memory is the host's")
+    elif recipe.activation_offload:
+        offload_inputs(model, host_store(device))
+    if recipe.torch_compile:
+        compile_model(model, str(recipe.torch_compile))
+    return notes

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import say, table
+from zerofit.record.terminal import say
 from zerofit.training.step import StepResult, TrainStep
 
 COSTLIEST = 10  # operators in the log
@@ -79,8 +78,8 @@ class ProfiledStep(TrainStep):
                 torch.cuda.memory._record_memory_history(enabled=None)
                 _keep(file, snapshot)
         self.note(f"profile   updates {self.updates[0]} to {update}: {', '.join(file.name for file in self.files)}")
-        for line in table(costliest(profiler.key_averages(), self.with_memory)).splitlines():
-            self.note(line)
+        kind = "cpu" if self.engine.device.type == "cpu" else "device"
+        self.note(profiler.key_averages().table(f"self_{kind}_time_total", COSTLIEST, max_name_column_width=40))
 
 
 def profiled(step: TrainStep, recipe: TrainingRecipe, folder: RunFolder, note: Callable[[str], None]) -> TrainStep:
@@ -111,25 +110,3 @@ def profiled(step: TrainStep, recipe: TrainingRecipe, folder: RunFolder, note: C
 def _keep(file: Path, place: Path) -> None:
     with atomic_file(place, "wb") as kept:
         kept.write(file.read_bytes())
-
-
-def costliest(events: Any, memory: bool) -> list[tuple[str, ...]]:
-    """The operators that took most time by themselves, on the device where there is one: rows of a table."""
-    events = [event for event in events if event.device_type == DeviceType.CPU]  # not the kernels that they start
-    on_device = any(event.self_device_time_total for event in events)
-    where, kind = ("device", "self_device") if on_device else ("CPU", "self_cpu")
-    total = sum(getattr(event, f"{kind}_time_total") for event in events) or 1
-    events.sort(key=lambda event: -getattr(event, f"{kind}_time_total"))
-    rows = [("operator", "calls", f"{where} ms", "share", *(["MiB"] if memory else []))]
-    for event in events[:COSTLIEST]:
-        time, size = getattr(event, f"{kind}_time_total"), getattr(event, f"{kind}_memory_usage")
-        rows.append(
-            (
-                event.key,
-                f"{event.count:,}",
-                f"{time / 1e3:,.2f}",
-                f"{time / total:.1%}",
-                *([f"{size / 2**20:,.1f}"] if memory else []),
-            )
-        )
-    return rows

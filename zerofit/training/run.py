@@ -12,8 +12,8 @@ from zerofit.record.meters import MemoryMeter, ThroughputMeter
 from zerofit.record.recorder import RunRecorder
 from zerofit.strategy.engine import Engine
 from zerofit.training.best_metric import BestMetricTracker
-from zerofit.training.length import RunLength
 from zerofit.training.step import TrainStep
+from zerofit.training.stream import RunLength
 from zerofit.training.task import Task
 
 

@@ -14,8 +14,7 @@ from zerofit.model.experts import RoutingFigures
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.strategy.engine import Engine
-from zerofit.training.length import RunLength
-from zerofit.training.stream import Totals, UpdateBatches
+from zerofit.training.stream import RunLength, Totals, UpdateBatches
 from zerofit.training.task import Task
 
 NO_COUNTS = Totals(0, 0, 0)

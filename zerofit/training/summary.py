@@ -82,7 +82,6 @@ def summary(
     throughput: ThroughputMeter,
     saves: list[dict[str, Any]],
     best: BestMetricTracker,
-    with_adapter: bool,
     remarks: list[str],
 ) -> list[str]:
     """What came of a run that reached its end.
@@ -99,8 +98,6 @@ def summary(
         size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "blocked_s"))
         number = counted(len(saves), "checkpoint")
         lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training paused {paused:.2f} s for each")
-    if with_adapter:
-        lines.append("frozen      weights are what they were, bit for bit")
     loads_best = best.loads and best.best.update is not None
     before, after = state.held_out_before, best.best.figures if loads_best else state.held_out
     for name, value in after.items():
@@ -109,9 +106,7 @@ def summary(
     lines += remarks
     if best.keeps and best.best.update is not None:
         where = "checkpoints/best, and model/ is that one" if loads_best else "checkpoints/best; model/ is the last"
-        start = best.unbeaten_start(before)
-        tie = f", no better than before training ({start:.4f})" if start is not None else ""
-        lines.append(f"best        {best.metric} {best.best.value:.4f} at update {best.best.update:,}{tie} ({where})")
+        lines.append(f"best        {best.metric} {best.best.value:.4f} at update {best.best.update:,} ({where})")
     return lines
 
 

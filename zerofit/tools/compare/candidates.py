@@ -12,7 +12,7 @@ from zerofit.model.configuration import load_configuration
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.lengths_option import micro_batch_of, possible_lengths
 from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
 

@@ -23,7 +23,7 @@ from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Needs, check_machine, inspect_installation

@@ -21,7 +21,7 @@ from zerofit.recipe.words import counted
 from zerofit.record.terminal import StatusLine, duration, say_aside
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.host_memory import usable_cores
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.generate.answer_journal import AnswerJournal
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import ModelSource, check_shares, load

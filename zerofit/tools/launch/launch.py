@@ -19,7 +19,7 @@ from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import recipe_named, script
 from zerofit.strategy.gpus import check_devices, num_devices
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
 from zerofit.tools.launch.schedulers import PORT, Machines, rank_of, read_machines, without_machines
 from zerofit.tools.launch.supervise import Supervisor

@@ -31,7 +31,7 @@ from zerofit.record.terminal import doing, rounded, say, screen_width, size, tab
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.lengths_option import possible_lengths
 from zerofit.tools.plan.calibrate import calibrate
 from zerofit.tools.plan.joint_search import find_best, words_of

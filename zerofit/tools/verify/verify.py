@@ -14,7 +14,7 @@ from pathlib import Path
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import check_folder_of
 from zerofit.record.terminal import say, screen_width
-from zerofit.strategy.pairs import find_strategies
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.launches import ending_in_order
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.proof import ONE_PROCESS, Proof

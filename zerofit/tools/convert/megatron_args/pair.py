@@ -10,10 +10,8 @@ import yaml
 from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.places import place
-from zerofit.strategy.deepspeed_json import KNOWN_KEYS, REFUSED_KEYS
+from zerofit.strategy.deepspeed_json import HERE, KNOWN_KEYS, PROJECTS, REFUSED_KEYS, monitors_in_use
 from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
-from zerofit.strategy.json_mistakes import what_to_mend
-from zerofit.strategy.monitors import HERE, PROJECTS, monitors_in_use
 from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call, missing
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
 from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
@@ -233,8 +231,7 @@ def _read_block(flags: FlagLedger, call: Call, layout: Layout) -> None:
     try:
         config = parse_json(text)
     except json.JSONDecodeError as error:
-        line, wrong = what_to_mend(text, error)
-        flags.wrong("deepspeed_config", f"line {line} of {name} {wrong}")
+        flags.wrong("deepspeed_config", f"{name} is not valid JSON: {error}")
         return
     flags.carried("deepspeed_config", "deepspeed.json, as follows")
     for key, value in config.items():

@@ -1,0 +1,76 @@
+"""Metrics of the evaluate library that need no network: classes, numbers and generated texts.
+
+Not evaluate.load: it copies a module to a cache, and imports what is there.
+"""
+
+import datasets
+import evaluate
+import numpy as np
+import sacrebleu
+from rouge_score import rouge_scorer
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+class _Metric(evaluate.Metric):
+    """Predictions and references are values of one type."""
+
+    dtype = ""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = {name: datasets.Value(self.dtype) for name in ("predictions", "references")}
+        return evaluate.MetricInfo(description="", citation="", features=datasets.Features(features))
+
+
+class Classification(_Metric):
+    """accuracy; f1 (of class 1 where there are two classes, else the mean over classes, as f1_macro);
+    matthews_correlation, by scikit-learn. Predictions and references are class numbers."""
+
+    dtype = "int64"
+
+    def _compute(self, predictions: list[int], references: list[int], num_labels: int = 2) -> dict[str, float]:
+        name, average = ("f1", "binary") if num_labels == 2 else ("f1_macro", "macro")
+        return {
+            "accuracy": float(accuracy_score(references, predictions)),
+            name: float(f1_score(references, predictions, average=average, zero_division=0.0)),
+            "matthews_correlation": float(matthews_corrcoef(references, predictions)),
+        }
+
+
+class Regression(_Metric):
+    """pearson, spearmanr and mse of predicted numbers, by scipy. Of a constant, of fewer than two examples, and of a
+    model that has diverged (it predicts nan) the correlations are nan."""
+
+    dtype = "float"
+
+    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
+        predicted, truth = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+        correlates = all(np.isfinite(numbers).all() and np.ptp(numbers) > 0 for numbers in (predicted, truth))
+        return {
+            "pearson": float(pearsonr(truth, predicted).statistic) if correlates else float("nan"),
+            "spearmanr": float(spearmanr(truth, predicted).statistic) if correlates else float("nan"),
+            "mse": float(np.mean((predicted - truth) ** 2)),
+        }
+
+
+class Generation(_Metric):
+    """bleu (sacrebleu's corpus BLEU, 0 to 100) and rouge1, rouge2, rougeL (rouge_score's F-measure, 0 to 100, mean
+    over examples). Predictions and references are texts, one reference each."""
+
+    dtype = "string"
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        bleu = sacrebleu.corpus_bleu(predictions, [references])
+        scorer = rouge_scorer.RougeScorer(ROUGE, use_stemmer=True)
+        scores = [scorer.score(reference, prediction) for reference, prediction in zip(references, predictions)]
+        rouge = {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
+        return {"bleu": float(bleu.score), **rouge}
+
+
+METRICS: dict[str, type[evaluate.Metric]] = {
+    "classification": Classification,
+    "regression": Regression,
+    "generation": Generation,
+}
