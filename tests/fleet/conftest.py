@@ -70,12 +70,20 @@ class Job:
     def log(self, number: int) -> Path:
         return self.folder.parent / f"{self.folder.name}.machine{number}.log"
 
-    def said(self) -> str:
-        """What all machines have printed, without their stacks."""
-        logs = [self.log(number).read_text() for number in range(len(self.machines)) if self.log(number).exists()]
-        return "\n".join(
-            line for log in logs for line in log.splitlines() if not line.startswith(("  File", "Thread"))
-        )
+    def logs(self) -> list[str]:
+        files = map(self.log, range(len(self.machines)))
+        return [file.read_text() if file.exists() else "" for file in files]
+
+    def said(self, before: list[str] | None = None) -> str:
+        """What all machines have printed, without their stacks.
+
+        Args:
+            before: what they had printed by then is left out.
+        """
+        new = [
+            log.removeprefix(old) for log, old in zip(self.logs(), before or [""] * len(self.machines), strict=True)
+        ]
+        return "\n".join(line for log in new for line in log.splitlines() if not line.startswith(("  File", "Thread")))
 
     def reaches(self, update: int, limit_s: float = 240) -> None:
         def is_there() -> bool:

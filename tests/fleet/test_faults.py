@@ -89,14 +89,13 @@ def test_faults_one_after_another(job, strategy):
     run.start_all()
     unnamed = []
     for number in range(FAULTS):
-        before = run.last_update()
-        run.kept_up_to(before + BETWEEN)
+        run.kept_up_to(run.last_update() + BETWEEN)
         kind, machine = KINDS[(seed + number) % len(KINDS)], run.machines[draw.randrange(2)]
         wait_for(lambda machine=machine: len(machine.ranks()) == 2, 120, "two ranks on each machine")
-        said = len(run.said())
+        before = run.logs()
         named = kind(machine, draw, run)
         run.kept_up_to(run.last_update() + 2)
-        words = run.said()[said:] if said <= len(run.said()) else run.said()
+        words = run.said(before)
         if named and named not in words and machine.name not in words and f"machine {machine.number}" not in words:
             unnamed.append((kind.__name__, words[-3000:]))
     assert run.kept_up() == [0, 0], run.said()[-6000:]

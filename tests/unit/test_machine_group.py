@@ -15,7 +15,7 @@ from zerofit.tools.launch.restart_rule import code_of_run
 
 @pytest.fixture
 def port(monkeypatch) -> int:
-    for name, seconds in (("SILENT_S", 0.6), ("GRACE_S", 0.1), ("BEAT_S", 0.1)):
+    for name, seconds in (("SILENT_S", 3.0), ("GRACE_S", 0.1), ("BEAT_S", 0.1)):
         monkeypatch.setattr(machine_group, name, seconds)
     monkeypatch.setattr(meetings, "KNOWN_S", 2.0)
     with socket.socket() as free:

@@ -12,6 +12,7 @@ twice makes it restart a healthy run (torch/distributed/elastic/rendezvous/dynam
 
 import json
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -47,18 +48,28 @@ class MachineGroup:
         self._server = serve_store(port, everywhere=True) if number == 0 else None
         reach(address, port, limit_s)
         self._store = open_store(address, port)
-        self.round = self._store.add("zerofit/rounds", 0)
-        self._replaces = self._store.add(f"zerofit/alive{number}", 0) > 0
-        if self._replaces and self._is_alive(number):
-            raise UserError(
-                f"machine {number} takes part in this run already, and {platform.node()} has the same number. Give "
-                "each machine its own --machine_rank"
-            )
+        try:
+            self._take_part()
+        except RuntimeError as error:
+            raise Ended(f"machine 0 has ended: its rendezvous store does not answer ({first_line(error)})",
+                        EXIT_FAILED) from error  # fmt: skip
         self._machines: dict[str, dict[str, Any]] = {}
         self._looked_at = self._waiting_since = 0.0
         self._beat_ends = threading.Event()
         self._beats = threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True)
         self._beats.start()
+
+    def _take_part(self) -> None:
+        number = self.number
+        self.round = self._store.add("zerofit/rounds", 0)
+        self._replaces = self._store.add(f"zerofit/alive{number}", 1) > 1
+        if self._replaces and self._is_alive(number):
+            raise UserError(
+                f"machine {number} takes part in this run already, and {platform.node()} has the same number. Give "
+                "each machine its own --machine_rank"
+            )
+        if self._replaces:
+            say(f"machine {number} ({platform.node()}) has been lost and started again: all machines restart")
 
     def meet(self) -> Any:
         """Wait until all machines have come. Returns the store of this round's ranks.
@@ -107,6 +118,9 @@ class MachineGroup:
             return 0
         if end is not None:
             raise Ended(**end)
+        came = [number for number in range(self.count) if number != self.number and store.check([f"{number}/card"])]
+        hosts = [f"machine {number} ({json.loads(store.get(f'{number}/card'))['host']})" for number in came]
+        say(f"restart with {', '.join(hosts)}: the processes there have failed or were lost")
         return waiting
 
     def failures(self, failed: bool = False) -> int:
@@ -193,3 +207,7 @@ class MachineGroup:
         return Meeting(
             self._next_store(), "machine", self.number, self.count, 1, self.number, self.limit_s, self._machines
         )
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

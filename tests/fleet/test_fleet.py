@@ -16,9 +16,14 @@ def test_a_run_outlives_what_happens_to_it(job, machines, tmp_path):
     assert "rank 3 was killed by SIGKILL" in run.said()
     assert "restart 1 of 2" in run.said()
 
+    ranks = [process for machine in run.machines for process in machine.ranks().values()]
     twin_log = run.folder.parent / "twin.log"
+    for process in ranks:
+        process.suspend()  # the run is not over before the twin has come
     twin = machines[2].start(*run.command(1), log=twin_log)
-    assert twin.wait(timeout=120) == 2
+    assert twin.wait(timeout=120) == 2, twin_log.read_text()
+    for process in ranks:
+        process.resume()
     assert "machine 1 takes part in this run already, and gpu02 has the same number" in twin_log.read_text()
     assert "restart 2 of 2" not in run.said()
 
