@@ -1,4 +1,4 @@
-"""Checks of the files that `zerofit submit` writes: strict schemas (material/schemas), and what a schema cannot say."""
+"""Checks of the files that `zerofit submit` writes: strict schemas (material/schemas), and what they cannot say."""
 
 import json
 import re
@@ -114,13 +114,10 @@ def _of_jobset_spec(spec: dict, name: str) -> Iterator[str]:
         expected = {"containerName": container["name"], "operator": "In", "values": codes}
         if rules.get(action) != expected:
             yield f"{action}: {rules.get(action)}"
-    if {"FailJobSet": ["PodFailurePolicy"]} != {
-        rule["action"]: rule.get("onJobFailureReasons") for rule in spec["failurePolicy"]["rules"]
-    }:
+    ends = {rule["action"]: rule.get("onJobFailureReasons") for rule in spec["failurePolicy"]["rules"]}
+    if ends != {"FailJobSet": ["PodFailurePolicy"]}:
         yield "a final exit code does not end the JobSet"
-    if spec["network"]["subdomain"] != name:
-        yield "the pods have other names than the launchers look for"
-    if replicated["name"] != "node" or container["name"] != "node":
+    if (spec["network"]["subdomain"], replicated["name"], container["name"]) != (name, "node", "node"):
         yield "the pods have other names than the launchers look for"
 
 
@@ -130,7 +127,9 @@ def _of_jobset(found: list[dict], nodes: int) -> Iterator[str]:
     yield from _of_jobset_spec(spec, name)
     job = spec["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    if {job["parallelism"], job["completions"]} != {nodes} or value_of("--num_machines", container["args"]) != str(nodes):
+    if {job["parallelism"], job["completions"]} != {nodes} or value_of("--num_machines", container["args"]) != str(
+        nodes
+    ):
         yield "not so many machines"
     if nodes > 1 and value_of("--main_process_ip", container["args"]) != f"{name}-node-0-0.{name}":
         yield "no address"

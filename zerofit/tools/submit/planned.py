@@ -32,6 +32,7 @@ def planned_words(options: SubmitOptions, words: list[str]) -> tuple[int, list[s
         given = [
             "--task", Path(script).stem, *flags, "--gpu", options.gpu, "--num_gpus", nodes * options.gpus_per_node,
             "--gpus_per_node", options.gpus_per_node, "--strategies", launch.strategy or "all",
+            *(["--architecture", options.architecture] if options.architecture else []),
         ]  # fmt: skip
         plan, _ = read_with_recipe(PlanOptions, [str(word) for word in given], prog="zerofit submit --plan")
         if found := _fastest(plan):

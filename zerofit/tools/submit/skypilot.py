@@ -37,9 +37,9 @@ def skypilot_task(job: Job, options: SkyPilotOptions) -> str:
     }
     comments: dict[Path, str] = {
         ("resources", "job_recovery"): (
-            f"{EXIT_TO_BE_RESUMED}: saved, to be resumed; it does not count, nor does a lost machine. Other errors are\n"
-            f"tried again so often, also {', '.join(map(str, sorted(FINAL)))}, which end in the same way: SkyPilot has "
-            "no rule for them"
+            f"{EXIT_TO_BE_RESUMED}: saved, to be resumed; it does not count, nor does a lost machine. After "
+            f"other\nerrors it is tried again so often, also after {', '.join(map(str, sorted(FINAL)))}, which end in "
+            "the same way: SkyPilot has no rule for them"
         ),
         ("workdir",): "This folder is copied to each machine: the recipe has to be in it",
         ("envs",): "torch's agent waits so long for processes that save",

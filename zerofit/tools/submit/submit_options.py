@@ -25,6 +25,9 @@ class SubmitOptions(Recipe):
         False, "Take the number of nodes, the strategy and the batch from `zerofit plan`; it needs --gpu.", common=True
     )
     gpu: str | None = option(None, "The GPU, for --plan: h100-80gb, or another one that `zerofit plan` knows.")
+    architecture: str | None = option(
+        None, "The model's shape, for --plan, where the recipe's weights are not at hand: llama-2-7b."
+    )
     output: str | None = option(None, "Write to this file, not to standard output.", common=True)
     run: bool = option(False, "Hand the file, which is written, to the scheduler.", common=True)
 
@@ -34,8 +37,9 @@ class SubmitOptions(Recipe):
             found.append(f"name = {self.name!r}: expected up to 40 letters a-z, digits and -, a letter first")
         if self.plan and not self.gpu:
             found.append("plan needs the GPU: set --gpu, e.g. --gpu h100-80gb")
-        if self.gpu and not self.plan:
-            found.append(f"gpu = {self.gpu} has no effect without --plan")
+        for name in ("gpu", "architecture"):
+            if self.source(name) and not self.plan:
+                found.append(f"{name} = {getattr(self, name)} has no effect without --plan")
         if self.plan and not self.gpus_per_node:
             found.append("plan needs GPUs: set --gpus_per_node")
         if self.plan and self.processes_per_node:
