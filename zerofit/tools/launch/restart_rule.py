@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
 from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, EXIT_TO_BE_RESUMED
-from zerofit.recipe.errors import EXIT_TERMINATED, EXIT_USER_ERROR
+from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
 
 FINAL = {
     EXIT_USER_ERROR: "a mistake",
@@ -83,3 +83,34 @@ def code_of_run(codes: list[int]) -> int:
         return EXIT_TO_BE_RESUMED
     causes = [code for code in codes if code not in (0, EXIT_TERMINATED, EXIT_TO_BE_RESUMED)]
     return (causes or [code for code in codes if code])[0]
+
+
+def queue_again_refused(code: int, folder: Path, is_first: bool) -> str:
+    """Why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's folder:
+    a new run refuses a folder that has files.
+
+    Args:
+        code: the exit code of the job.
+        is_first: the job has been started once: failures of earlier jobs do not count.
+    """
+    if code == 0:
+        return "it has finished"
+    if code == EXIT_INTERRUPTED:
+        return "it was interrupted"
+    file = folder.with_name(f"{folder.name}.requeue.json")
+    before = None if is_first else _read_failure(file)
+    restarts = Restarts(folder, before)
+    refused = restarts.refused({code})
+    if refused or restarts.failed_after is None:
+        file.unlink(missing_ok=True)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"failed_after": restarts.failed_after}) + "\n", encoding="utf-8")
+    return refused
+
+
+def _read_failure(file: Path) -> int | None:
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["failed_after"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

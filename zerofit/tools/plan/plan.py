@@ -54,18 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         _calibrate(parse_recipe(DevicesOptions, argv, prog="zerofit plan --calibrate", tool=True))
         return 0
     options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
-    gpu = None if options.gpu in (None, CPU) else find_gpu(options.gpu)
-    on_gpu = options.gpu != CPU
-    budget = make_budget(options, gpu, on_gpu)
-    names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
     if options.calibrate:
         _calibrate(options)
-    model = read_planned_model(options, options.task, on_gpu)
-    planner = Planner(options, model, budget)
-    check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
-    outcomes = [one for name in names for one in planner.layouts(name, check)]
-    halves = {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
-    planner.timing, known = make_timing(options, model, budget, gpu, halves)
+    planner, names, check, outcomes, known = prepare(options)
+    model, budget = planner.model, planner.budget
     if options.search:
         return _search(planner, options, recipe, names, check, known)
     lengths = possible_lengths(options.lengths, model.config) if options.lengths else None
@@ -91,13 +83,37 @@ def main(argv: list[str] | None = None) -> int:
         "machine": f"{budget.num_gpus} x {options.gpu or 'GPU'}, {size(budget.device)} each",
         "speed": known,
     }
-    if not on_gpu and True in halves and (times := bf16_slowdown()):
+    if not model.on_gpu and True in _halves(outcomes) and (times := bf16_slowdown()):
         said["note"] = f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32"
     width = screen_width()
     say(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
     say(report.for_terminal(options.top, width, options.tokens))
     say(*(f"written   {script}" for script in scripts))
     return 0
+
+
+def prepare(options: PlanOptions) -> tuple[Planner, list[str], Callable, list[LayoutOutcome], str]:
+    """(the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests on), of
+    options with a task.
+
+    Raises:
+        UserError: anything that is unknown, or cannot be.
+    """
+    gpu = None if options.gpu in (None, CPU) else find_gpu(options.gpu)
+    on_gpu = options.gpu != CPU
+    budget = make_budget(options, gpu, on_gpu)
+    names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
+    model = read_planned_model(options, options.task, on_gpu)
+    planner = Planner(options, model, budget)
+    check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
+    outcomes = [one for name in names for one in planner.layouts(name, check)]
+    planner.timing, known = make_timing(options, model, budget, gpu, _halves(outcomes))
+    return planner, names, check, outcomes, known
+
+
+def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
+    """Whether strategies compute in half precision."""
+    return {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
 
 
 def _search(

@@ -1,0 +1,389 @@
+"""`zerofit submit`: files that the schedulers take, launchers that find each other, and jobs that are queued again."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from helpers import ROOT, refusal
+from job_files import SCHEMAS, documents, head, problems, validator, words_of_script
+
+from zerofit.tools.launch import launch as start
+from zerofit.tools.plan import plan
+from zerofit.tools.submit import submit
+from zerofit.tools.submit.commented import commented
+
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3_offload")
+KINDS = tuple(submit.SCHEDULERS)
+RECIPE = "recipes/clm/stdlib-gpt2.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_tree(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def written(capsys):
+    """written(KIND, words ...): (the file, the notes)."""
+
+    def write(kind: str, *words: object) -> tuple[str, str]:
+        assert submit.main([kind, *map(str, words)]) == 0
+        return capsys.readouterr()
+
+    return write
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_recipe_on_every_number_of_nodes(written, kind, strategy):
+    assert len(RECIPES) >= 20
+    for recipe in RECIPES:
+        for nodes in (1, 2, 16):
+            text, _ = written(kind, recipe.relative_to(ROOT), "--strategy", strategy, "--nodes", nodes)
+            assert problems(kind, text, nodes) == [], f"{recipe} on {nodes} nodes\n{text}"
+            assert text.startswith("#")
+            assert f": {strategy} on {nodes} node" in text.splitlines()[kind == "slurm"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_further_options(written, kind, tmp_path):
+    """All of a scheduler; what looks like a number is a text to Kubernetes."""
+    further = {
+        "slurm": ("--cpus_per_node", 64, "--time", "1-00:00:00"),
+        "skypilot": ("--accelerator", "A100-80GB", "--spot", "--mounts", "/data=s3://b/data,/runs=s3://b/runs"),
+    }.get(kind, ("--image", "registry/z:1", "--claim", "lustre", "--folder", "/data", "--restarts", 0))
+    odd = ("--learning_rate", "1e-4", "--seed", "7", "--run_name", 'it\'s a # "test"', "--weight_decay", ".1")
+    text, notes = written(
+        kind, RECIPE, "--nodes", 2, "--gpus_per_node", 4, "--processes_per_node", 2, "--name", "trial", *further, *odd
+    )
+    assert problems(kind, text, 2) == []
+    assert notes == "" or kind == "skypilot"
+    words = words_of(kind, text)
+    for name, value in zip(odd[::2], odd[1::2], strict=True):
+        assert words[words.index(name) + 1] == value
+    assert words[words.index("--num_processes") + 1] == "4"
+    if kind == "skypilot":
+        (task,) = documents(text)
+        assert task["resources"]["accelerators"] == "A100-80GB:4"
+        assert task["file_mounts"] == {"/data": "s3://b/data", "/runs": "s3://b/runs"}
+
+
+def test_the_schemas_are_strict():
+    files = sorted(SCHEMAS.glob("*.json"))
+    assert len(files) == 3
+
+    def objects(node):
+        if isinstance(node, dict):
+            if node.get("type") == "object":
+                yield node
+            for child in node.values():
+                yield from objects(child)
+        elif isinstance(node, list):
+            for child in node:
+                yield from objects(child)
+
+    for file in files:
+        schema = json.loads(file.read_text())
+        assert "Source: " in schema["$comment"]
+        found = [*objects(schema)]
+        assert len(found) >= 4
+        assert all(node.get("additionalProperties") is not None for node in found)
+        assert validator(file.stem)
+
+
+MISTAKES = [
+    ("slurm", "--nodes=2", "--node=2"),
+    ("slurm", "--ntasks-per-node=1\n", "--ntasks-per-node=8\n"),
+    ("slurm", "--signal=TERM@600", "--signal=B:TERM@600"),
+    ("slurm", "#SBATCH --requeue\n", ""),
+    ("slurm", "--open-mode=append", "--open-mode=truncate"),
+    ("slurm", "--job-name=stdlib-gpt2", "--job-name=stdlib-gpt2-$SLURM_NODEID"),
+    ("slurm", "  --strategy zero2", "  --strategy zero2\n  --machine_rank $SLURM_NODEID"),
+    ("slurm", "zerofit=(", "zerofit=(\n#SBATCH --time=10\n"),
+    ("slurm", " --kill-on-bad-exit=1", ""),
+    ("slurm", '"$?"', '"0"'),
+    ("slurm", "fi\n", ""),
+    ("slurm", "srun ", "echo\nsrun_"),
+    ("jobset", "completionMode: Indexed", "completionMode: NonIndexed"),
+    ("jobset", "completions: 2", "completions: 1"),
+    ("jobset", "          - --main_process_ip\n", ""),
+    ("jobset", "claimName", "claim"),
+    (
+        "jobset",
+        "- name: shared\n              persistentVolumeClaim",
+        "- name: data\n              persistentVolumeClaim",
+    ),
+    ("jobset", "medium: Memory", "medium: ''"),
+    ("jobset", "backoffLimit: 0", "backoffLimit: 6"),
+    ("jobset", "restartPolicy: Never", "restartPolicy: OnFailure"),
+    ("jobset", "subdomain: stdlib-gpt2", "subdomain: other"),
+    ("jobset", "- 87\n", ""),
+    ("jobset", "- '7'", "- 7"),
+    ("jobset", "action: FailJobSet", "action: FailJobset"),
+    ("trainjob", "numNodes: 2", "nodes: 2"),
+    ("trainjob", "trainjob-ancestor-step: trainer", "trainjob-ancestor-step: node"),
+    ("trainjob", "terminationGracePeriodSeconds: 600", "terminationGracePeriod: 600"),
+    ("trainjob", "    name: stdlib-gpt2\n  trainer:", "    name: torch-distributed\n  trainer:"),
+    ("trainjob", "podFailurePolicy", "PodFailurePolicy"),
+    ("trainjob", "torch: {}", "pytorch: {}"),
+    ("skypilot", "recover_on_exit_codes", "recover_on_exit_code"),
+    ("skypilot", "- 85", "- 86"),
+    ("skypilot", "num_nodes: 2", "nodes: 2"),
+    ("skypilot", "H100:8", "8xH100"),
+    ("skypilot", "zerofit launch", "python train/clm.py"),
+]
+
+
+@pytest.mark.parametrize(("kind", "right", "wrong"), MISTAKES)
+def test_a_mistake_is_found(written, kind, right, wrong):
+    text, _ = written(kind, RECIPE, "--strategy", "zero2", "--nodes", 2, "--seed", 7)
+    assert not problems(kind, text, 2)
+    assert right in text
+    assert problems(kind, text.replace(right, wrong), 2)
+
+
+def words_of(kind: str, text: str) -> list[str]:
+    """What a node gives to `zerofit launch`."""
+    if kind == "slurm":
+        return words_of_script(text)
+    last = documents(text)[-1]
+    if kind == "skypilot":
+        return shlex.split(last["run"].replace("\\\n", " "))[2:]
+    if kind == "trainjob":
+        return last["spec"]["trainer"]["args"]
+    return last["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def variables(kind: str, text: str, node: int) -> tuple[dict[str, str], str]:
+    """(what the scheduler sets on a node, as it documents it and from its file; the first node's address)."""
+    if kind == "slurm":  # srun(1), output environment variables
+        nodes = head(text)[0]["nodes"]
+        job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": f"gpu[01-{int(nodes):02d}]"}
+        step = {
+            "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes, "SLURM_STEP_NODELIST": f"gpu[01-{nodes:>02}]",
+            "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NTASKS": nodes,
+        }  # fmt: skip
+        return job | step, "gpu01"
+    last = documents(text)[-1]
+    name = last.get("name") or last["metadata"]["name"]
+    index = {"JOB_COMPLETION_INDEX": str(node)}  # kubernetes.io/docs/concepts/workloads/controllers/job
+    if kind == "jobset":
+        network, (job,) = last["spec"]["network"], last["spec"]["replicatedJobs"]
+        return index, f"{name}-{job['name']}-0-0.{network['subdomain']}"
+    if kind == "trainjob":  # pkg/runtime/framework/plugins/torch/torch.go
+        address = f"{name}-node-0-0.{name}"
+        return index | {
+            "PET_NNODES": str(last["spec"]["trainer"]["numNodes"]), "PET_NODE_RANK": str(node),
+            "PET_NPROC_PER_NODE": "auto", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": "29500",
+        }, address  # fmt: skip
+    addresses = [f"10.0.0.{number + 4}" for number in range(last["num_nodes"])]
+    return {  # docs.skypilot.co, distributed jobs
+        "SKYPILOT_NUM_NODES": str(last["num_nodes"]), "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NODE_IPS": "\n".join(addresses), "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_TASK_ID": "sky-managed-2026-11-24-08-00-00-000000_stdlib-gpt2_1-0",
+    }, addresses[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_launchers_on_the_nodes_find_each_other(written, capsys, monkeypatch, kind, nodes):
+    text, _ = written(kind, RECIPE, "--strategy", "zero2", "--nodes", nodes)
+    monkeypatch.setattr(start, "num_devices", lambda: 8)
+    ports = set()
+    for node in {0, 1, nodes - 1} & {*range(nodes)}:
+        told, address = variables(kind, text, node)
+        with monkeypatch.context() as context:
+            for name, value in told.items():
+                context.setenv(name, value)
+            assert start.main([*words_of(kind, text), "--dry_run"]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("accelerate launch"))
+        found = launch_command_parser().parse_args(shlex.split(line)[2:])
+        assert (found.num_machines, found.machine_rank, found.num_processes) == (nodes, node, 8 * nodes)
+        assert found.config_file == "accelerate_configs/zero2.yaml"
+        assert found.training_script_args[:2] == ["--config", RECIPE]
+        if nodes > 1:
+            assert found.main_process_ip == address
+            ports.add(found.main_process_port)
+    assert len(ports) == (nodes > 1)
+
+
+SRUN = """#!/bin/sh
+printf '%s\\n' "$@" > srun.words
+[ -z "$UPDATE" ] || { mkdir -p run; echo "{\\"update\\": $UPDATE}" >> run/metrics.jsonl; }
+[ -z "$RECORD" ] || { mkdir -p run; echo "{\\"exit_code\\": $RECORD}" > run/environment.json; }
+exit $CODE
+"""
+SCONTROL = '#!/bin/sh\necho "$@" >> scontrol.words\n'
+
+
+@pytest.fixture
+def job(written, tmp_path):
+    """job(CODE, ...): runs the script with stand-ins for srun and scontrol. Returns (its exit code, whether the job was
+    queued again, what it said)."""
+    site = tmp_path / "site.sh"
+    site.write_text("#SBATCH --account=a123\n# modules\nmodule() { echo loaded $2; }\nmodule load 'cuda/13'\n")
+    program = f"{sys.executable} -m zerofit.cli"
+    text, _ = written(
+        "slurm", ROOT / RECIPE, "--nodes", 2, "--site", site, "--program", program, "--output_dir", "run"
+    )
+    (tmp_path / "job.sh").write_text(text)
+    (tmp_path / "bin").mkdir()
+    for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(content)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def run(code: int, restarts: int = 0, update: int | None = None, record: int | None = None, started: int = 0):
+        told = {
+            "CODE": code, "UPDATE": "" if update is None else update, "RECORD": "" if record is None else record,
+            "SLURM_JOB_ID": 4711, "SLURM_RESTART_COUNT": restarts, "SLURM_JOB_START_TIME": started,
+            "SLURM_NODEID": 0, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ROOT,
+        }  # fmt: skip
+        if not restarts:  # Slurm does not set it then
+            del told["SLURM_RESTART_COUNT"]
+        variables = {**os.environ, **{name: str(value) for name, value in told.items()}}
+        done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert "loaded cuda/13" in done.stdout
+        asked = tmp_path / "scontrol.words"
+        queued = asked.read_text() if asked.exists() else ""
+        asked.unlink(missing_ok=True)
+        assert queued in ("", "requeue 4711\n")
+        return done.returncode, bool(queued), done.stderr
+
+    return run
+
+
+def test_after_which_exit_codes_a_job_is_queued_again(job, tmp_path):
+    again = {code: job(code)[:2] for code in (0, 2, 85, 86, 87, 130, 137)}
+    assert again == {
+        code: (code, is_again)
+        for code, is_again in {0: False, 2: False, 85: True, 86: False, 87: False, 130: False, 137: True}.items()
+    }
+    words = (tmp_path / "srun.words").read_text().splitlines()
+    assert words[:2] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    assert words[-4:] == ["launch", str(ROOT / RECIPE), "--output_dir", "run"]
+
+
+def test_two_failures_at_the_same_update(job):
+    assert job(137, update=7)[1]
+    assert job(85, restarts=1)[1], "it saved in between"
+    code, queued, said = job(1, restarts=2)
+    assert (code, queued) == (1, False)
+    assert "it has failed twice after update 7" in said
+    assert job(137)[1], "a new job of the same run"
+    assert job(137, restarts=1, update=8)[1], "it has made progress"
+    assert not job(137, restarts=2)[1]
+
+
+def test_the_runs_own_code_where_srun_has_killed_its_other_tasks(job):
+    assert job(143, record=85)[:2] == (85, True)
+    assert job(137, record=86)[:2] == (86, False)
+    assert job(143, record=85, started=2**33)[:2] == (143, True), "the record is older than the job's start"
+    assert job(2, record=85)[:2] == (2, False)
+
+
+def test_a_sites_lines_are_kept(written, tmp_path):
+    site = tmp_path / "site.sh"
+    site.write_text(
+        "#!/bin/bash\n#SBATCH --partition=gpu\n\nmodule  load cuda\nexport A='$B  c'\n#SBATCH --account=x\n"
+    )
+    text, _ = written("slurm", RECIPE, "--nodes", 2, "--site", site)
+    assert problems("slurm", text, 2) == []
+    assert head(text)[0].items() >= {("partition", "gpu"), ("account", "x")}
+    before = text[: text.index("srun --")]
+    assert "\nmodule  load cuda\nexport A='$B  c'\n" in before
+    site.write_text("export RANK=$SLURM_NODEID\n")
+    assert "expands $SLURM_NODEID in the batch script" in refusal(
+        submit.main, ["slurm", RECIPE, "--nodes", "2", "--site", str(site)]
+    )
+
+
+def test_mistakes(tmp_path):
+    for words, said in (
+        (("lsf", RECIPE), "there is no such scheduler"),
+        (("slurm",), "nothing to train"),
+        (("slurm", RECIPE, "--machine_rank", "1"), "--machine_rank is told by the scheduler"),
+        (("slurm", RECIPE, "--num_processes", "3", "--nodes", "2"), "num_processes = 3 on 2 nodes"),
+        (("slurm", RECIPE, "--strategy", "single"), "use ddp"),
+        (("slurm", RECIPE, "--strategy", "zero9"), "strategy 'zero9': there is no file"),
+        (("slurm", RECIPE, "--site", str(tmp_path / "none")), "none"),
+        (("slurm", RECIPE, "--time", "a day"), "time = 'a day'"),
+        (("jobset", RECIPE, "--name", "My_Job"), "name = 'My_Job'"),
+        (("jobset", RECIPE, "--folder", "data"), "folder = 'data'"),
+        (("skypilot", RECIPE, "--mounts", "s3://bucket"), "expected PATH=SOURCE"),
+        (("slurm", RECIPE, "--plan"), "plan needs the GPU"),
+        (("slurm", RECIPE, "--gpu", "h100-80gb"), "has no effect without --plan"),
+    ):
+        assert said in refusal(submit.main, [*words])
+
+
+def test_what_the_launch_will_refuse_is_noted(written):
+    text, notes = written("slurm", RECIPE, "--nodes", 2, "--learnin_rate", 1)
+    assert "--learnin_rate 1" in text
+    assert "note: the launch will refuse this: --learnin_rate is not an option. Did you mean learning_rate?" in notes
+
+
+def test_it_is_handed_to_the_scheduler(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = [str(ROOT / RECIPE), "--nodes", "2", "--run"]
+    assert "sbatch is not installed here. Where it is, type: sbatch stdlib-gpt2.sh" in refusal(
+        submit.main, ["slurm", *words]
+    )
+    for kind, expected in {
+        "slurm": ["sbatch", "stdlib-gpt2.sh"],
+        "jobset": ["kubectl", "apply", "-f", "stdlib-gpt2.yaml"],
+        "skypilot": ["sky", "jobs", "launch", "--yes", "stdlib-gpt2.yaml"],
+    }.items():
+        program = tmp_path / expected[0]
+        program.write_text('#!/bin/sh\necho "told: $*"\nexit 3\n')
+        program.chmod(0o755)
+        assert submit.main([kind, *words]) == 3
+        assert f"told: {' '.join(expected[1:])}\n" in capfd.readouterr().out
+        assert Path(expected[-1]).stat().st_size > 500
+
+
+def test_nodes_and_strategy_of_a_plan(written, monkeypatch):
+    """The smallest number of nodes, and the fastest strategy there."""
+    monkeypatch.setattr(plan, "usual_pairs", lambda num_gpus: ["ddp", "zero3"])
+    text, notes = written("slurm", "recipes/clm/llama2-7b-4x80gb.yaml", "--plan", "--gpu", "a100-40gb",
+                          "--architecture", "llama-2-7b", "--gpus_per_node", 2, "--nodes", 4)  # fmt: skip
+    nodes = int(head(text)[0]["nodes"])
+    assert nodes > 1, "on one node it does not fit"
+    assert problems("slurm", text, nodes) == []
+    words = words_of_script(text)
+    assert words[words.index("--strategy") + 1] == "zero3"
+    assert f"{2 * nodes} GPUs, zero3: " in notes
+    assert int(words[words.index("--per_device_train_batch_size") + 1]) >= 1
+
+
+def test_comments_stand_above_their_keys():
+    content = {"a": {"b": [{"c": "1", "d": "x\ny\n"}]}, "e": []}
+    text = commented(content, {("a", "b", 0): "first\nsecond", ("a", "b", 0, "d"): "third", ("e",): "fourth"})
+    assert text == (
+        "a:\n  b:\n  # first\n  # second\n  - c: '1'\n    # third\n    d: |\n      x\n      y\n# fourth\ne: []\n"
+    )
+    with pytest.raises(KeyError):
+        commented(content, {("f",): "none"})
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_kubectl_reads_the_same(written, kind):
+    """To its parser of YAML a plain 1e-4 is a number; to PyYAML it is a text."""
+    text, _ = written(kind, RECIPE, "--nodes", 2, "--learning_rate", "1e-4", "--seed", 7)
+    command = ["kubectl", "label", "--local", "-f", "-", "a=b", "-o", "jsonpath={@}{'\\n'}"]
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, env={**os.environ, "KUBECONFIG": os.devnull}
+    )
+    assert done.returncode == 0, done.stderr
+    read = [json.loads(line) for line in done.stdout.splitlines()]
+    for document in read:
+        assert document["metadata"].pop("labels") == {"a": "b"}
+    assert read == documents(text)

@@ -1,0 +1,1 @@
+"""The `zerofit submit` command."""

@@ -1,0 +1,38 @@
+"""`zerofit submit requeue CODE WORDS ...`: a batch script asks whether its job is to be queued again."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+from zerofit.record.exit_code import ExitCode
+from zerofit.tools.launch.restart_rule import queue_again_refused
+from zerofit.tools.launch.supervise import exit_code_of
+
+KILLED = 128  # above it a shell's code names a signal
+
+
+def main(argv: list[str]) -> int:
+    """Print the run's exit code. Returns 0 if the job is to be queued again, else 1.
+
+    Args:
+        argv: srun's exit code, and the words of `zerofit launch`.
+    """
+    launched, *words = argv
+    record = exit_code_of(words)
+    code = code_of_job(int(launched), record, os.environ)
+    is_first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+    refused = queue_again_refused(code, record.folder.path, is_first)
+    print(code)
+    said = f"not queued again ({refused})" if refused else "queued again"
+    print(f"the job ended with exit code {code}: {said}", file=sys.stderr, flush=True)
+    return 1 if refused else 0
+
+
+def code_of_job(launched: int, record: ExitCode, environment: Mapping[str, str]) -> int:
+    """srun ends with the highest code of all tasks. Where it has killed some, because another ended, that is theirs:
+    then the run's own record holds, if it is of this start of the job."""
+    recorded = record.read().get("exit_code")
+    if launched <= KILLED or recorded is None:
+        return launched
+    written = (record.folder.path / "environment.json").stat().st_mtime
+    return recorded if written >= float(environment.get("SLURM_JOB_START_TIME", 0)) else launched

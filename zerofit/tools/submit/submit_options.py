@@ -1,0 +1,119 @@
+"""The options of `zerofit submit`: for each scheduler what its file needs. All others are those of `zerofit launch`
+and of the recipe."""
+
+import re
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.fields import option
+
+
+@dataclass
+class SubmitOptions(Recipe):
+    """A job's file"""
+
+    nodes: int | None = option(
+        None, "Machines; 1 by default. With --plan: the most that it may use.", positive=True, common=True
+    )
+    gpus_per_node: int = option(8, "GPUs of one machine; 0: none.", minimum=0, common=True)
+    processes_per_node: int | None = option(
+        None, "Processes of one machine; by default one for each GPU.", positive=True, common=True
+    )
+    name: str | None = option(None, "The job's name; by default the recipe's.", common=True)
+    program: str | None = option(None, "How zerofit is started there, for example `.venv/bin/zerofit`.", common=True)
+    plan: bool = option(
+        False, "Take the number of nodes, the strategy and the batch from `zerofit plan`; it needs --gpu.", common=True
+    )
+    gpu: str | None = option(None, "The GPU, for --plan: h100-80gb, or another one that `zerofit plan` knows.")
+    architecture: str | None = option(
+        None, "The model's shape, for --plan, where the recipe's weights are not at hand: llama-2-7b."
+    )
+    output: str | None = option(None, "Write to this file, not to standard output.", common=True)
+    run: bool = option(False, "Hand the file, which is written, to the scheduler.", common=True)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.name and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
+            found.append(f"name = {self.name!r}: expected up to 40 letters a-z, digits and -, a letter first")
+        if self.plan and not self.gpu:
+            found.append("plan needs the GPU: set --gpu, e.g. --gpu h100-80gb")
+        for name in ("gpu", "architecture"):
+            if self.source(name) and not self.plan:
+                found.append(f"{name} = {getattr(self, name)} has no effect without --plan")
+        if self.plan and not self.gpus_per_node:
+            found.append("plan needs GPUs: set --gpus_per_node")
+        if self.plan and self.processes_per_node:
+            found.append("--plan and --processes_per_node: keep one of the two")
+        return found
+
+
+@dataclass
+class SlurmOptions(SubmitOptions):
+    """A batch script for Slurm: sbatch FILE"""
+
+    site: str | None = option(
+        None,
+        "A file with your cluster's lines: #SBATCH lines (account, partition, ...) go to the head, all others "
+        "(modules, variables) before the run, as they are.",
+        common=True,
+    )
+    cpus_per_node: int | None = option(
+        None, "CPUs of one machine; by default the whole machine (--exclusive).", positive=True, common=True
+    )
+    time: str | None = option(None, "Limit of one run of the job, for example 24:00:00.", common=True)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
+            found.append(f"time = {self.time!r}: expected minutes, or D-HH:MM:SS, e.g. --time 24:00:00")
+        return found
+
+
+@dataclass
+class KubernetesOptions(SubmitOptions):
+    """A file for Kubernetes: kubectl apply -f FILE"""
+
+    image: str = option("zerofit:latest", "The container's image, with zerofit and its libraries.", common=True)
+    claim: str = option(
+        "zerofit", "The PersistentVolumeClaim of the folder that all machines share (ReadWriteMany).", common=True
+    )
+    folder: str = option(
+        "/mnt/zerofit", "Where it is mounted: the current folder of the run, with its recipe.", common=True
+    )
+    restarts: int = option(
+        3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not self.folder.startswith("/"):
+            found.append(f"folder = {self.folder!r}: expected a path that begins with /")
+        if not self.claim:
+            found.append("claim is empty: set --claim to the name of a PersistentVolumeClaim")
+        return found
+
+
+@dataclass
+class SkyPilotOptions(SubmitOptions):
+    """A task for SkyPilot: sky jobs launch FILE"""
+
+    accelerator: str = option("H100", "The GPU by SkyPilot's name, without its number.", common=True)
+    spot: bool = option(False, "Use spot machines.", common=True)
+    mounts: str | None = option(
+        None, "Buckets and folders: /data=s3://bucket/data,/runs=s3://bucket/runs.", common=True
+    )
+    restarts: int = option(
+        3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        return found + [
+            f"mounts = {text!r}: expected PATH=SOURCE, e.g. /data=s3://bucket/data"
+            for text in (self.mounts or "").split(",") if text and not re.fullmatch(r"[/~][^=]*=.+", text)
+        ]  # fmt: skip
+
+    @property
+    def file_mounts(self) -> dict[str, str]:
+        """{path: source}."""
+        return dict(text.partition("=")[::2] for text in (self.mounts or "").split(",") if text)
