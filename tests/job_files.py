@@ -172,3 +172,50 @@ def _of_command(container: dict) -> Iterator[str]:
 
 def value_of(option: str, words: list[str]) -> str | None:
     return words[words.index(option) + 1] if option in words[:-1] else None
+
+
+def words_of(kind: str, text: str) -> list[str]:
+    """What a node gives to `zerofit launch`."""
+    if kind == "slurm":
+        return words_of_script(text)
+    last = documents(text)[-1]
+    if kind == "skypilot":
+        return shlex.split(last["run"].replace("\\\n", " "))[2:]
+    if kind == "trainjob":
+        return last["spec"]["trainer"]["args"]
+    return last["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def variables(kind: str, text: str, node: int, addresses: list[str], gpus: int = 8) -> tuple[dict[str, str], str]:
+    """(what the scheduler sets on a node, as it documents it and from its file; the first node's address).
+
+    Args:
+        addresses: of all nodes.
+        gpus: of a node.
+    """
+    if kind == "slurm":  # srun(1), output environment variables
+        nodes = head(text)[0]["nodes"]
+        job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": f"gpu[01-{int(nodes):02d}]"}
+        step = {
+            "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes,
+            "SLURM_STEP_NODELIST": f"gpu[01-{nodes:>02}]",
+            "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NTASKS": nodes,
+        }  # fmt: skip
+        return job | step, "gpu01"
+    last = documents(text)[-1]
+    name = last.get("name") or last["metadata"]["name"]
+    index = {"JOB_COMPLETION_INDEX": str(node)}  # kubernetes.io/docs/concepts/workloads/controllers/job
+    if kind == "jobset":
+        network, (job,) = last["spec"]["network"], last["spec"]["replicatedJobs"]
+        return index, f"{name}-{job['name']}-0-0.{network['subdomain']}"
+    if kind == "trainjob":  # pkg/runtime/framework/plugins/torch/torch.go
+        address = f"{name}-node-0-0.{name}"
+        return index | {
+            "PET_NNODES": str(last["spec"]["trainer"]["numNodes"]), "PET_NODE_RANK": str(node),
+            "PET_NPROC_PER_NODE": "auto", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": "29500",
+        }, address  # fmt: skip
+    return {  # docs.skypilot.co, distributed jobs
+        "SKYPILOT_NUM_NODES": str(last["num_nodes"]), "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NODE_IPS": "\n".join(addresses), "SKYPILOT_NUM_GPUS_PER_NODE": str(gpus),
+        "SKYPILOT_TASK_ID": "sky-managed-2026-11-24-08-00-00-000000_stdlib-gpt2_1-0",
+    }, addresses[0]  # fmt: skip

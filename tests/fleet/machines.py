@@ -80,6 +80,11 @@ class Machine:
         for process in self.started:
             process.wait()
 
+    def knows(self, name: str, address: str) -> None:
+        """Another machine's name, as a cluster's DNS would tell it."""
+        with (HOSTS / self.namespace / "hosts").open("a") as hosts:
+            hosts.write(f"{address} {name}\n")
+
     def unplug(self) -> None:
         sh(f"ip -n {self.namespace} link set eth0 down")
 

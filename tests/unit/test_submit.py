@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, refusal
-from job_files import SCHEMAS, documents, head, problems, validator, words_of_script
+from job_files import SCHEMAS, documents, head, problems, validator, variables, words_of, words_of_script
 
 from zerofit.tools.launch import launch as start
 from zerofit.tools.plan import plan
@@ -22,6 +22,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3_offload")
 KINDS = tuple(submit.SCHEDULERS)
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
+ADDRESSES = [f"10.0.0.{number + 4}" for number in range(16)]
 
 
 @pytest.fixture(autouse=True)
@@ -149,48 +150,6 @@ def test_a_mistake_is_found(written, kind, right, wrong):
     assert problems(kind, text.replace(right, wrong), 2)
 
 
-def words_of(kind: str, text: str) -> list[str]:
-    """What a node gives to `zerofit launch`."""
-    if kind == "slurm":
-        return words_of_script(text)
-    last = documents(text)[-1]
-    if kind == "skypilot":
-        return shlex.split(last["run"].replace("\\\n", " "))[2:]
-    if kind == "trainjob":
-        return last["spec"]["trainer"]["args"]
-    return last["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"]
-
-
-def variables(kind: str, text: str, node: int) -> tuple[dict[str, str], str]:
-    """(what the scheduler sets on a node, as it documents it and from its file; the first node's address)."""
-    if kind == "slurm":  # srun(1), output environment variables
-        nodes = head(text)[0]["nodes"]
-        job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": f"gpu[01-{int(nodes):02d}]"}
-        step = {
-            "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes, "SLURM_STEP_NODELIST": f"gpu[01-{nodes:>02}]",
-            "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NTASKS": nodes,
-        }  # fmt: skip
-        return job | step, "gpu01"
-    last = documents(text)[-1]
-    name = last.get("name") or last["metadata"]["name"]
-    index = {"JOB_COMPLETION_INDEX": str(node)}  # kubernetes.io/docs/concepts/workloads/controllers/job
-    if kind == "jobset":
-        network, (job,) = last["spec"]["network"], last["spec"]["replicatedJobs"]
-        return index, f"{name}-{job['name']}-0-0.{network['subdomain']}"
-    if kind == "trainjob":  # pkg/runtime/framework/plugins/torch/torch.go
-        address = f"{name}-node-0-0.{name}"
-        return index | {
-            "PET_NNODES": str(last["spec"]["trainer"]["numNodes"]), "PET_NODE_RANK": str(node),
-            "PET_NPROC_PER_NODE": "auto", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": "29500",
-        }, address  # fmt: skip
-    addresses = [f"10.0.0.{number + 4}" for number in range(last["num_nodes"])]
-    return {  # docs.skypilot.co, distributed jobs
-        "SKYPILOT_NUM_NODES": str(last["num_nodes"]), "SKYPILOT_NODE_RANK": str(node),
-        "SKYPILOT_NODE_IPS": "\n".join(addresses), "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-        "SKYPILOT_TASK_ID": "sky-managed-2026-11-24-08-00-00-000000_stdlib-gpt2_1-0",
-    }, addresses[0]  # fmt: skip
-
-
 @pytest.mark.parametrize("nodes", [1, 2, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_launchers_on_the_nodes_find_each_other(written, capsys, monkeypatch, kind, nodes):
@@ -198,7 +157,7 @@ def test_launchers_on_the_nodes_find_each_other(written, capsys, monkeypatch, ki
     monkeypatch.setattr(start, "num_devices", lambda: 8)
     ports = set()
     for node in {0, 1, nodes - 1} & {*range(nodes)}:
-        told, address = variables(kind, text, node)
+        told, address = variables(kind, text, node, ADDRESSES[:nodes])
         with monkeypatch.context() as context:
             for name, value in told.items():
                 context.setenv(name, value)
@@ -225,8 +184,9 @@ SCONTROL = '#!/bin/sh\necho "$@" >> scontrol.words\n'
 
 @pytest.fixture
 def job(written, tmp_path):
-    """job(CODE, ...): runs the script with stand-ins for srun and scontrol. Returns (its exit code, whether the job was
-    queued again, what it said)."""
+    """job(CODE, ...): runs the script with stand-ins for srun and scontrol.
+
+    Returns (its exit code, whether the job was queued again, what it said)."""
     site = tmp_path / "site.sh"
     site.write_text("#SBATCH --account=a123\n# modules\nmodule() { echo loaded $2; }\nmodule load 'cuda/13'\n")
     program = f"{sys.executable} -m zerofit.cli"

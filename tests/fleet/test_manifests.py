@@ -1,0 +1,51 @@
+"""The commands that stand in the files of `zerofit submit`, on machines that have the variables of each system."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import BIN, ROOT, environment, launch
+from job_files import documents, problems, variables
+
+pytestmark = pytest.mark.long
+
+
+def command_of(kind: str, text: str) -> list[str]:
+    last = documents(text)[-1]
+    if kind == "skypilot":
+        return ["bash", "-c", last["run"]]
+    if kind == "trainjob":
+        container = last["spec"]["trainer"]
+    else:
+        (container,) = last["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    return [*container["command"], *container["args"]]
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset", "skypilot"])
+def test_a_jobs_own_command_trains_as_one_process_does(job, machines, tmp_path, kind):
+    """Two machines of two processes, under zero2."""
+    run = job("run", steps=20)
+    words = [
+        "train/clm.py", "--strategy", "zero2", "--nodes", 2, "--gpus_per_node", 0, "--processes_per_node", 2,
+        "--name", "fleet", "--program", BIN / "zerofit", "--rendezvous_minutes", 1,
+        "--output_dir", run.folder, *run.options,
+    ]  # fmt: skip
+    submit = [sys.executable, "-m", "zerofit.cli", "submit", kind, *words]
+    done = subprocess.run(list(map(str, submit)), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert problems(kind, text, 2) == []
+
+    addresses = [machine.address for machine in run.machines]
+    for number, machine in enumerate(run.machines):
+        told, first = variables(kind, text, number, addresses, gpus=0)
+        if not re.fullmatch(r"[\d.]+", first):
+            machine.knows(first, addresses[0])
+        run.running[number] = machine.start(*command_of(kind, text), log=run.log(number), **told)
+    assert run.ends() == [0, 0], run.said()[-6000:]
+
+    expected = launch(tmp_path / "one", *run.options)
+    losses = {line["update"]: line["loss"] for line in expected if "loss" in line}
+    assert sorted(losses) == sorted(run.losses()) == list(range(1, 21))
+    assert max(abs(run.losses()[update] - loss) for update, loss in losses.items()) < 1e-6
