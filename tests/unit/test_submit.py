@@ -225,8 +225,8 @@ SCONTROL = '#!/bin/sh\necho "$@" >> scontrol.words\n'
 
 @pytest.fixture
 def job(written, tmp_path):
-    """job(CODE, ...): runs the script with stand-ins for srun and scontrol. Returns (its exit code, whether the job was
-    queued again, what it said)."""
+    """job(CODE, ...): runs the script with stand-ins for srun and scontrol. Returns (its exit code, whether the job
+    was queued again, what it said)."""
     site = tmp_path / "site.sh"
     site.write_text("#SBATCH --account=a123\n# modules\nmodule() { echo loaded $2; }\nmodule load 'cuda/13'\n")
     program = f"{sys.executable} -m zerofit.cli"
