@@ -108,6 +108,7 @@ MISTAKES = [
     ("slurm", "  --strategy zero2", "  --strategy zero2\n  --machine_rank $SLURM_NODEID"),
     ("slurm", "zerofit=(", "zerofit=(\n#SBATCH --time=10\n"),
     ("slurm", " --kill-on-bad-exit=1", ""),
+    ("slurm", " --wait=60", ""),
     ("slurm", '"$?"', '"0"'),
     ("slurm", "fi\n", ""),
     ("slurm", "srun ", "echo\nsrun_"),
@@ -167,7 +168,7 @@ def variables(kind: str, text: str, node: int) -> tuple[dict[str, str], str]:
         nodes = head(text)[0]["nodes"]
         job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": f"gpu[01-{int(nodes):02d}]"}
         step = {
-            "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes, "SLURM_STEP_NODELIST": f"gpu[01-{nodes:>02}]",
+            "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes, "SLURM_STEP_NODELIST": f"gpu[01-{nodes}]",
             "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NTASKS": nodes,
         }  # fmt: skip
         return job | step, "gpu01"
