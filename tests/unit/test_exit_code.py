@@ -198,4 +198,3 @@ def test_a_job_is_queued_again_as_the_table_says(tmp_path):
         refused = [queue_again_refused(number, tmp_path / "run", is_first=launch == 0) for launch in range(5)]
         queued = next((launch for launch, why in enumerate(refused) if why), 5)
         assert queued == expected[action], code
-
