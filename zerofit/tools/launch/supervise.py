@@ -36,7 +36,7 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     for word, following in pairwise(argv):
         number = following if word == "--machine_rank" else number
     recipe = ["--config", str(path)] if path.suffix in (".yaml", ".yml") and "--config" not in argv else []
-    return ExitCode(find_folder(task, [*recipe, *argv]), {"RANK": number})
+    return ExitCode(find_folder(task, [*recipe, *(words[1:] if recipe else argv)]), {"RANK": number})
 
 
 def adopt_orphans() -> None:
