@@ -20,7 +20,9 @@ from zerofit.recipe.help import default_text, heading, option_groups, value_text
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 TASKS = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 TOOLS = (
-    *"launch doctor plan compare verify prepare".split(),
+    "launch",
+    *(f"submit {scheduler}" for scheduler in ("slurm", "trainjob", "jobset", "skypilot")),
+    *"doctor plan compare verify prepare".split(),
     "prepare merge",
     "prepare info",
     "convert meta-to-hf",
@@ -29,7 +31,7 @@ TOOLS = (
     "merge",
     "generate",
 )
-WITH_RECIPE = ("launch", "doctor", "plan", "compare", "verify")
+WITH_RECIPE = ("launch", "submit", "doctor", "plan", "compare", "verify")
 INTRO = """# Options
 
 This page is generated: `python scripts/options_reference.py` writes it, a test keeps it current.
@@ -62,8 +64,9 @@ def page() -> str:
         options = options_class(tool)
         kinds = kinds_of(options)
         parts += [f"### `zerofit {tool}`"]
-        if tool in WITH_RECIPE:
-            parts += ["It takes the options of training as well."]
+        if tool.split()[0] in WITH_RECIPE:
+            launch = "`zerofit launch` and of " if tool.startswith("submit") else ""
+            parts += [f"It takes the options of {launch}training as well."]
         parts += [table([field for group in option_groups(options, tool=True).values() for field in group], kinds)]
     return "\n\n".join(parts) + "\n"
 

@@ -87,7 +87,9 @@ def _of_script(text: str, nodes: int) -> Iterator[str]:
     if step is None:
         yield "no step"
         return
-    if "--kill-on-bad-exit=1" not in lines[step] or not lines[step].endswith(' "${zerofit[@]}" launch "${run[@]}"'):
+    if "--kill-on-bad-exit=1 --wait=60 " not in lines[step] or not lines[step].endswith(
+        ' "${zerofit[@]}" launch "${run[@]}"'
+    ):
         yield lines[step]
     after = [line for line in lines[step + 1 :] if line]
     if after[:1] != ['if code=$("${zerofit[@]}" submit requeue "$?" "${run[@]}"); then']:

@@ -21,6 +21,8 @@ from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions, PrepareOptions
+from zerofit.tools.submit import submit
+from zerofit.tools.submit.job import make_job
 from zerofit.tools.tool_recipe import TASKS, read_with_recipe
 from zerofit.tools.verify.verify_options import VerifyOptions
 
@@ -100,6 +102,13 @@ def check_tool(words: list[str]) -> None:
         find_strategies([options.strategy or "ddp"])
         check_program(program)
         return
+    if words[0] == "submit":
+        if words[2:]:  # else it is only named
+            given = ["recipes/clm/stdlib-gpt2.yaml" if word == "RECIPE" else word for word in words[2:]]
+            options, others = submit.read_options(words[1], given)
+            _, notes = make_job(options, others, ["zerofit"])
+            assert not notes
+        return
     if words[0] == "doctor":
         _, _, problems = read_doctor(words[1:])
         assert not problems
@@ -172,6 +181,7 @@ def test_the_commands_of(place, monkeypatch):
     "accelerate launch --config_file accelerate_configs/zero4.yaml train/clm.py --config RECIPE",
     "accelerate launch train/cls.py --config recipes/cls/none.yaml", "zerofit merge --adaptor x --output y",
     "torchrun --nproc_per_node 2 train/clm.py --strateg zero1", "zerofit launch --strategy zero9 train/clm.py",
+    "zerofit submit slurm recipes/clm/stdlib-gpt2.yaml --node 2", "zerofit submit lsf recipes/clm/stdlib-gpt2.yaml",
     "python benchmarks/padding.py --round 3", "zerofit compare --config recipes/clm/compare-small.yaml --limit 1GiB",
 ])  # fmt: skip
 def test_what_is_wrong_is_found(command, monkeypatch):

@@ -15,6 +15,7 @@ from zerofit.health.shutdown import StopReason
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
 from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.record.run_folder import RunFolder
+from zerofit.tools.launch.restart_rule import queue_again_refused
 
 TYPO = ["--learnin_rate", "1"]
 
@@ -189,29 +190,11 @@ def test_the_page_has_every_code():
     assert set(documented()) == {*map(str, codes), "none"}
 
 
-def test_the_job_script_does_what_the_table_says(tmp_path):
-    """With a launch that leaves a code, and a scheduler that notes what it is asked for."""
-    (block,) = (text for text in resume_page().split("```\n") if "scontrol" in text)
-    (tmp_path / "srun").write_text(
-        "#!/bin/sh\nmkdir -p outputs/run; cp code.json outputs/run/environment.json; exit $LAUNCHED\n"
-    )
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho requeue >> asked\n")
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).chmod(0o755)
-    variables = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_ID="1")
-
-    def requeues(code: str, launches: int, launched: int = 137) -> int:
-        """How often the scheduler is asked in so many launches that end with this code."""
-        record = {"command": []} if code == "none" else {"command": [], "exit_code": int(code), "exit_reason": "error"}
-        (tmp_path / "code.json").write_text(json.dumps(record, indent=2))
-        (tmp_path / "asked").write_text("")
-        for _ in range(launches):
-            started = variables | {"LAUNCHED": str(launched)}
-            subprocess.run(["bash", "-c", block], cwd=tmp_path, env=started, check=False)
-        return (tmp_path / "asked").read_text().count("requeue")
-
-    expected = {"done": 0, "requeue": 5, "requeue three times": 3}
+def test_a_job_is_queued_again_as_the_table_says(tmp_path):
+    """After five launches that make no update."""
+    expected = {"done": 0, "requeue": 5, "requeue, not after two failures at the same update": 1}
     for code, action in documented().items():
-        requeues("0", 1)  # forgets earlier crashes
-        assert requeues(code, 5) == expected[action], code
-    assert requeues("none", 5, launched=2) == 0, "a mistake in a folder that is not the run's"
+        number = 137 if code == "none" else int(code)
+        refused = [queue_again_refused(number, tmp_path / "run", is_first=launch == 0) for launch in range(5)]
+        queued = next((launch for launch, why in enumerate(refused) if why), 5)
+        assert queued == expected[action], code

@@ -299,7 +299,10 @@ def test_which_failures_are_worth_a_restart(tmp_path):
     assert restarts.refused({85})
 
 
-def test_restarts_are_for_several_processes_of_a_machine(machine):
+def test_restarts_are_for_several_processes(machine, capsys):
+    machine(8, **DLC)
+    words, _ = line(capsys, RECIPE, "--max_restarts", "3")
+    assert told(words).max_restarts == 3
     machine(1)
     assert "one process" in refusal(start.main, [RECIPE, "--num_machines", "1", "--max_restarts", "3", "--dry_run"])
 

@@ -109,6 +109,7 @@ MISTAKES = [
     ("slurm", "  --strategy zero2", "  --strategy zero2\n  --machine_rank $SLURM_NODEID"),
     ("slurm", "zerofit=(", "zerofit=(\n#SBATCH --time=10\n"),
     ("slurm", " --kill-on-bad-exit=1", ""),
+    ("slurm", " --wait=60", ""),
     ("slurm", '"$?"', '"0"'),
     ("slurm", "fi\n", ""),
     ("slurm", "srun ", "echo\nsrun_"),
@@ -226,7 +227,7 @@ def test_after_which_exit_codes_a_job_is_queued_again(job, tmp_path):
         for code, is_again in {0: False, 2: False, 85: True, 86: False, 87: False, 130: False, 137: True}.items()
     }
     words = (tmp_path / "srun.words").read_text().splitlines()
-    assert words[:2] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    assert words[:3] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60"]
     assert words[-4:] == ["launch", str(ROOT / RECIPE), "--output_dir", "run"]
 
 

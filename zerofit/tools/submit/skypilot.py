@@ -54,6 +54,6 @@ def notes(job: Job) -> list[str]:
     if kept:
         return []
     return [
-        "checkpoints lie on the machines' disks, and are lost with them: set --output_dir to a mounted folder that "
-        "all machines share"
+        "checkpoints lie on the machines' disks, and are lost with them: set --output_dir to a folder that all "
+        "machines share and that stays (a volume)"
     ]

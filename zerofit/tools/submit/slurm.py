@@ -31,8 +31,9 @@ run=(
 {run}
 )
 
-# One launcher on each node; what differs between nodes it reads inside the step. If one ends with an error, so do all.
-srun --ntasks-per-node=1 --kill-on-bad-exit=1{step} "${{zerofit[@]}}" launch "${{run[@]}}"
+# One launcher on each node; what differs between nodes it reads inside the step. If one ends with an error, so do all;
+# one that is lost with its node is waited for no longer than --wait.
+srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=60{step} "${{zerofit[@]}}" launch "${{run[@]}}"
 
 # Queue the job again: always after 85 (saved, to be resumed), and after crashes and killed ranks; never after 0, 2 (a
 # mistake), 86 (an anomaly) or 87 (out of memory), and not after two failures at the same update.
