@@ -1,5 +1,6 @@
 """The commands that stand in the files of `zerofit submit`, on machines that have the variables of each system."""
 
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_a_jobs_own_command_trains_as_one_process_does(job, machines, tmp_path, 
     run = job("run", steps=20)
     words = [
         "train/clm.py", "--strategy", "zero2", "--nodes", 2, "--gpus_per_node", 0, "--processes_per_node", 2,
-        "--name", "fleet", "--program", BIN / "zerofit", "--rendezvous_minutes", 1,
+        "--name", "fleet", "--rendezvous_minutes", 1,
         "--output_dir", run.folder, *run.options,
     ]  # fmt: skip
     submit = [sys.executable, "-m", "zerofit.cli", "submit", kind, *words]
@@ -37,12 +38,13 @@ def test_a_jobs_own_command_trains_as_one_process_does(job, machines, tmp_path, 
     text = done.stdout
     assert problems(kind, text, 2) == []
 
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     addresses = [machine.address for machine in run.machines]
     for number, machine in enumerate(run.machines):
         told, first = variables(kind, text, number, addresses, gpus=0)
         if not re.fullmatch(r"[\d.]+", first):
             machine.knows(first, addresses[0])
-        run.running[number] = machine.start(*command_of(kind, text), log=run.log(number), **told)
+        run.running[number] = machine.start(*command_of(kind, text), log=run.log(number), PATH=path, **told)
     assert run.ends() == [0, 0], run.said()[-6000:]
 
     expected = launch(tmp_path / "one", *run.options)
