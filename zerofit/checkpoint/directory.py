@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path, limit: int | None = None, every: int | None = None):
         self.path, self.limit, self.every = path, limit, every
+        self.pinned: str | None = None  # the name of a checkpoint that stays while another thread reads it
+        self.finished: Callable[[Path], None] = lambda folder: None  # called with each complete checkpoint
 
     @property
     def best(self) -> Path:
@@ -74,6 +76,16 @@ class CheckpointDirectory:
         if is_best:
             self._point(self.best, folder)
         self._drop()
+        self.finished(folder)
+
+    def take_in(self, partial: Path, name: str) -> None:
+        """Give a whole checkpoint, brought from elsewhere, its name, and let `latest` point to the newest."""
+        for path in (*(path for path in partial.rglob("*")), partial):
+            sync(path)
+        _remove(self.path / name)
+        partial.rename(self.path / name)
+        sync(self.path)
+        self._point(self.latest, next(self.resumable()))
 
     def abandon(self, update: int) -> None:
         """Take away what a failed save has left."""
@@ -138,7 +150,7 @@ class CheckpointDirectory:
         asked = [folder for folder in folders if _why(folder) == ASKED]
         keep = {*asked[: self.limit], *list(self.resumable())[: self.limit or AT_LEAST]}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
-        kept = {folder.name for folder in keep}
+        kept = {*(folder.name for folder in keep), self.pinned}
         for folder in folders:
             milestone = self.every and _update(folder) % self.every == 0
             if folder.name not in kept and not milestone:
