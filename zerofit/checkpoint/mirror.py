@@ -102,10 +102,14 @@ class Mirror:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 self._report(f"it was not ready {limit_s / 60:g} minutes after training")
-        self._closed.set()
+        self.close()
         missing = len(self._made - self._mirrored.keys())
         number = counted(len(self._made & self._mirrored.keys()), "checkpoint")
         return [*self.messages(), f"mirror      {number} mirrored, {missing} not: {self.store.address}"]
+
+    def close(self) -> None:
+        """Give no sign of life any more."""
+        self._closed.set()
 
     # ---------------------------------------------------------------------------------------------------------- owner
 
@@ -137,7 +141,7 @@ class Mirror:
         while True:
             self._wanted.wait(pause_s)
             self._wanted.clear()
-            is_last = self._ending.is_set()
+            is_last, self._busy_since = self._ending.is_set(), time.monotonic()
             try:
                 self.copy(is_last)
             except MirrorLost:

@@ -38,6 +38,7 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
                 raise mirror.failure or TimeoutError("no answer")
             return mirror, restore(mirror.store, recipe, folder)
         except UserError:
+            mirror.close()
             raise
         except Exception as error:  # each store has its own
             if not is_needed:
