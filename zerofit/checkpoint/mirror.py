@@ -8,7 +8,9 @@ import contextlib
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, CheckpointDirectory
 from zerofit.checkpoint.mirror_store import BEAT_S, RESULTS, MirrorStore, files_of, reason
@@ -37,8 +39,9 @@ class Mirror:
         self.store, self._run, self._beats = store, secrets.token_hex(8), 0
         self.failure: Exception | None = None  # of the last sign of life; None: it did not fail
         self.other: str | None = None  # another run that writes to this address
-        self._claimed, self._answered = threading.Event(), threading.Event()
-        self._wanted, self._ending, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self.is_ours = False  # the store has taken our sign of life
+        self._answered = threading.Event()
+        self._wanted, self._ending, self.closed = (threading.Event() for _ in range(3))
         self._messages: list[str] = []
         self._is_reported, self._is_tidy, self._busy_since = False, False, 0.0
         self._made: set[str] = set()  # names of checkpoints
@@ -63,11 +66,6 @@ class Mirror:
         if isinstance(mirror.failure, (PermissionError, FileNotFoundError)):
             raise UserError(f"mirror = {address!r} cannot be written: {reason(mirror.failure)}")
         return mirror
-
-    @property
-    def answers(self) -> bool:
-        """Whether the store has answered, and is ours."""
-        return self._claimed.is_set()
 
     def start(self, folder: Path, directory: CheckpointDirectory, updates: int) -> None:
         """Copy the checkpoints of this folder from now on.
@@ -102,37 +100,33 @@ class Mirror:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 self._report(f"it was not ready {limit_s / 60:g} minutes after training")
-        self.close()
+        self.closed.set()  # no more signs of life
         missing = len(self._made - self._mirrored.keys())
         number = counted(len(self._made & self._mirrored.keys()), "checkpoint")
         return [*self.messages(), f"mirror      {number} mirrored, {missing} not: {self.store.address}"]
 
-    def close(self) -> None:
-        """Give no sign of life any more."""
-        self._closed.set()
-
     # ---------------------------------------------------------------------------------------------------------- owner
 
     def _beat(self) -> None:
-        while not self._closed.is_set() and self.other is None:
+        while not self.closed.is_set() and self.other is None:
             try:
                 self._own()
                 self.failure = None
             except Exception as error:  # each store has its own
                 self.failure = error
             self._answered.set()
-            self._closed.wait(BEAT_S)
+            self.closed.wait(BEAT_S)
 
     def _own(self) -> None:
         """Give a sign of life, unless another run has done so."""
-        if not self._claimed.is_set():
+        if not self.is_ours:
             self.other = self.store.living_owner(self._run)
         elif (owner := self.store.owner()) and owner.get("run") != self._run:
             self.other = f"process {owner.get('pid')} of {owner.get('host')}"
-        if self.other is None and not self._closed.is_set():
+        if self.other is None and not self.closed.is_set():
             self._beats += 1
             self.store.own(self._run, self._beats)
-            self._claimed.set()
+            self.is_ours = True
 
     # --------------------------------------------------------------------------------------------------------- copying
 
@@ -176,7 +170,7 @@ class Mirror:
             MirrorLost: another run writes there.
             Exception: of the store.
         """
-        if not self._claimed.is_set() and self.other is None:
+        if not self.is_ours and self.other is None:
             raise self.failure or TimeoutError("no answer")
         if not self._is_tidy:
             for name in self.store.checkpoints():
@@ -186,21 +180,18 @@ class Mirror:
             self._is_tidy = True
         for name in RESULTS:
             with contextlib.suppress(FileNotFoundError):
-                self._put((self._folder / name).read_bytes(), name)
-        folders = self._directory.folders()
-        for folder in folders:
+                self._call(self.store.put, (self._folder / name).read_bytes(), name)
+        for folder in self._directory.folders():
             self._copy_checkpoint(folder)
         self._drop()
         if is_last:
             for name in files_below(self._folder / MODEL, self._folder):
-                self._put(self._folder / name, name)
-            self._closed.set()
+                self._call(self.store.put, self._folder / name, name)
+            self.closed.set()
             self._call(self.store.own, self._run, self._beats + 1, True)
 
-    def _put(self, source: Path | bytes, name: str) -> None:
-        self._call(self.store.put, source, name)
-
-    def _call(self, method, *args) -> None:  # type: ignore[no-untyped-def]
+    def _call(self, method: Callable[..., None], *args: Any) -> None:
+        """Change the store, while it is ours."""
         if self.other is not None:
             raise MirrorLost
         self._busy_since = time.monotonic()
@@ -211,21 +202,25 @@ class Mirror:
         name, place = folder.name, f"{CHECKPOINTS}/{folder.name}"
         self._directory.pinned = name
         try:
-            try:
-                manifest = (folder / MANIFEST).read_bytes()
-            except FileNotFoundError:
-                return
+            manifest = self._manifest(folder)
+            if manifest is None or self._mirrored.get(name) == manifest:
+                return  # it is gone, or there
             self._made.add(name)
-            if self._mirrored.get(name) != manifest:
-                self._mirrored.pop(name, None)
-                if self.store.read(f"{place}/{MANIFEST}") != manifest:
-                    self._send(folder, place, manifest)
-                    if (folder / MANIFEST).read_bytes() != manifest:
-                        return  # it was written again meanwhile, and this wakes the thread
-                    self._put(manifest, f"{place}/{MANIFEST}")
-                self._mirrored[name] = manifest
+            self._mirrored.pop(name, None)
+            if self.store.read(f"{place}/{MANIFEST}") != manifest:
+                self._send(folder, place, manifest)
+                if self._manifest(folder) != manifest:
+                    return  # it was written again meanwhile, and this wakes the thread
+                self._call(self.store.put, manifest, f"{place}/{MANIFEST}")
+            self._mirrored[name] = manifest
         finally:
             self._directory.pinned = None
+
+    @staticmethod
+    def _manifest(folder: Path) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (folder / MANIFEST).read_bytes()
+        return None
 
     def _send(self, folder: Path, place: str, manifest: bytes) -> None:
         if (folder.name, manifest) not in self._sent:
@@ -233,7 +228,7 @@ class Mirror:
         sent = self._sent.setdefault((folder.name, manifest), set())
         for file in files_of(manifest):
             if file not in sent:
-                self._put(folder / file, f"{place}/{file}")
+                self._call(self.store.put, folder / file, f"{place}/{file}")
                 sent.add(file)
 
     def _drop(self) -> None:

@@ -34,11 +34,11 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
     is_needed = not any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable())
     while True:
         try:
-            if not mirror.answers:
+            if not mirror.is_ours:
                 raise mirror.failure or TimeoutError("no answer")
             return mirror, restore(mirror.store, recipe, folder)
         except UserError:
-            mirror.close()
+            mirror.closed.set()
             raise
         except Exception as error:  # each store has its own
             if not is_needed:
