@@ -102,11 +102,15 @@ class CheckpointManager:
             UserError: another launch has put them there since this one began.
         """
         self.folder.lock()
-        if self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve():
+        if self._resumes_its_own_folder:
             self.directory.drop_after(self.state.updates)
         else:
             refuse_to_clear(self.folder, self.recipe.overwrite_output_dir)
             self.directory.drop_after(-1)
+
+    @property
+    def _resumes_its_own_folder(self) -> bool:
+        return self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve()
 
     def restore_best_checkpoint(self) -> None:
         """Check that the best checkpoint so far is in the folder; if it is missing, best-metric tracking restarts."""
@@ -142,7 +146,8 @@ class CheckpointManager:
         """Say when checkpoints are written; where an anomaly leads back to one, write the first now."""
         self._say(*self._about_checkpoints())
         if self.mirror is not None:
-            self.mirror.start(self.folder.path, self.directory, self.state.updates or -1)
+            updates = self.state.updates if self._resumes_its_own_folder else -1
+            self.mirror.start(self.folder.path, self.directory, updates)
         if self.recipe.on_anomaly == "rewind" and not self.state.updates:
             self.save(START, False, {})
 

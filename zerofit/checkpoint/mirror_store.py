@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from zerofit.checkpoint.directory import MANIFEST, NAME
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import first_line
@@ -118,7 +120,7 @@ class MirrorStore:
         owner = self.owner()
         if not owner or owner.get("ended") or owner.get("run") == run:
             return None
-        if owner.get("host") == platform.node() and not _is_running(owner.get("pid")):
+        if owner.get("host") == platform.node() and not psutil.pid_exists(owner.get("pid") or 0):
             return None
         until = time.monotonic() + 3 * BEAT_S
         while time.monotonic() < until:
@@ -147,16 +149,6 @@ def _persistently(call: Callable[[], T]) -> T:
         except Exception:  # each store has its own
             time.sleep(pause_s)
     return call()
-
-
-def _is_running(pid: Any) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (TypeError, ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def reason(error: Exception) -> str:
