@@ -200,8 +200,7 @@ class Mirror:
     def _copy_checkpoint(self, folder: Path) -> None:
         """Copy a checkpoint, unless it is in the store. It stays in the folder meanwhile, and the manifest is last."""
         name, place = folder.name, f"{CHECKPOINTS}/{folder.name}"
-        self._directory.pinned = name
-        try:
+        with self._directory.reading(folder):
             manifest = self._manifest(folder)
             if manifest is None or self._mirrored.get(name) == manifest:
                 return  # it is gone, or there
@@ -213,8 +212,6 @@ class Mirror:
                     return  # it was written again meanwhile, and this wakes the thread
                 self._call(self.store.put, manifest, f"{place}/{MANIFEST}")
             self._mirrored[name] = manifest
-        finally:
-            self._directory.pinned = None
 
     @staticmethod
     def _manifest(folder: Path) -> bytes | None:
