@@ -99,6 +99,13 @@ def faults(monkeypatch):
     Faulty.faults.open.set()
 
 
+def wait_for_owners() -> None:
+    """Until closed mirrors of this process have given their last sign of life."""
+    for thread in threading.enumerate():
+        if thread.name == "mirror owner":
+            thread.join(10)
+
+
 class Scene:
     """A run's folder and its mirror."""
 
@@ -113,6 +120,7 @@ class Scene:
         return CheckpointDirectory(folder.path / "checkpoints", limit=2)
 
     def mirror(self, updates: int = -1) -> Mirror:
+        wait_for_owners()
         mirror = Mirror.open(self.address)
         mirror.start(self.folder.path, self.directory, updates)
         return mirror
@@ -146,6 +154,7 @@ class Scene:
     def restored(self) -> tuple[list[int], list[str]]:
         """(updates of the folder's checkpoints, what was said), of a run that starts."""
         self.folder.metrics.close()
+        wait_for_owners()
         folder = RunFolder(self.folder.path)
         mirror, notes = mirror_restore.open_mirror(self.recipe, folder)
         mirror.finish()

@@ -40,7 +40,7 @@ class Mirror:
         self.failure: Exception | None = None  # of the last sign of life; None: it did not fail
         self.other: str | None = None  # another run that writes to this address
         self.is_ours = False  # the store has taken our sign of life
-        self._answered = threading.Event()
+        self._answered, self._owning = threading.Event(), threading.Lock()
         self._wanted, self._ending, self.closed = (threading.Event() for _ in range(3))
         self._messages: list[str] = []
         self._is_reported, self._is_tidy, self._busy_since = False, False, 0.0
@@ -123,10 +123,11 @@ class Mirror:
             self.other = self.store.living_owner(self._run)
         elif (owner := self.store.owner()) and owner.get("run") != self._run:
             self.other = f"process {owner.get('pid')} of {owner.get('host')}"
-        if self.other is None and not self.closed.is_set():
-            self._beats += 1
-            self.store.own(self._run, self._beats)
-            self.is_ours = True
+        with self._owning:
+            if self.other is None and not self.closed.is_set():
+                self._beats += 1
+                self.store.own(self._run, self._beats)
+                self.is_ours = True
 
     # --------------------------------------------------------------------------------------------------------- copying
 
@@ -187,8 +188,9 @@ class Mirror:
         if is_last:
             for name in files_below(self._folder / MODEL, self._folder):
                 self._call(self.store.put, self._folder / name, name)
-            self.closed.set()
-            self._call(self.store.own, self._run, self._beats + 1, True)
+            with self._owning:
+                self.closed.set()
+                self._call(self.store.own, self._run, self._beats + 1, True)
 
     def _call(self, method: Callable[..., None], *args: Any) -> None:
         """Change the store, while it is ours."""
