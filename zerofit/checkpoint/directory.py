@@ -11,7 +11,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path, limit: int | None = None, every: int | None = None):
         self.path, self.limit, self.every = path, limit, every
+        self._read: str | None = None  # the name of a checkpoint that stays while another thread reads it
+        self._is_withheld, self._lock = False, threading.Lock()  # from being dropped
+        self.finished: Callable[[Path], None] = lambda folder: None  # called with each complete checkpoint
 
     @property
     def best(self) -> Path:
@@ -67,13 +71,36 @@ class CheckpointDirectory:
         """
         folder, partial = self.folder(update), self.partial(update)
         seal(partial, why, checked)
-        _remove(folder)  # of a run that was resumed from before it
-        partial.rename(folder)
+        with self._lock:
+            _remove(folder)  # of a run that was resumed from before it
+            partial.rename(folder)
+            sync(self.path)
+            self._point(self.latest, folder)
+            if is_best:
+                self._point(self.best, folder)
+            self._drop()
+        self.finished(folder)
+
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """Keep a checkpoint while this thread reads it, and others are written."""
+        self._read = folder.name
+        try:
+            yield
+        finally:
+            with self._lock, contextlib.suppress(OSError):
+                self._read = None
+                if self._is_withheld:
+                    self._drop()
+
+    def take_in(self, partial: Path, name: str) -> None:
+        """Give a whole checkpoint, brought from elsewhere, its name, and let `latest` point to the newest."""
+        for path in (*(path for path in partial.rglob("*")), partial):
+            sync(path)
+        _remove(self.path / name)
+        partial.rename(self.path / name)
         sync(self.path)
-        self._point(self.latest, folder)
-        if is_best:
-            self._point(self.best, folder)
-        self._drop()
+        self._point(self.latest, next(self.resumable()))
 
     def abandon(self, update: int) -> None:
         """Take away what a failed save has left."""
@@ -138,10 +165,14 @@ class CheckpointDirectory:
         asked = [folder for folder in folders if _why(folder) == ASKED]
         keep = {*asked[: self.limit], *list(self.resumable())[: self.limit or AT_LEAST]}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
-        kept = {folder.name for folder in keep}
+        kept, self._is_withheld = {folder.name for folder in keep}, False
         for folder in folders:
             milestone = self.every and _update(folder) % self.every == 0
-            if folder.name not in kept and not milestone:
+            if folder.name in kept or milestone:
+                continue
+            if folder.name == self._read:
+                self._is_withheld = True
+            else:
                 _remove(folder)
 
     @staticmethod

@@ -8,6 +8,7 @@ from typing import Any
 
 from zerofit.checkpoint.directory import ASKED, BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.exporter import ModelExporter
+from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
 from zerofit.checkpoint.run_state import BestEvaluation, RunState
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
@@ -31,6 +32,7 @@ class CheckpointManager:
         data: the fingerprint of the training set, which the run's place in the data refers to.
         keeps_best: the weights of the best evaluation are kept.
         advise: is given the bytes of the copies that checkpoints are written from, once there are any.
+        mirror: where checkpoints are copied to, on the main process; None: nowhere.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class CheckpointManager:
         data: dict[str, Any],
         keeps_best: bool,
         advise: Callable[[int], None] = lambda copied: None,
+        mirror: Mirror | None = None,
     ):
         self.folder, self.recipe, self.state = folder, recipe, state
         self.resumed_at = 0  # updates that were made before this launch
@@ -53,7 +56,7 @@ class CheckpointManager:
         )
         self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
         self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
-        self._keeps_best, self._advise = keeps_best, advise
+        self._keeps_best, self._advise, self.mirror = keeps_best, advise, mirror
         self._interval_s = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else 60 * recipe.save_minutes
         self._saved_at = time.time()
         self._saved_update: int | None = None  # the update whose state was saved last
@@ -99,11 +102,15 @@ class CheckpointManager:
             UserError: another launch has put them there since this one began.
         """
         self.folder.lock()
-        if self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve():
+        if self._resumes_its_own_folder:
             self.directory.drop_after(self.state.updates)
         else:
             refuse_to_clear(self.folder, self.recipe.overwrite_output_dir)
             self.directory.drop_after(-1)
+
+    @property
+    def _resumes_its_own_folder(self) -> bool:
+        return self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve()
 
     def restore_best_checkpoint(self) -> None:
         """Check that the best checkpoint so far is in the folder; if it is missing, best-metric tracking restarts."""
@@ -138,6 +145,9 @@ class CheckpointManager:
     def start(self) -> None:
         """Say when checkpoints are written; where an anomaly leads back to one, write the first now."""
         self._say(*self._about_checkpoints())
+        if self.mirror is not None:
+            updates = self.state.updates if self._resumes_its_own_folder else -1
+            self.mirror.start(self.folder.path, self.directory, updates)
         if self.recipe.on_anomaly == "rewind" and not self.state.updates:
             self.save(START, False, {})
 
@@ -233,7 +243,7 @@ class CheckpointManager:
         """What has become of checkpoints since the last call, for the log of the main process."""
         self.writer.poll()
         messages, self.writer.messages = self.writer.messages, []
-        return messages
+        return messages + (self.mirror.messages() if self.mirror is not None else [])
 
     def finish(self, after_anomaly: bool) -> None:
         """Wait for the last checkpoint, and say what became of it. After an anomaly, first save what is good."""

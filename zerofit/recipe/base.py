@@ -67,8 +67,15 @@ class Recipe:
     def settle(self) -> None:
         """Change what follows from other options. Called once all options are read."""
 
+    def stand_in(self, name: str, value: Any) -> None:
+        """Let an option have another value from now on, such as the copy of a file; `to_dict` has the one given."""
+        self.__dict__.setdefault("_stands_for", {})[name] = (value, getattr(self, name))
+        setattr(self, name, value)
+
     def to_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        stand_ins = self.__dict__.get("_stands_for", {}).items()
+        return values | {name: given for name, (local, given) in stand_ins if values[name] == local}
 
     def to_publish(self) -> dict[str, Any]:
         """The same for model cards and trackers, without the folders of this machine."""

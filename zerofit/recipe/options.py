@@ -273,6 +273,11 @@ class CheckpointOptions(Recipe):
         "folder of a checkpoint.",
         aliases=("resume_from_checkpoint",),
     )
+    mirror: str | None = option(
+        None,
+        "Address of an object store, as s3://bucket/run: checkpoints and results are copied there while training "
+        "continues, and a run whose output_dir has been lost resumes from there.",
+    )
     max_hours: float | None = option(
         None,
         "Stop after this many hours, counted from the start of the program: save, then exit with code 85.",
@@ -291,6 +296,8 @@ class CheckpointOptions(Recipe):
             problems.append("save_total_limit has no effect without save_strategy")
         if self.save_only_model and self.save_strategy in (None, "no") and not self.save_steps:
             problems.append("save_only_model has no effect without save_strategy")
+        if self.mirror and "://" not in self.mirror:
+            problems.append(f"mirror = {self.mirror!r}: expected an address, such as s3://bucket/run")
         return problems
 
 

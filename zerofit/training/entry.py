@@ -1,19 +1,23 @@
 """How a task begins and ends: its exit code on record, a look at the disk before anything heavy is imported, the
 watchdog, and the session."""
 
+import math
 import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from zerofit.checkpoint.mirror_restore import open_mirror
 from zerofit.health.shutdown import StartingRank, listen
 from zerofit.health.watchdog import Watchdog
+from zerofit.recipe.addresses import fetch_inputs
 from zerofit.recipe.errors import before_leaving, leave, record_codes_with, tell_others_with
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.exit_code import ExitCode, find_folder
-from zerofit.record.terminal import outlive_the_terminal
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import outlive_the_terminal, say
 from zerofit.record.timeline import Timeline
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.training.rank_meeting import MEETING
@@ -46,6 +50,7 @@ def open_session(
         UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
             before torch is imported.
     """
+    fetch_inputs(recipe)
     check_paths(recipe, output_folder(task, recipe))
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
@@ -61,4 +66,10 @@ def open_session(
         from zerofit.training.stored_model import StoredModel
 
         stored = StoredModel.open(task, recipe)
-    return Session.open(task, recipe, timeline, watchdog, stored, measurement)
+    mirror = None
+    if recipe.mirror and recipe.trains and measurement is None:
+        watchdog.phase("mirror", patience=math.inf)
+        folder = RunFolder(output_folder(task, recipe))
+        mirror, notes = MEETING.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
+        say(*notes)
+    return Session.open(task, recipe, timeline, watchdog, stored, measurement, mirror)

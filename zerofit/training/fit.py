@@ -115,7 +115,7 @@ def _resume(
         "strategy": session.strategy.name,
     }
     checkpoints = CheckpointManager(
-        session.folder, engine, session.recipe, state, exporter, run, data, best.keeps, session.advise
+        session.folder, engine, session.recipe, state, exporter, run, data, best.keeps, session.advise, session.mirror
     )
     checkpoints.resume(config.resume)
     if engine.is_main:
@@ -214,7 +214,7 @@ def export(result: TrainResult) -> None:
 
 
 def finish(result: TrainResult) -> int:
-    """Say where everything lies, and leave the process group. Returns the exit code."""
+    """Say where everything lies, leave the process group, and wait for the mirror. Returns the exit code."""
     session, checkpoints = result.prepared.session, result.run.checkpoints
     code = result.stop.reason.exit_code(checkpoints.saved_latest)
     if session.is_main:
@@ -224,6 +224,8 @@ def finish(result: TrainResult) -> int:
     if not result.stopped:
         session.say(f"run folder  {session.folder.path}  (loss.png, metrics.jsonl, model/)")
     result.prepared.engine.close()
+    if session.mirror is not None:
+        session.say(*session.mirror.finish())
     return code
 
 

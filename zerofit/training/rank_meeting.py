@@ -5,21 +5,23 @@ rank prepares its data, a thread of it gives signs of life, and ends the rank wh
 """
 
 import contextlib
+import json
 import os
 import platform
 import re
 import threading
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
-from zerofit.recipe.errors import leave, printable, record_code
+from zerofit.recipe.errors import UserError, leave, printable, record_code
 from zerofit.recipe.last_message import LAUNCHER, print_last
 from zerofit.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+T = TypeVar("T")
 CONNECT_S = 20.0  # to say why this rank ends before it has come
 ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore print them
 LAUNCHER_S = 40.0  # within which a launcher ends the ranks of its machine
@@ -55,6 +57,30 @@ class RankMeeting:
             return
         self._come(limit_s)
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def first_on_rank_0(self, name: str, action: Callable[[], T]) -> T | None:
+        """Let rank 0 do something before all others go on. Returns its result there, None on other ranks.
+
+        Raises:
+            UserError: of rank 0, on all ranks.
+        """
+        if self.count == 1:
+            return action()
+        store, key = self.store or self._connect(CONNECT_S), f"zerofit/first{self.attempt}/{name}"
+        if self.rank:
+            while not store.check([key]):
+                time.sleep(0.2)
+            if problems := json.loads(store.get(key)):
+                raise UserError(problems)
+            return None
+        problems = []
+        try:
+            return action()
+        except UserError as error:
+            problems = error.problems
+            raise
+        finally:
+            store.set(key, json.dumps(problems))
 
     def wait(self) -> list[str]:
         """Wait until all ranks have come so far. Returns notes for the log."""
@@ -110,16 +136,19 @@ class RankMeeting:
         machine, index = divmod(rank, self.here)
         return self.machines[machine] if device == "cpu" else f"{self.machines[machine]}, GPU {index}"
 
-    def _come(self, limit_s: float) -> None:
-        from torch.distributed import PrefixStore
-
+    def _connect(self, limit_s: float) -> "Store":
         if not self.served_by_launcher and self.rank == 0:
             self._server = serve_store(self.port, everywhere=True)
         reach(self.address, self.port, limit_s)
-        prefix = f"zerofit/ranks{self.attempt}"
         self.store = open_store(self.address, self.port)
+        return self.store
+
+    def _come(self, limit_s: float) -> None:
+        from torch.distributed import PrefixStore
+
+        prefix = f"zerofit/ranks{self.attempt}"
         self.meeting = Meeting(
-            PrefixStore(prefix, self.store),
+            PrefixStore(prefix, self._connect(limit_s)),
             "rank",
             self.rank,
             self.count,

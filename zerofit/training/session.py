@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate import Accelerator
 
+from zerofit.checkpoint.mirror import Mirror
 from zerofit.health.failure import explain_failure
 from zerofit.health.out_of_memory import RunFacts, host_advice
 from zerofit.health.shutdown import ShutdownHandler
@@ -49,6 +50,7 @@ class Session:
 
     Args:
         stored: the model that is evaluated, or answers; None: one is trained.
+        mirror: where checkpoints are copied to, on the main process; None: nowhere.
     """
 
     config: RunConfiguration
@@ -58,6 +60,7 @@ class Session:
     facts: RunFacts
     stored: "StoredModel | None"
     measurement: Measurement | None
+    mirror: Mirror | None = None
 
     @classmethod
     def open(
@@ -68,6 +71,7 @@ class Session:
         watchdog: Watchdog,
         stored: "StoredModel | None" = None,
         measurement: Measurement | None = None,
+        mirror: Mirror | None = None,
     ) -> "Session":
         """Resolve the configuration, and see that the output folder is free.
 
@@ -78,7 +82,7 @@ class Session:
         if config.strategy.layout.is_main:
             config.folder.lock()
         shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.stop_requested)
-        session = cls(config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement)
+        session = cls(config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement, mirror)
         explain_failures_with(session.explain)
         watchdog.phase("data", patience=math.inf)
         timeline.mark("checks")

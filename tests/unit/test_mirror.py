@@ -1,0 +1,477 @@
+"""Checkpoints in an object store, which fails in every way that a store can, and inputs that are read from one."""
+
+import contextlib
+import json
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from fsspec import register_implementation
+from fsspec.implementations.local import LocalFileSystem
+from helpers import check_refusal, recipe_of
+
+from zerofit.checkpoint import mirror as mirroring
+from zerofit.checkpoint import mirror_restore, mirror_store
+from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, flaw
+from zerofit.checkpoint.mirror import Mirror
+from zerofit.checkpoint.mirror_store import MirrorStore, files_of
+from zerofit.recipe import addresses
+from zerofit.recipe.errors import UserError
+from zerofit.record.run_folder import RunFolder, identity
+from zerofit.record.written_files import NAMES
+from zerofit.training.rank_meeting import RankMeeting
+
+
+class Faults:
+    """What goes wrong in the store."""
+
+    def __init__(self):
+        self.every = self.dead_after = None  # a call of each so many fails; from this one on all do
+        self.truncated = ""  # the end of the name of a file that arrives short, once
+        self.open = threading.Event()  # not set: no call ends
+        self.open.set()
+        self.blocked = threading.Event()  # a call has come that does not end
+        self.calls: list[tuple[str, str]] = []
+
+    def meet(self, call: str, path: str) -> None:
+        if path.endswith("owner.json"):  # another thread's: what others do must not depend on it
+            return
+        self.calls.append((call, str(path)))
+        number = len(self.calls)
+        if (self.every and number % self.every == 0) or (self.dead_after is not None and number > self.dead_after):
+            raise OSError("HTTP 503: Slow Down")
+        if not self.open.is_set():
+            self.blocked.set()
+            self.open.wait()
+
+
+class Faulty(LocalFileSystem):
+    protocol = "faulty"
+    faults = Faults()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return LocalFileSystem._strip_protocol(str(path).removeprefix("faulty://"))
+
+    def put_file(self, lpath, rpath, **kwargs):
+        self.faults.meet("put", rpath)
+        super().put_file(lpath, rpath, **kwargs)
+        if self.faults.truncated and rpath.endswith(self.faults.truncated):
+            self.faults.truncated = ""
+            Path(rpath).write_bytes(Path(rpath).read_bytes()[:-1])
+
+    def pipe_file(self, path, value, **kwargs):
+        self.faults.meet("put", path)
+        super().pipe_file(path, value, **kwargs)
+
+    def cat_file(self, path, **kwargs):
+        self.faults.meet("get", path)
+        return super().cat_file(path, **kwargs)
+
+    def get_file(self, rpath, lpath, **kwargs):
+        self.faults.meet("get", rpath)
+        super().get_file(rpath, lpath, **kwargs)
+
+    def ls(self, path, **kwargs):
+        self.faults.meet("ls", path)
+        return super().ls(path, **kwargs)
+
+    def rm(self, path, **kwargs):
+        self.faults.meet("rm", path)
+        super().rm(path, **kwargs)
+
+
+register_implementation("faulty", Faulty)
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    for module in (mirroring, mirror_store):
+        monkeypatch.setattr(module, "BEAT_S", 0.01)
+    monkeypatch.setattr(mirror_store, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(mirroring, "RETRY_S", 0.001)
+    monkeypatch.setattr(mirror_restore, "RETRY_S", 0.001)
+    monkeypatch.setattr(Faulty, "faults", Faults())
+    yield Faulty.faults
+    Faulty.faults.open.set()
+
+
+def wait_for_owners() -> None:
+    """Until closed mirrors of this process have given their last sign of life."""
+    for thread in threading.enumerate():
+        if thread.name == "mirror owner":
+            thread.join(10)
+
+
+class Scene:
+    """A run's folder and its mirror."""
+
+    def __init__(self, folder: Path, **options):
+        self.place, self.address = folder / "store" / "run", f"faulty://{folder}/store/run"
+        self.recipe = recipe_of(mirror=self.address, **options)
+        self.folder = RunFolder(folder / "run")
+        self.directory = self.directory_of(self.folder)
+
+    @staticmethod
+    def directory_of(folder: RunFolder) -> CheckpointDirectory:
+        return CheckpointDirectory(folder.path / "checkpoints", limit=2)
+
+    def mirror(self, updates: int = -1) -> Mirror:
+        wait_for_owners()
+        mirror = Mirror.open(self.address)
+        mirror.start(self.folder.path, self.directory, updates)
+        return mirror
+
+    def save(self, update: int, best: int | None = None) -> None:
+        """A checkpoint with its part of the record."""
+        self.folder.path.mkdir(exist_ok=True)
+        self.folder.written.add(NAMES)
+        (self.folder.path / "recipe.yaml").write_text(yaml.safe_dump({**self.recipe.to_dict(), **self.identity}))
+        self.folder.metrics.add({"update": update})
+        partial = self.directory.partial(update)
+        (partial / "state").mkdir(parents=True)
+        (partial / "model").mkdir()
+        (partial / "state" / "progress.json").write_text(json.dumps({"updates": update, "best": {"update": best}}))
+        (partial / "model" / "weights").write_bytes(bytes([update]) * 1000)
+        self.directory.finish(update, ASKED, best == update, {})
+
+    @property
+    def identity(self) -> dict:
+        return identity(self.recipe, 8)
+
+    def there(self) -> list[int]:
+        """The updates of the checkpoints in the store that are whole."""
+        folders = sorted((self.place / "checkpoints").glob("update_*"))
+        return [int(folder.name[-8:]) for folder in folders if flaw(folder) is None]
+
+    def lose(self) -> None:
+        self.folder.metrics.close()
+        shutil.rmtree(self.folder.path)
+
+    def restored(self) -> tuple[list[int], list[str]]:
+        """(updates of the folder's checkpoints, what was said), of a run that starts."""
+        self.folder.metrics.close()
+        wait_for_owners()
+        folder = RunFolder(self.folder.path)
+        mirror, notes = mirror_restore.open_mirror(self.recipe, folder)
+        mirror.finish()
+        found = list(self.directory_of(folder).resumable())
+        assert not any(map(flaw, found))
+        return [int(path.name[-8:]) for path in found], notes
+
+
+@pytest.fixture
+def scene(faults, tmp_path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_checkpoints_results_and_the_model_are_there_and_manifests_come_last(scene, faults):
+    mirror = scene.mirror()
+    for update in (1, 2):
+        scene.save(update)
+    (scene.folder.path / "model").mkdir()
+    (scene.folder.path / "model" / "weights").write_text("exported")
+    assert mirror.finish() == [f"mirror      2 checkpoints mirrored, 0 not: {scene.address}"]
+    assert scene.there() == [1, 2]
+    assert (scene.place / "model" / "weights").read_text() == "exported"
+    assert (scene.place / "metrics.jsonl").read_text() == (scene.folder.path / "metrics.jsonl").read_text()
+    assert json.loads((scene.place / "owner.json").read_text())["ended"] is True
+    for update in (1, 2):
+        written = [path for call, path in faults.calls if call == "put" and f"update_{update:08}" in path]
+        assert len(written) == 3
+        assert written[-1].endswith("manifest.json")
+
+
+def test_old_ones_go_as_they_go_in_the_folder(scene):
+    mirror = scene.mirror()
+    for update in range(1, 7):
+        scene.save(update, best=3 if update >= 3 else None)
+    mirror.finish()
+    assert scene.there() == [3, 5, 6]
+    assert sorted(path.name for path in (scene.place / "checkpoints").iterdir()) == sorted(
+        folder.name for folder in scene.directory.folders()
+    )
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_a_store_that_fails_now_and_then_gets_everything(scene, faults, every):
+    faults.every = every
+    mirror = scene.mirror()
+    scene.save(1)
+    scene.save(2)
+    assert "2 checkpoints mirrored, 0 not" in mirror.finish()[-1]
+    assert scene.there() == [1, 2]
+
+
+def test_an_object_that_arrives_short_is_written_again(scene, faults):
+    faults.truncated = "update_00000001/model/weights"
+    mirror = scene.mirror()
+    scene.save(1)
+    mirror.finish()
+    assert not faults.truncated
+    assert scene.there() == [1]
+
+
+def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults):
+    mirror = scene.mirror()
+    scene.save(1)
+    while scene.there() != [1]:
+        pass
+    faults.dead_after = len(faults.calls)
+    for update in (2, 3):
+        scene.save(update)
+    while len(faults.calls) < faults.dead_after + 20:
+        pass
+    said = mirror.finish(limit_s=0.01)
+    assert [line for line in said if "cannot be written" in line] == said[:1]
+    assert "HTTP 503" in said[0]
+    assert "1 checkpoint mirrored, 2 not" in said[-1]
+    assert [flaw(folder) for folder in scene.directory.folders()] == [None, None]
+    faults.dead_after = None
+    mirror._thread.join()
+    assert scene.there() == [2, 3], "it went on trying"
+    assert "can be written again" in mirror.messages()[-1]
+
+
+def test_a_store_that_never_answers_stops_nothing(scene, faults, monkeypatch):
+    mirror = scene.mirror()
+    faults.open.clear()
+    scene.save(1)
+    assert faults.blocked.wait(60)
+    for update in range(2, 21):  # the loop goes on, and nothing that it calls waits
+        scene.save(update)
+        assert not mirror.messages()
+    kept = {int(folder.name[-8:]) for folder in scene.directory.folders()}
+    assert {19, 20} <= kept <= {1, 19, 20}, "and what is being read"
+    monkeypatch.setattr(mirroring, "SILENCE_S", 0.0)
+    (line,) = mirror.messages()
+    assert "no answer" in line
+    assert not mirror.messages(), "once"
+    (summary,) = mirror.finish(limit_s=0.01)
+    assert "0 checkpoints mirrored, 20 not" in summary
+
+
+def test_a_checkpoint_that_is_being_read_stays(scene):
+    for update in (1, 2):
+        scene.save(update)
+    with scene.directory.reading(scene.directory.folder(1)):
+        for update in (3, 4):
+            scene.save(update)
+        assert [folder.name[-1] for folder in scene.directory.folders()] == ["4", "3", "1"]
+    assert [folder.name[-1] for folder in scene.directory.folders()] == ["4", "3"]
+
+
+# ------------------------------------------------------------------------------------------------ two writers
+
+
+def test_a_second_writer_is_refused_while_the_first_lives(scene, monkeypatch):
+    first = scene.mirror()
+    check_refusal(["another run writes there", "--mirror"], Mirror.open, scene.address)
+    first.finish()
+    Mirror.open(scene.address).finish()  # it has ended
+    store = MirrorStore(scene.address)
+    dead = {"run": "x", "host": "elsewhere", "pid": 1, "beat": 3, "ended": False}
+    store.put(json.dumps(dead).encode(), "owner.json")
+    second = Mirror.open(scene.address)  # it gives no sign of life
+    assert second.is_ours
+    second.finish()
+
+
+def test_the_first_stops_where_a_second_writes_all_the_same(scene):
+    mirror = scene.mirror()
+    scene.save(1)
+    while scene.there() != [1]:
+        pass
+    while mirror.other is None:
+        with contextlib.suppress(OSError):  # both write
+            MirrorStore(scene.address).own("another", 1)
+    scene.save(2)
+    mirror._thread.join()
+    said = mirror.finish()
+    assert "another run writes there" in said[0]
+    assert "1 checkpoint mirrored, 1 not" in said[-1]
+    assert scene.there() == [1]
+
+
+# --------------------------------------------------------------------------------------------------- restoring
+
+
+@pytest.fixture
+def lost(scene) -> Scene:
+    """A run with the checkpoints 2 and 3 in its mirror, and without its folder."""
+    mirror = scene.mirror()
+    for update in (1, 2, 3):
+        scene.save(update, best=2)
+    mirror.finish()
+    scene.lose()
+    return scene
+
+
+def test_the_newest_comes_back_with_its_record_and_the_best(lost):
+    found, notes = lost.restored()
+    assert found == [3, 2]
+    assert "update_00000003 is brought back" in notes[-1]
+    assert lost.directory.latest.resolve().name == "update_00000003"
+    assert lost.directory.best.resolve().name == "update_00000002"
+    assert [line["update"] for line in RunFolder(lost.folder.path).metrics.read()] == [1, 2, 3]
+    assert lost.restored() == ([3, 2], []), "what is there is not read again"
+
+
+@pytest.mark.parametrize("file", ["state/progress.json", "model/weights", "manifest.json"])
+@pytest.mark.parametrize("harm", ["damaged", "missing"])
+def test_the_one_before_a_damaged_one(lost, file, harm):
+    path = lost.place / "checkpoints" / "update_00000003" / file
+    path.write_bytes(path.read_bytes()[:-3] + b"???") if harm == "damaged" else path.unlink()
+    found, notes = lost.restored()
+    assert found == [2]
+    assert file == "manifest.json" or "update_00000003 is not used" in notes[0]
+
+
+def test_a_mirror_without_a_whole_one_is_not_overwritten_in_silence(lost):
+    for path in lost.place.glob("checkpoints/*/model/weights"):
+        path.write_bytes(b"")
+    check_refusal(["weights has 0 bytes", "no checkpoint can be used", "--overwrite_output_dir"], lost.restored)
+    assert not list(lost.folder.path.glob("checkpoints/*"))
+
+
+def test_what_a_kill_leaves_is_never_used(scene, faults):
+    """The store is gone from each call on; what it has then is whole or not looked at."""
+    scene.save(1)
+    scene.mirror().finish()
+    number = 0
+    while scene.there() != [1, 2]:
+        shutil.rmtree(scene.place / "checkpoints" / "update_00000002", ignore_errors=True)
+        mirror, number = scene.mirror(1), number + 1
+        faults.calls.clear()
+        faults.dead_after = number
+        if not scene.directory.folder(2).exists():
+            scene.save(2)
+        mirror.wake(scene.directory.folder(2))
+        while len(faults.calls) < number + 6 and scene.there() != [1, 2]:
+            pass
+        mirror.finish(limit_s=0.0)
+        mirror.other = "the test"  # its thread ends
+        faults.dead_after = None
+        mirror._thread.join()
+        kept = MirrorStore(scene.address)
+        assert [name[-1] for name, _ in kept.complete()] in (["1"], ["2", "1"])
+        assert 1 in scene.there()
+    assert number > 5
+
+
+def test_a_folder_behind_its_mirror_catches_up_and_one_ahead_stays(lost):
+    shutil.copytree(lost.place / "checkpoints" / "update_00000002", lost.folder.path / "checkpoints/update_00000002")
+    for name in ("files.json", "recipe.yaml", "metrics.jsonl"):
+        shutil.copy(lost.place / name, lost.folder.path)
+    assert lost.restored()[0] == [3, 2]
+    lost.save(4)
+    assert lost.restored() == ([4, 3, 2], [])
+
+
+def test_another_run_and_one_that_starts_over_are_refused(lost, tmp_path):
+    other = Scene(tmp_path, learning_rate=0.5)
+    check_refusal(["mirror", "a different run", "learning_rate"], other.restored)
+    other = Scene(tmp_path, resume="never")
+    check_refusal(["mirror", "would start over", "--overwrite_output_dir"], other.restored)
+    assert Scene(tmp_path, resume="never", overwrite_output_dir=True).restored() == ([], [])
+    assert Scene(tmp_path, learning_rate=0.5, overwrite_output_dir=True).restored() == ([], [])
+    lost.folder.path.mkdir(exist_ok=True)
+    (lost.folder.path / "thesis.txt").write_text("mine")
+    check_refusal(["thesis.txt"], lost.restored)
+    assert [path.name for path in lost.folder.path.iterdir()] == ["thesis.txt"]
+
+
+def test_an_outage_at_the_start(lost, faults, monkeypatch):
+    faults.every = 4
+    assert lost.restored()[0] == [3, 2]
+    faults.every, faults.dead_after = None, 0
+    found, (note,) = lost.restored()
+    assert found == [3, 2]
+    assert "cannot be read" in note
+    lost.lose()
+    monkeypatch.setattr(mirror_restore, "OUTAGE_S", 0.0)
+    with pytest.raises(ConnectionError, match="may have checkpoints of this run"):
+        lost.restored()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_rank_0_goes_first_and_its_refusal_is_that_of_all(refused):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks, done = [RankMeeting({**variables, "RANK": str(rank)}) for rank in (0, 1)], []
+
+    def action() -> str:
+        done.append("restored")
+        if refused:
+            raise UserError("mirror: another run writes there")
+        return "the mirror"
+
+    def rank_0() -> None:
+        with contextlib.suppress(UserError):
+            done.append(ranks[0].first_on_rank_0("mirror", action))
+
+    thread = threading.Thread(target=rank_0)
+    thread.start()
+    if refused:
+        check_refusal(["another run writes there"], ranks[1].first_on_rank_0, "mirror", action)
+    else:
+        assert ranks[1].first_on_rank_0("mirror", action) is None
+    thread.join()
+    assert done == ["restored"] + ["the mirror"] * (not refused)
+
+
+def test_manifests_of_strangers_name_no_file_elsewhere():
+    assert files_of(b'{"files": {"state/a": {}}}') == ["state/a"]
+    for text in (b'{"files": {"../a": {}}}', b'{"files": {"/a": {}}}', b"{", b"[]", None):
+        assert files_of(text) == []
+
+
+# --------------------------------------------------------------------------------------------------- addresses
+
+
+def test_a_missing_package_and_unknown_stores_are_told_of(monkeypatch):
+    def missing(protocol):
+        raise ImportError("Install s3fs to access S3")
+
+    check_refusal(["mirror = 'what://x'", "s3://"], MirrorStore, "what://x")
+    monkeypatch.setattr(addresses, "get_filesystem_class", missing)
+    check_refusal(["mirror = 's3://b/run'", "pip install s3fs"], MirrorStore, "s3://b/run")
+
+
+def test_inputs_are_downloaded_once_and_again_when_they_change(faults, tmp_path):
+    store = tmp_path / "store"
+    for name in ("a/x.jsonl", "b/x.jsonl", "corpus.bin", "corpus.idx", "run/model/config.json", "run/metrics.jsonl"):
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).write_text(name)
+    given = {
+        "train_file": [f"faulty://{store}/*/x.jsonl", str(store / "a" / "x.jsonl")],
+        "data_path": ["0.3", f"faulty://{store}/corpus", "0.7", str(store / "corpus")],
+        "model_name_or_path": f"faulty://{store}/run",
+    }
+
+    def fetched() -> tuple:
+        recipe = recipe_of(**given, cache_dir=str(tmp_path / "cache"))
+        addresses.fetch_inputs(recipe)
+        assert {name: recipe.to_dict()[name] for name in given} == given
+        reads = [path for call, path in faults.calls if call == "get"]
+        faults.calls.clear()
+        return recipe, len(reads)
+
+    recipe, reads = fetched()
+    assert reads == 5
+    assert [Path(name).read_text() for name in recipe.train_file] == ["a/x.jsonl", "b/x.jsonl", "a/x.jsonl"]
+    assert Path(recipe.data_path[1] + ".idx").read_text() == "corpus.idx"
+    assert recipe.data_path[::2] == ["0.3", "0.7"]
+    assert (Path(recipe.model_name_or_path) / "config.json").is_file()
+    assert recipe.model_name_or_path.endswith("run/model")
+    assert fetched()[1] == 0
+    (store / "a" / "x.jsonl").write_text("changed")
+    recipe, reads = fetched()
+    assert reads == 2
+    assert Path(recipe.train_file[0]).read_text() == "changed"
+    given["train_file"] = [f"faulty://{store}/absent.txt"]
+    check_refusal(["train_file", "absent.txt", "there is no such file"], fetched)

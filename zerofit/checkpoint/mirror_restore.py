@@ -1,0 +1,139 @@
+"""A run whose output folder is lost, or behind its mirror: brings back its record and its newest whole checkpoint."""
+
+import contextlib
+import json
+import time
+from typing import Any
+
+import yaml
+
+from zerofit.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.mirror import Mirror
+from zerofit.checkpoint.mirror_store import RESULTS, MirrorStore, reason
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import atomic_file, remove, temporary_path
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parsing import BoundedLoader
+from zerofit.record.run_folder import RunFolder, differences
+from zerofit.record.written_files import CHECKPOINTS
+
+OUTAGE_S = 600.0  # the store is tried so long, where nothing is known of the run without it
+RETRY_S = 10.0
+
+
+def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list[str]]:
+    """The mirror of a run, and notes for the log; what the folder lacks is in it.
+
+    Raises:
+        UserError: another run writes there; it has another run, or one that would be deleted; its checkpoints are all
+            damaged; the folder has files of somebody else.
+        ConnectionError: it cannot be reached, and there is nothing to resume from without it.
+    """
+    assert recipe.mirror is not None, "of a run with a mirror"
+    mirror, until = Mirror.open(recipe.mirror), time.monotonic() + OUTAGE_S
+    is_needed = not any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable())
+    while True:
+        try:
+            if not mirror.is_ours:
+                raise mirror.failure or TimeoutError("no answer")
+            return mirror, restore(mirror.store, recipe, folder)
+        except UserError:
+            mirror.closed.set()
+            raise
+        except Exception as error:  # each store has its own
+            if not is_needed:
+                return mirror, [f"warning   {recipe.mirror} cannot be read ({reason(error)}): it is tried again"]
+            if time.monotonic() > until:
+                raise ConnectionError(
+                    f"mirror = {recipe.mirror!r} cannot be read, and may have checkpoints of this run: {reason(error)}"
+                ) from None
+            time.sleep(RETRY_S)
+
+
+def restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> list[str]:
+    """Bring back the newest whole checkpoint, where the folder has none or only earlier ones, and the run's record.
+    Returns notes for the log.
+
+    Raises:
+        UserError: see open_mirror.
+        Exception: of the store.
+    """
+    directory = CheckpointDirectory(folder.path / CHECKPOINTS)
+    newest = next(directory.resumable(), None)
+    candidates = [(name, files) for name, files in store.complete() if newest is None or name > newest.name]
+    if not candidates:
+        return []
+    differing = _differing(recipe, _parsed(store.read("recipe.yaml")))
+    if recipe.resume != "auto" or differing:
+        if newest is None and not recipe.overwrite_output_dir:
+            what = f"a different run: {'; '.join(differing[:5])}" if differing else "checkpoints of this run"
+            raise UserError(
+                f"mirror = {store.address!r} holds {what}, and this run would start over. Choose another --mirror, or "
+                "delete what is there with --overwrite_output_dir"
+            )
+        return []
+    if _differing(recipe, folder.recorded() or {}):
+        return []  # which is refused later, or replaced
+    folder.refuse_foreign_files(directory.foreign(bool(folder.written.names)), recipe.overwrite_output_dir)
+    notes: list[str] = []
+    for name, files in candidates:
+        if not any(file.startswith(f"{STATE}/") for file in files):
+            continue
+        problem = _bring(store, directory, name, files)
+        if problem is None:
+            _bring_record(store, folder)
+            _bring_best(store, directory, name)
+            return [*notes, f"mirror    {name} is brought back from {store.address}"]
+        notes.append(f"warning   {store.address}/{CHECKPOINTS}/{name} is not used: {problem}")
+    if notes and newest is None and not recipe.overwrite_output_dir:
+        raise UserError(
+            [note.removeprefix("warning   ") for note in notes]
+            + [f"mirror = {store.address!r}: no checkpoint can be used. Start over with --overwrite_output_dir"]
+        )
+    return notes
+
+
+def _bring(store: MirrorStore, directory: CheckpointDirectory, name: str, files: list[str]) -> str | None:
+    """Download a checkpoint. Returns what is wrong with it; None if it is whole, and in its place."""
+    partial = temporary_path(directory.path / name)
+    try:
+        for file in (MANIFEST, *files):
+            with contextlib.suppress(FileNotFoundError):
+                store.get(f"{CHECKPOINTS}/{name}/{file}", partial / file)
+        if (problem := flaw(partial)) is None:
+            directory.take_in(partial, name)
+        return problem
+    finally:
+        if partial.exists():
+            remove(partial)
+
+
+def _bring_record(store: MirrorStore, folder: RunFolder) -> None:
+    for name in RESULTS:
+        content = None if name in ("environment.json", "loss.png") else store.read(name)
+        if content is not None:
+            with atomic_file(folder.path / name, "wb") as file:
+                file.write(content)
+
+
+def _bring_best(store: MirrorStore, directory: CheckpointDirectory, name: str) -> None:
+    """Bring back the best checkpoint as of this one, where it is in the store."""
+    best = json.loads((directory.path / name / STATE / "progress.json").read_text())["best"]["update"]
+    wanted = directory.folder(best).name if best is not None else None
+    files = next((files for there, files in store.complete() if there == wanted), None)
+    if wanted and (wanted == name or (files and _bring(store, directory, wanted, files) is None)):
+        directory.point_to_the_best(best)
+
+
+def _parsed(text: bytes | None) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, yaml.YAMLError):
+        options = yaml.load(text or b"", BoundedLoader)
+        return options if isinstance(options, dict) else {}
+    return {}
+
+
+def _differing(recipe: TrainingRecipe, recorded: dict[str, Any]) -> list[str]:
+    """The options in which a recorded run is evidently another, whatever a strategy may yet fill in."""
+    left_open = {name for name, value in recipe.to_dict().items() if value is None}
+    differing = differences(recipe, recorded.get("global_batch_size"), recorded)
+    return [text for text in differing if text.split()[0] not in left_open]
