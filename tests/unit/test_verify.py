@@ -23,8 +23,7 @@ from zerofit.tools.verify.killing import Killed, alternating, spread_moments
 from zerofit.tools.verify.proof import Outcome
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
 from zerofit.tools.verify.shorten import shorten
-from zerofit.tools.verify.verify import main
-from zerofit.tools.verify.verify_options import VerifyOptions
+from zerofit.tools.verify.verify import VerifyOptions, main
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
