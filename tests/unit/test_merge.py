@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from zerofit.cli import main
-from zerofit.model.adapter_folder import find_base, open_adapter
-from zerofit.model.base_fingerprint import differs, sample_weights
+from zerofit.model.adapter_folder import differs, find_base, open_adapter, sample_weights
 from zerofit.recipe import UserError
 from zerofit.tools import merge_adapter
 

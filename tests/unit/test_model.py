@@ -19,8 +19,14 @@ from transformers import (
 
 from zerofit.model.configuration import known_architectures, load_configuration
 from zerofit.model.load import build_model
-from zerofit.model.nan_check import check_finite, count_not_finite
-from zerofit.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from zerofit.model.parameters import (
+    check_finite,
+    count_not_finite,
+    count_parameters,
+    decay_groups,
+    flops_per_token,
+    true_shape,
+)
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.recomputation import enable_recomputation
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
