@@ -42,7 +42,7 @@ def test_a_device_for_each_process(built):
 
 def test_what_cannot_be_simulated_is_refused(built, monkeypatch):
     said = refusal(trial_machine.simulated_machine, "a100-8gb", 1)
-    assert "simulate = 'a100-8gb' is neither a size such as 24GiB nor a known GPU. Did you mean a100-80gb?" in said
+    assert "simulate = 'a100-8gb'" in said
     assert "h100-80gb" in said
     monkeypatch.setattr(trial_machine.build, "missing", lambda: "there is no C++ compiler")
     said = refusal(trial_machine.simulated_machine, "24GiB", 1)

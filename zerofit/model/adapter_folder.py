@@ -19,7 +19,7 @@ from zerofit.model.pretrained_io import read_config
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_yaml
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
 TASK_TYPES = {"clm": "CAUSAL_LM", "cls": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -74,32 +74,20 @@ def _what_it_is(path: Path) -> str:
 
 def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
     """{name in the base: shape} of the adapter's tensors, from the header of their file."""
-    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
-    if file is None:
-        raise UserError(f"{where} has no {WEIGHTS[0]}: the adapter's weights are missing. Copy them into the folder")
+    if not (path / WEIGHTS).is_file():
+        raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
     from safetensors import SafetensorError, safe_open
 
     try:
-        if file.suffix == ".bin":
-            import torch
-
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        else:
-            with safe_open(file, framework="pt") as tensors:
-                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"{where}: {file.name} is broken: {first_line(error)}. Copy it again") from None
-    except Exception:  # an unpickler can raise anything
-        raise UserError(
-            f"{where}: {file.name} is no file of tensors alone; nothing in it was executed. Ask its publisher for "
-            f"{WEIGHTS[0]}"
-        ) from None
+        with safe_open(path / WEIGHTS, framework="pt") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{where}: {WEIGHTS} is broken: {first_line(error)}. Copy it again") from None
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if not shapes or empty:
         problem = f"{len(empty)} of its {len(shapes)} tensors are empty, such as {empty[0]}" if shapes else "no tensor"
         raise UserError(
-            f"{where}: {file.name} holds an incomplete adapter: {problem}. It was saved under ZeRO-3 without "
+            f"{where}: {WEIGHTS} holds an incomplete adapter: {problem}. It was saved under ZeRO-3 without "
             "gathering, or writing was interrupted; save it again from the training program"
         )
     return {name.removeprefix(ADAPTER_PREFIX): shape for name, shape in shapes.items()}

@@ -212,7 +212,7 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
         raise UserError(f"{refusal}: {first_line(error)}") from None
     parameters = dict(model.named_parameters(remove_duplicate=False))
     adapter_parameters = get_peft_model_state_dict(model, state_dict=dict(parameters), save_embedding_layers=False)
-    tensors = _tensors(folder)
+    tensors = {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in load_file(folder.path / WEIGHTS).items()}
     unplaced = [key for key in tensors if key not in adapter_parameters and key not in parameters]
     unfilled = [key for key in adapter_parameters if key not in tensors]
     if unplaced or unfilled:
@@ -233,10 +233,3 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
     return check_base_weights(
         model, folder.path, where, name, quantised, lambda weight: strategy.gathered(weight, written=False)
     )
-
-
-def _tensors(folder: AdapterFolder) -> dict[str, torch.Tensor]:
-    """{name in the base: tensor} of a file that open_adapter has checked."""
-    file = next(folder.path / name for name in WEIGHTS if (folder.path / name).is_file())
-    tensors = torch.load(file, map_location="cpu", weights_only=True) if file.suffix == ".bin" else load_file(file)
-    return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in tensors.items()}

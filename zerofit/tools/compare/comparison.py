@@ -14,7 +14,7 @@ from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate, one_batch
 from zerofit.tools.compare.guess import Guess, guess
 from zerofit.tools.compare.results import StrategyRow, common_size, fact_of, outcome_text, with_rates_of
-from zerofit.tools.compare.search import SearchState, Step, next_step, predict
+from zerofit.tools.compare.search import SearchState, Step, next_step
 from zerofit.tools.compare.trial_files import TrialJournal, TrialRequest, code_hash, key_of, peak_of
 from zerofit.tools.compare.trial_launch import TrialLaunch, TrialOutcome
 from zerofit.tools.compare.trial_machine import Limits, Timer, TrialMachine
@@ -284,16 +284,9 @@ class Comparison:
     # ------------------------------------------------------------------------------------------------------- messages
 
     def _say_step(self, candidate: Candidate, state: SearchState, step: Step) -> None:
-        predicted = predict(state.points, self.limits.device)
-        what = f"from {step.first} up"
-        if not state.facts and self._guess_of(candidate):
-            what += f", the largest {self.variable.size} by prediction"
-        if state.is_bracketed:
-            what = f"{step.first} again, in a fresh process"
-        elif state.fails:
-            what = f"from {step.first} up, between {state.fits} and {state.fails}"
-        expected = f" (the peaks so far predict {predicted})" if predicted and not state.is_bracketed else ""
-        say(f"{candidate.name}: {what}{expected}")
+        between = f", between {state.fits} and {state.fails}" if state.fails else ""
+        what = f"{step.first} again, in a fresh process" if state.is_bracketed else f"from {step.first} up{between}"
+        say(f"{candidate.name}: {what}")
 
     def _report(self, line: dict[str, Any], timed: bool) -> None:
         """Tell of a size that fits: its peak (unless only its time counts), and its rate where devices are real."""

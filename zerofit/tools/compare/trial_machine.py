@@ -20,7 +20,7 @@ import torch
 
 from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES
 from zerofit.model.configuration import known_architectures
-from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.environment import describe_environment
 from zerofit.record.terminal import say, size
@@ -236,11 +236,8 @@ def _device(text: str) -> tuple[int, str]:
     try:
         total = parse_bytes(text)
     except ValueError:
-        close = nearest(text.lower(), GPUS)
-        suggestion = f"Did you mean {close}? " if close else ""
         raise UserError(
-            f"simulate = {text!r} is neither a size such as 24GiB nor a known GPU. {suggestion}Known are "
-            f"{', '.join(GPUS)}"
+            f"simulate = {text!r} is neither a size such as 24GiB nor a known GPU: {', '.join(GPUS)}"
         ) from None
     return total, f"simulated device of {size(total)}"
 

@@ -156,7 +156,8 @@ def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
             )
     if code == 0:
         journal.finish([prompt.record for prompt in asked.prompts])
-        say_aside(f"{options.output}: {progress.summary}")
+        rate = f" in {progress.seconds:.1f} s ({progress.rate})" if before < len(rows) else ""
+        say_aside(f"{options.output}: {len(rows):,} prompts answered{rate}")
     return code
 
 
@@ -285,33 +286,19 @@ class Progress:
         self.journal.poll()
         self.ended = time.time()
         if self.journal.began and self.line.is_due():
-            self.line.show(self._pieces())
-
-    def _pieces(self) -> list[str]:
-        done = len(self.journal.lines)
-        new = done - len(self.before)
-        left = [f"{duration(self.seconds / new * (self.total - done))} left"] if new else []
-        return [f"{done:,}/{self.total:,} prompts", *left, self._rate]
+            done = len(self.journal.lines)
+            new = done - len(self.before)
+            left = [f"{duration(self.seconds / new * (self.total - done))} left"] if new else []
+            self.line.show([f"{done:,}/{self.total:,} prompts", *left, self.rate])
 
     @property
     def seconds(self) -> float:
         return max(1e-9, self.ended - min(self.journal.began, default=self.ended))
 
     @property
-    def tokens(self) -> int:
-        """Those of this run."""
-        return sum(line["tokens"] for number, line in self.journal.lines.items() if number not in self.before)
-
-    @property
-    def _rate(self) -> str:
-        return f"{self.tokens / self.seconds:,.0f} tokens/s"
-
-    @property
-    def summary(self) -> str:
-        """For the end."""
-        if len(self.before) == self.total:
-            return f"{self.total:,} prompts answered"
-        return f"{self.total:,} prompts answered, {self.tokens:,} tokens in {self.seconds:.1f} s ({self._rate})"
+    def rate(self) -> str:
+        new = [line["tokens"] for number, line in self.journal.lines.items() if number not in self.before]
+        return f"{sum(new) / self.seconds:,.0f} tokens/s"
 
     def close(self) -> None:
         self.journal.poll()
