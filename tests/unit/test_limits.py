@@ -22,14 +22,14 @@ from zerofit.record.jsonl import LineReader, add_line
 from zerofit.tools.compare import guess as guess_module
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.compare.comparison_report import ComparisonReport, markdown_table
+from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.finish import Finished
 from zerofit.tools.compare.guess import PredictedSize, guess_of
 from zerofit.tools.compare.memory_limits import limit_device
 from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, fact_of
 from zerofit.tools.compare.search import BATCHES, Fact, SearchState, next_size, next_step, predict
 from zerofit.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK, worst_case_batch
-from zerofit.tools.compare.trial_files import TrialJournal, TrialRequest, key_of
+from zerofit.tools.compare.trial_files import TrialJournal, TrialRequest
 from zerofit.tools.compare.trial_launch import TrialLaunch
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits
 from zerofit.tools.launches import MARK
@@ -240,10 +240,6 @@ def test_what_an_interrupted_comparison_left_is_ended(tmp_path):
     assert TrialJournal(journal.file).end_interrupted_launches() == 1
     assert left.wait(timeout=20) != 0
     assert TrialJournal(journal.file).end_interrupted_launches() == 0
-
-
-def test_keys_tell_trials_apart():
-    assert key_of(a=1, b=[2]) == key_of(b=[2], a=1) != key_of(a=1, b=[3])
 
 
 # --------------------------------------------------------------------------------------------------------- worst case
@@ -556,10 +552,6 @@ def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
     assert "0.6250" in text
     assert "0.6250" in (tmp_path / "report.html").read_text()
     assert "0.6250" in report.for_terminal()
-
-
-def test_tables_are_markdown():
-    assert markdown_table([("a", "b"), ("x|y", "1")]).splitlines() == ["| a | b |", "| :-- | --: |", "| x\\|y | 1 |"]
 
 
 SMALL_BLOCKS = """

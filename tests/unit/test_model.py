@@ -122,14 +122,6 @@ def test_published_architectures_need_no_network(name):
     assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
 
 
-def test_a_folder_of_that_name_wins(tmp_path, monkeypatch):
-    tiny_model("gpt2").config.save_pretrained(tmp_path / "gpt2-xl")
-    monkeypatch.chdir(tmp_path)
-    assert load_configuration(ClmRecipe(config_name="gpt2-xl")).n_layer == 2
-    monkeypatch.chdir("/")
-    assert load_configuration(ClmRecipe(config_name="gpt2-xl")).n_layer == 48
-
-
 def test_overrides():
     config = load_configuration(ClmRecipe(config_name="gpt2", config_overrides="n_layer=3,resid_pdrop=0,n_embd=96"))
     assert (config.n_layer, config.resid_pdrop, config.n_embd, config.use_cache) == (3, 0, 96, False)
