@@ -15,6 +15,7 @@ PROGRAM = re.compile(
 PRINTS = ("ls", "cat", "cp", "mv", "rm", "sed", "grep", "chmod", "git", "wget")
 PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus-per-node", "ntasks-per-node")
 MACHINES = ("nnodes", "num_nodes", "nodes")
+DIFF = re.compile(r'\s*[<>]\s+(--|\w+=|export |["}])')  # redirections do not begin like that
 TO_FILL_IN = re.compile(r"(--[\w-]+)[ =](<[A-Za-z][^<>\n]*>)")  # to bash, < and > are redirections
 SBATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)[= ](\S+)", re.MULTILINE)
 
@@ -87,6 +88,8 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
     for number, line in enumerate(shell.lines, 1):
         if found := TO_FILL_IN.search(line):
             raise UserError(f"line {number}: {found[1]} {found[2]} is to be filled in")
+        if DIFF.match(line):
+            raise UserError(f"line {number}: < or > at its beginning is a mark of a diff. Give the file itself")
     for command in shell.read().commands:
         if command.words[0].startswith("--"):
             raise UserError(
