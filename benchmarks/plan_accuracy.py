@@ -34,16 +34,15 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import yaml
 from provenance import provenance
 
 from zerofit.record.jsonl import LineReader
 from zerofit.record.terminal import table
 from zerofit.tools.compare.candidates import make_recipe
-from zerofit.tools.compare.compare_options import CompareOptions
+from zerofit.tools.compare.compare import CompareOptions
+from zerofit.tools.compare.trial_files import ANSWERS, TrialRequest
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
-from zerofit.tools.compare.trial_request import ANSWERS, TrialRequest
 from zerofit.tools.launches import LaunchedRun, launched
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -348,14 +347,11 @@ def measure(configuration: Configuration, on: str, output: Path) -> dict[str, in
     """
     folder = output / "trials" / on / configuration.file_name
     shutil.rmtree(folder, ignore_errors=True)
-    process = psutil.Process()
     request = TrialRequest(
         sizes=configuration.tried,
         first=configuration.tried[0],
         only_first=False,
         steps=1,
-        pid=process.pid,
-        started=process.create_time(),
         must_try=configuration.tried,
     )
     file, recipe = request.write(folder), folder / "recipe.yaml"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from helpers import ROOT, SMALL_BLENDERBOT, environment
 
-from zerofit.tools.compare.finished import read_finished
+from zerofit.tools.compare.finish import read_finished
 from zerofit.tools.launches import MARK
 from zerofit.tools.simulate.build import missing
 

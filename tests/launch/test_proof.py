@@ -30,12 +30,12 @@ def test_a_recipe_is_verified(tmp_path, cache, kills):
     shown = done.stdout
     assert "num_warmup_steps 2 instead of 100" in shown
     agreement, *resumed = (line.split() for line in shown.splitlines() if line.startswith("  ddp "))
-    assert (agreement[1], agreement[-3:]) == ("2", ["the", "same", "agrees"])
+    assert (agreement[1], agreement[-3:]) == ("2", ["0", "0", "agrees"])
     assert 0 < float(agreement[2]) < 1e-5, "other sums round otherwise: an exact zero would be no comparison"
     assert len(resumed) == kills
     if kills:
         assert "ddp, 2 processes: killed after update" in shown
-        assert (resumed[0][1], resumed[0][2], resumed[0][-4:]) == ("2,2", "1", ["0", "0", "the", "same"])
+        assert (resumed[0][1], resumed[0][2], resumed[0][-3:]) == ("2,2", "1", ["0", "0", "agrees"])
     left = "1 kill has left no trace" if kills else "; no run was killed"
     assert "verified: ddp agrees with one process" in shown
     assert f"{left} (6 updates, " in shown

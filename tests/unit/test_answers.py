@@ -26,7 +26,7 @@ from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_r
 from zerofit.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from zerofit.record.run_folder import RunFolder
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.verify_options import VerifyOptions
+from zerofit.tools.verify.verify import VerifyOptions
 from zerofit.training.generation import predict_texts, writing_settings
 from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
 

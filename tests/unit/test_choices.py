@@ -14,7 +14,7 @@ from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.model.tokenizer import padding_values, train_tokenizer
 from zerofit.recipe import ClsRecipe, parse_recipe
-from zerofit.tools.compare.worst_case_batch import stretched
+from zerofit.tools.compare.trial import stretched
 from zerofit.training.classification import best_constant, figures_of
 
 QUESTION = {"question": "Which is red?"}

@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 from zerofit.cli import COMMANDS
 from zerofit.recipe import parse_recipe
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.compare.compare_options import CompareOptions
+from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
 from zerofit.tools.generate.generate_options import GenerateOptions
@@ -24,7 +24,7 @@ from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions, P
 from zerofit.tools.submit import submit
 from zerofit.tools.submit.job import make_job
 from zerofit.tools.tool_recipe import TASKS, read_with_recipe
-from zerofit.tools.verify.verify_options import VerifyOptions
+from zerofit.tools.verify.verify import VerifyOptions
 
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare", "info"): CorporaOptions, ("prepare",): PrepareOptions,

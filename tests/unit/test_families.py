@@ -23,7 +23,7 @@ def test_every_model_type_is_one_of_transformers_in_one_family():
 
 def test_every_family_file_is_listed():
     files = {file.stem for file in (ROOT / "zerofit/model/families").glob("*.py")} - {"__init__", "family"}
-    assert len(files) >= 10
+    assert len(files) >= 9
     assert files == {module.__name__.rpartition(".")[2] for module in MODULES}
 
 

@@ -13,11 +13,17 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.compare import finish
-from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates, with_one_batch_evaluations
-from zerofit.tools.compare.compare_options import CompareOptions
-from zerofit.tools.compare.finish import Finish, batch_to_train, values_to_finish
-from zerofit.tools.compare.finished import agreement, finished_table, read_finished
-from zerofit.tools.compare.trial_journal import TrialJournal
+from zerofit.tools.compare.candidates import make_recipe, read_candidates
+from zerofit.tools.compare.compare import CompareOptions
+from zerofit.tools.compare.finish import (
+    Finish,
+    agreement,
+    batch_to_train,
+    finished_table,
+    read_finished,
+    values_to_finish,
+)
+from zerofit.tools.compare.trial_files import TrialJournal
 from zerofit.tools.tool_recipe import read_with_recipe
 
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
@@ -79,27 +85,16 @@ def test_runs_have_the_recipe_as_it_is(tmp_path):
 
 
 def test_flags_without_effect_are_still_refused():
-    said = refusal(make_recipe, *options("--finish", "--per_device_train_batch_size", "4", "--output_dir", "x"))
-    assert "--per_device_train_batch_size has no effect in a comparison: say --batch_sizes" in said
+    said = refusal(make_recipe, *options("--finish", "--output_dir", "x"))
     assert "--output_dir has no effect" in said
     said = refusal(values_to_finish, *options("--finish", "--num_processes", "3"))
     assert "global_batch_size = 32" in said
     assert "Make it a multiple of 3" in said
 
 
-def test_strategies_may_have_evaluation_batches_of_their_own(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    given, cls = options("--num_processes", "2")
-    made = make_recipe(given, cls)
-    assert made.values["max_eval_samples"] == 2 * 64
-    candidates = read_candidates(["ddp", "zero2:per_device_eval_batch_size=40"])
-    check_overrides(candidates, made, cls)
-    ddp, zero2 = with_one_batch_evaluations(candidates, given)
-    assert ddp.trial_flags == ()
-    assert zero2.trial_flags == ("--max_eval_samples", "80"), "one batch on each process"
-    assert zero2.flags == ["--per_device_eval_batch_size", "40"]
-    text = ROOT / "recipes" / "clm" / "compare-small.yaml"
-    given, cls = options(config=text)
+def test_trials_evaluate_one_batch_on_each_process():
+    assert make_recipe(*options("--num_processes", "2")).values["max_eval_samples"] == 2 * 64
+    given, cls = options(config=ROOT / "recipes" / "clm" / "compare-small.yaml")
     assert make_recipe(given, cls).values["max_eval_samples"] == given.num_processes, "of text, blocks"
 
 

@@ -19,7 +19,7 @@ from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter
 from zerofit.model.rows import keep_rows, rows_of
 from zerofit.model.stages import without_weights
-from zerofit.model.tensor_parallel.draw import draw_share
+from zerofit.model.tensor_parallel.shares import draw_share
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import BatchSizes

@@ -435,13 +435,10 @@ def test_the_folder_of_a_run(model, adapter, generate, tmp_path):
         assert generate("--model", run, *flags).out == generate("--model", target, *flags).out
 
 
-def test_adapters_that_do_not_belong_here(model, adapter, generate, tmp_path, tokenizer):
+def test_adapters_that_do_not_belong_here(model, adapter, generate):
     flags = ["--prompt", "a", "--max_new_tokens", 3]
     both = generate("--model", adapter, "--adapter", adapter, *flags, expect=2).err
     assert "an adapter itself" in both
-    save_writer(tmp_path / "other", tokenizer, "gpt2")
-    assert "another base" in generate("--model", tmp_path / "other", "--adapter", adapter, *flags, expect=2).err
-    assert "full model" in generate("--model", model, "--adapter", model, *flags, expect=2).err
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
     assert "--model BASE --adapter FOLDER" in generate("--model", adapter, *flags, expect=2).err
@@ -456,7 +453,6 @@ def test_models_that_do_not_write(tmp_path, generate, model):
     tiny_deberta(tmp_path / "classifier", 2)
     message = generate("--model", tmp_path / "classifier", "--prompt", "a", expect=2).err
     assert "DebertaV2ForSequenceClassification" in message
-    assert "writes none" in message or "write" in message
     from safetensors.torch import load_file, save_file
 
     half = tmp_path / "half"
@@ -502,8 +498,7 @@ def test_what_is_refused(generate, model, flags, words):
     done = generate(*[model if flag == "MODEL" else flag for flag in flags], expect=2)
     assert done.err.startswith("error: ")
     assert not done.out
-    for word in words:
-        assert word in done.err, done.err
+    assert [word for word in words if word not in done.err] == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer
 from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
-from zerofit.tools.generate.answer_journal import AnswerJournal
+from zerofit.tools.generate.answers import AnswerJournal
 
 pytestmark = pytest.mark.usefixtures("tools")
 PROMPTS = [f"{'word ' * (number * 5 % 13)}{number}" for number in range(11)]

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import Harmful, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, flaw, seal
 from zerofit.data.megatron.corpus import INDICES
-from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import read_config, read_model
 from zerofit.recipe import paths
@@ -130,16 +129,11 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
 # ------------------------------------------------------------------------------------------------------------ a pickle
 
 
-@pytest.mark.parametrize("name", ["adapter_model.bin", "pytorch_model.bin"])
-def test_a_refused_pickle_is_refused_in_our_own_words(tmp_path, name):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM"}))
+def test_a_refused_pickle_is_refused_in_our_own_words(tmp_path):
     model = tiny_model("gpt2")
     model.config.save_pretrained(tmp_path)
-    torch.save({**model.state_dict(), "more": Harmful(tmp_path / "executed")}, tmp_path / name)
-    if name == "adapter_model.bin":
-        message = refusal(open_adapter, str(tmp_path))
-    else:
-        message = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
+    torch.save({**model.state_dict(), "more": Harmful(tmp_path / "executed")}, tmp_path / "pytorch_model.bin")
+    message = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert str(tmp_path) in message
     assert "weights_only" not in message
     assert not (tmp_path / "executed").exists()

@@ -22,7 +22,7 @@ from zerofit.recipe import limits
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.generate.prompts import read_prompts
+from zerofit.tools.generate.respond import read_prompts
 
 DEEP = "[" * 100_000
 NAMED = ["--config_name", "gpt2", "--tokenizer_name", "any", "--train_file", "x"]

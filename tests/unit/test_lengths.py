@@ -13,7 +13,7 @@ from zerofit.cli import main
 from zerofit.data.collate import CausalCollator
 from zerofit.tools.compare import guess
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
-from zerofit.tools.compare.compare_options import CompareOptions
+from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.lengths_option import possible_lengths
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -111,10 +111,8 @@ def test_rows_have_the_length_that_is_tried():
     """One document stays one, packed documents stay several."""
     for positions, expected in ((np.arange(5), list(range(8))), (np.array([0, 1, 2, 0, 1]), [0, 1, 2, 0, 1, 0, 1, 2])):
         row = {"input_ids": np.arange(5), "labels": np.arange(5), "position_ids": positions}
-        batches = worst({"input_ids": 5}, CausalCollator(0), row)
-        assert batches.batch(2, 0).inputs["input_ids"].shape == (2, 5)
-        batch = batches.batch(2, 0, {"input_ids": 8})
+        batch = worst({"input_ids": 8}, CausalCollator(0), 2, 0, row)
         assert batch.inputs["input_ids"].shape == (2, 8)
         assert batch.inputs["position_ids"][0].tolist() == expected
         assert batch.num_tokens == 16
-    assert batches.batch(1, 0, {"input_ids": 3}).inputs["input_ids"].tolist() == [[0, 1, 2]]
+    assert worst({"input_ids": 3}, CausalCollator(0), 1, 0, row).inputs["input_ids"].tolist() == [[0, 1, 2]]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from zerofit.model.adapter_folder import open_adapter
-from zerofit.model.adapter_injection import inject_adapter
+from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter, check_quantisation
 from zerofit.model.parameters import count_parameters, flops_per_token

@@ -89,6 +89,8 @@ def test_trackers_of_deepspeed_become_those_of_the_run(tmp_path, block, tracking
     [
         ("python", "", "single"),
         ("torchrun --nproc_per_node 4", "", "ddp"),
+        ("torchrun --nproc_per_node 4", "--use-distributed-optimizer", "zero1"),
+        ("torchrun --nproc_per_node 4", "--zero-stage 2", "zero2"),
         ("torchrun --nproc_per_node 4", "--zero-stage 3", "zero3"),
         ("torchrun --nproc_per_node 4", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "3d"),
         ("torchrun --nproc_per_node 4", "--context-parallel-size 2", "sp"),

@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from zerofit.cli import main
-from zerofit.model.adapter_folder import find_base, open_adapter
-from zerofit.model.base_fingerprint import differs, sample_weights
+from zerofit.model.adapter_folder import differs, find_base, open_adapter, sample_weights
 from zerofit.recipe import UserError
 from zerofit.tools import merge_adapter
 
@@ -251,14 +250,6 @@ def test_an_encoder_decoder(tmp_path, tokenizer, whole):
     assert not [name for name in written if "embed_tokens" in name or "lm_head" in name]
 
 
-def test_an_adapter_of_older_days(build):
-    """Before safetensors, the weights lay in a pickle."""
-    case = build()
-    torch.save(load_adapter(case), case.adapter / "adapter_model.bin")
-    (case.adapter / "adapter_model.safetensors").unlink()
-    agree(logits_of(merge(case)), case.logits)
-
-
 def test_settings_of_generation_that_transformers_would_not_save(build):
     """Published folders name a temperature and do not sample."""
     case = build()
@@ -343,11 +334,6 @@ def file(name: str, content: bytes | None):
     return lambda case: (case.adapter / name).write_bytes(content) if content else (case.adapter / name).unlink()
 
 
-def pickled(case: Case) -> None:
-    (case.adapter / "adapter_model.safetensors").unlink()
-    (case.adapter / "adapter_model.bin").write_bytes(b"nonsense, no pickle")
-
-
 def config(**settings):
     return lambda case: case.edit("adapter_config.json", lambda content: content.update(settings))
 
@@ -377,7 +363,6 @@ NAN = float("nan")
     [
         (file("adapter_model.safetensors", None), ["adapter_model.safetensors", "missing"]),
         (file("adapter_model.safetensors", b"nonsense, not tensors"), ["adapter_model.safetensors", "broken"]),
-        (pickled, ["adapter_model.bin", "no file of tensors"]),
         (file("adapter_config.json", b"{"), ["adapter_config.json", "cannot be read"]),
         (file("adapter_config.json", b"[]"), ["adapter_config.json", "no JSON object"]),
         (file("base_weights.json", b"{"), ["base_weights.json", "cannot be read"]),

@@ -19,8 +19,14 @@ from transformers import (
 
 from zerofit.model.configuration import known_architectures, load_configuration
 from zerofit.model.load import build_model
-from zerofit.model.nan_check import check_finite, count_not_finite
-from zerofit.model.parameters import count_parameters, decay_groups, flops_per_token, true_shape
+from zerofit.model.parameters import (
+    check_finite,
+    count_not_finite,
+    count_parameters,
+    decay_groups,
+    flops_per_token,
+    true_shape,
+)
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.recomputation import enable_recomputation
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
@@ -114,14 +120,6 @@ def test_published_architectures_need_no_network(name):
         counted, _ = count_parameters(CLASSES.get(name, default).from_config(config))
     expected = PUBLISHED[name]
     assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
-
-
-def test_a_folder_of_that_name_wins(tmp_path, monkeypatch):
-    tiny_model("gpt2").config.save_pretrained(tmp_path / "gpt2-xl")
-    monkeypatch.chdir(tmp_path)
-    assert load_configuration(ClmRecipe(config_name="gpt2-xl")).n_layer == 2
-    monkeypatch.chdir("/")
-    assert load_configuration(ClmRecipe(config_name="gpt2-xl")).n_layer == 48
 
 
 def test_overrides():

@@ -13,7 +13,7 @@ from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.named import environment_of
 from zerofit.strategy.read import read_strategy
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.verify_options import VerifyOptions
+from zerofit.tools.verify.verify import VerifyOptions
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml")) + sorted((ROOT / "tests/published").glob("zero*.yaml"))
 GPT2 = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt"]

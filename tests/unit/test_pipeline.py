@@ -15,7 +15,7 @@ from zerofit.model.export import export_model
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
-from zerofit.model.tensor_parallel.draw import draw_share
+from zerofit.model.tensor_parallel.shares import draw_share
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.degrees import check_degrees, idle_note, take_degrees
 from zerofit.strategy.layout import ParallelLayout

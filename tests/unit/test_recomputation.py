@@ -15,8 +15,7 @@ from transformers.models.deberta_v2 import DebertaV2Config
 
 from zerofit.estimate.tracer import first_layers
 from zerofit.model import recomputation
-from zerofit.model.kept_results import keeping_contexts
-from zerofit.model.recomputation import _policy, enable_recomputation
+from zerofit.model.recomputation import _policy, enable_recomputation, keeping_contexts
 from zerofit.model.stages import keep_stage
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import UserError

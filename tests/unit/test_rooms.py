@@ -102,7 +102,7 @@ OWN_LATE = {
     ("zerofit.strategy.build_locks", "zerofit.recipe.files"),  # modules of ours that load one of these
     ("zerofit.data.rendering", "zerofit.data.pairs.prepare"),
     ("zerofit.model.configuration", "zerofit.model.attention"),
-    ("zerofit.model.pretrained_io", "zerofit.model.nan_check"),
+    ("zerofit.model.pretrained_io", "zerofit.model.parameters"),
     ("zerofit.strategy.gpus", "zerofit.strategy.devices"),
     ("zerofit.strategy.gpus", "zerofit.recipe.errors"),  # scripts/setup.sh runs it before anything is installed
     ("zerofit.strategy.prepare", "zerofit.strategy.pipeline_engine"),  # it loads DeepSpeed

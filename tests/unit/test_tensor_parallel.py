@@ -18,8 +18,7 @@ from zerofit.checkpoint.shards import ShardReader, write_shard
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.parameters import count_parameters
 from zerofit.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
-from zerofit.model.tensor_parallel.draw import draw_share
-from zerofit.model.tensor_parallel.read import stored_dtype
+from zerofit.model.tensor_parallel.shares import draw_share, stored_dtype
 from zerofit.model.tensor_parallel.split import check_split, split_model
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.degrees import check_degrees, take_degrees

@@ -17,14 +17,13 @@ from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
 from zerofit.strategy.builds import announce_builds
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched, mistake
+from zerofit.tools.launches import RunningLaunch, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.killing import Killed, alternating, spread_moments
+from zerofit.tools.verify.killing import Killed, spread_moments
 from zerofit.tools.verify.proof import Outcome
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
 from zerofit.tools.verify.shorten import shorten
-from zerofit.tools.verify.verify import main
-from zerofit.tools.verify.verify_options import VerifyOptions
+from zerofit.tools.verify.verify import VerifyOptions, main
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
@@ -266,10 +265,6 @@ def test_moments_are_spread_over_the_run():
     assert starting(launch)
 
 
-def test_processes_alternate():
-    assert [number for number, _ in zip(alternating(4, 1), range(7))] == [4, 4, 1, 4, 4, 1, 4]
-
-
 SLEEPER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); " \
           "print('update  3/9', flush=True); time.sleep(600)"  # fmt: skip
 
@@ -284,17 +279,6 @@ def test_nothing_of_a_launch_is_left(tmp_path):
     assert both == "until"
     assert not list(launch.members())
     assert launch.process.returncode == -9
-
-
-def test_the_lock_of_a_build_that_is_cut_off_is_left_to_the_next_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / "op" / "lock"
-    lock.parent.mkdir()
-    code = f"import os, time; held = os.open({str(lock)!r}, os.O_CREAT | os.O_EXCL); time.sleep(600)"
-    with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
-        assert launch.wait(60, lambda launch: lock.exists()) == "until"
-    assert drop_abandoned_locks() == [str(lock)]
-    assert not lock.exists()
 
 
 def test_how_a_launch_failed(tmp_path):
@@ -328,13 +312,6 @@ def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):
     assert not launch.is_saving
     (tmp_path / "checkpoints" / "update_00000006.partial").mkdir()
     assert launch.is_saving
-
-
-def test_the_command_of_a_trial(tmp_path):
-    command = LaunchedRun("cls", Path("a.yaml"), Path("r.yaml"), tmp_path, ("--save_steps", "2")).command(3)
-    assert command[command.index("--num_processes") + 1] == "3"
-    assert Path(next(word for word in command if word.endswith("cls.py"))).is_file()
-    assert command[-2:] == ["--save_steps", "2"]
 
 
 def test_locks_that_nobody_holds(tmp_path, monkeypatch):

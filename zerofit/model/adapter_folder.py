@@ -1,9 +1,17 @@
-"""A LoRA adapter in its folder: its settings, the shapes of its tensors, and the base model that it belongs to."""
+"""A LoRA adapter in its folder: its settings, the shapes of its tensors, and the base model that it belongs to.
 
+The base is recognised by a few of its frozen weights, which are beside the adapter in base_weights.json: {"modules":
+{"model.layers.0.self_attn.q_proj": [64 numbers], ...}}, of the first and the last module that has an adapter. The
+adapters of two models of one architecture fit both without an error; only the weights tell the models apart.
+"""
+
+import math
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.model.families import family_of
 from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
@@ -11,7 +19,7 @@ from zerofit.model.pretrained_io import read_config
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_yaml
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
 TASK_TYPES = {"clm": "CAUSAL_LM", "cls": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -66,32 +74,20 @@ def _what_it_is(path: Path) -> str:
 
 def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
     """{name in the base: shape} of the adapter's tensors, from the header of their file."""
-    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
-    if file is None:
-        raise UserError(f"{where} has no {WEIGHTS[0]}: the adapter's weights are missing. Copy them into the folder")
+    if not (path / WEIGHTS).is_file():
+        raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
     from safetensors import SafetensorError, safe_open
 
     try:
-        if file.suffix == ".bin":
-            import torch
-
-            tensors = torch.load(file, map_location="cpu", weights_only=True)
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        else:
-            with safe_open(file, framework="pt") as tensors:
-                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
-        raise UserError(f"{where}: {file.name} is broken: {first_line(error)}. Copy it again") from None
-    except Exception:  # an unpickler can raise anything
-        raise UserError(
-            f"{where}: {file.name} is no file of tensors alone; nothing in it was executed. Ask its publisher for "
-            f"{WEIGHTS[0]}"
-        ) from None
+        with safe_open(path / WEIGHTS, framework="pt") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{where}: {WEIGHTS} is broken: {first_line(error)}. Copy it again") from None
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if not shapes or empty:
         problem = f"{len(empty)} of its {len(shapes)} tensors are empty, such as {empty[0]}" if shapes else "no tensor"
         raise UserError(
-            f"{where}: {file.name} holds an incomplete adapter: {problem}. It was saved under ZeRO-3 without "
+            f"{where}: {WEIGHTS} holds an incomplete adapter: {problem}. It was saved under ZeRO-3 without "
             "gathering, or writing was interrupted; save it again from the training program"
         )
     return {name.removeprefix(ADAPTER_PREFIX): shape for name, shape in shapes.items()}
@@ -222,3 +218,73 @@ def _num_labels(folder: AdapterFolder, config) -> int | None:
         return None
     heads = tuple(f"{head}.weight" for head in family_of(config).classifier_heads)
     return next((shape[0] for name, shape in folder.shapes.items() if name.endswith(heads)), None)
+
+
+if TYPE_CHECKING:
+    import torch
+
+BASE_SAMPLE = "base_weights.json"
+NUM_VALUES = 64
+RELATIVE, ABSOLUTE = 1e-2, 1e-6  # bf16 rounds by 2^-9 of a value, fp16 by 2^-25 where values are tiny
+MAX_DIFFERING = 0.05  # fraction of the values that may differ in the same base
+
+
+def sample_weights(weight: "torch.Tensor") -> list[float]:
+    """64 values, evenly strided over the flattened weight, from the first on.
+
+    Args:
+        weight: of any shape, full (under ZeRO-3 gathered), not empty and not quantised.
+    """
+    import torch
+
+    indices = torch.arange(NUM_VALUES, device=weight.device) * weight.numel() // NUM_VALUES
+    return weight.detach().flatten()[indices].float().tolist()
+
+
+def adapted_weight(layer) -> "torch.Tensor":
+    """The frozen weight that a layer of peft adapts; of experts a weight of all of them."""
+    return layer.get_param() if hasattr(layer, "parameter_name") else layer.get_base_layer().weight
+
+
+def differs(recorded: Sequence[float], sample: Sequence[float]) -> bool:
+    """Whether the two samples come from different weights; each may have been rounded to bf16 or fp16."""
+    if len(recorded) != len(sample):
+        return True
+    differing = sum(not math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for a, b in zip(recorded, sample))
+    return differing > MAX_DIFFERING * len(recorded)
+
+
+def check_base_weights(
+    base, folder: Path, where: str, name: str, quantised: bool, gathered=lambda weight: nullcontext()
+) -> list[str]:
+    """Compare the frozen weights with those recorded in training. Returns a note if that is not possible.
+
+    Args:
+        base: the model that has the adapter's layers in it.
+        folder: of the adapter.
+        where: the option that names the adapter, and
+        name: the base's name, both for messages.
+        gathered: (weight) -> the context in which it is full.
+
+    Raises:
+        UserError: it is another base.
+    """
+    file = folder / BASE_SAMPLE
+    if not file.is_file():
+        return []
+    if quantised:
+        return [f"note: {name!r} is quantised, so its weights are not compared with those recorded in {file}"]
+    modules = dict(base.named_modules())
+    for module, recorded in read_json(file).get("modules", {}).items():
+        layer = modules.get(module)
+        if not hasattr(layer, "base_layer"):
+            raise UserError(f"{where} is for another base than {name!r}, where {module} has no adapter")
+        weight = adapted_weight(layer)
+        with gathered(weight):
+            sample = sample_weights(weight)
+        if differs(recorded, sample):
+            raise UserError(
+                f"{where} is for another base: the weights of {module} in {name!r} are not those that it was trained "
+                "on. Name the base that it was trained on"
+            )
+    return []

@@ -10,12 +10,10 @@ import torch
 import zerofit.model.activations  # noqa: F401
 from zerofit.model.configuration import from_hub_or_folder
 from zerofit.model.lora import quantisation
-from zerofit.model.nan_check import check_finite
-from zerofit.model.parameters import true_shape
+from zerofit.model.parameters import check_finite, true_shape
 from zerofit.model.rows import keep_rows
 from zerofit.model.stages import keep_stage
-from zerofit.model.tensor_parallel.draw import draw_share
-from zerofit.model.tensor_parallel.read import read_share, stored_dtype
+from zerofit.model.tensor_parallel.shares import draw_share, read_share, stored_dtype
 from zerofit.model.tensor_parallel.split import split_model
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from zerofit.model.adapter_folder import ADAPTER_PREFIX, TASK_TYPES
-from zerofit.model.base_fingerprint import FILE, adapted_weight, sample_weights
+from zerofit.model.adapter_folder import ADAPTER_PREFIX, BASE_SAMPLE, TASK_TYPES, adapted_weight, sample_weights
 from zerofit.model.export import make_consistent, write_card
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
@@ -72,7 +71,7 @@ class Adapter:
             make_consistent(settings)
             settings.save_pretrained(folder)
         if self.base_sample:
-            (folder / FILE).write_text(json.dumps({"modules": self.base_sample}) + "\n")
+            (folder / BASE_SAMPLE).write_text(json.dumps({"modules": self.base_sample}) + "\n")
         tokenizer.save_pretrained(folder)
         write_card(folder, card)
 

@@ -50,7 +50,7 @@ def read_model(
     """
     from safetensors import SafetensorError
 
-    from zerofit.model.nan_check import check_finite  # imports torch
+    from zerofit.model.parameters import check_finite  # imports torch
 
     common = {"dtype": DTYPES.get(precision, "auto"), "trust_remote_code": trust_remote_code, **more}
     quantised = getattr(config, "quantization_config", None) is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zerofit.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
-from zerofit.model.adapter_injection import inject_adapter
+from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.folders import is_adapter, model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.inference_options import DATA_OPTIONS

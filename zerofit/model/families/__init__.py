@@ -4,10 +4,10 @@ A new family is a file with a tuple FAMILIES, listed in MODULES; a model of no l
 `Family`.
 """
 
-from zerofit.model.families import bart, bert, blenderbot, deberta, gpt2, gpt_neox, llama, moe, olmo2, opt, roberta, t5
+from zerofit.model.families import bart, bert, deberta, gpt2, gpt_neox, llama, moe, olmo2, t5
 from zerofit.model.families.family import Family
 
-MODULES = (bart, bert, blenderbot, deberta, gpt2, gpt_neox, llama, moe, olmo2, opt, roberta, t5)
+MODULES = (bart, bert, deberta, gpt2, gpt_neox, llama, moe, olmo2, t5)
 DEFAULT = Family()
 BY_MODEL_TYPE = {name: family for module in MODULES for family in module.FAMILIES for name in family.model_types}
 

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,11 @@ class Candidate:
         name: as the user wrote it, e.g. zero2 or zero2:lora=true.
         config: the strategy's accelerate YAML.
         overrides: options of the recipe that this line sets, as texts.
-        trial_flags: further flags of its trials.
     """
 
     name: str
     config: Path
     overrides: dict[str, str] = field(default_factory=dict)
-    trial_flags: tuple[str, ...] = ()
 
     @property
     def flags(self) -> list[str]:
@@ -105,17 +103,11 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     without_use = SET_BY_EACH_RUN if options.finish else omitted - {"global_batch_size"}
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
-        remedies = {"per_device_train_batch_size": "say --batch_sizes", "output_dir": "say --output"}
-        raise UserError(
-            [
-                f"--{name} has no effect in a comparison{': ' * (name in remedies)}{remedies.get(name, '')}"
-                for name in useless
-            ]
-        )
+        raise UserError([f"--{name} has no effect in a comparison. Remove it" for name in useless])
     values, notes = recipe_values(options, cls, omitted, REPLACED), []
     if options.lengths:
         values["per_device_train_batch_size"] = micro_batch_of(options)
-    values["max_eval_samples"] = _one_batch(options, options.per_device_eval_batch_size)
+    values["max_eval_samples"] = one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
         notes.append(
@@ -130,23 +122,10 @@ def _omitted(lengths: list[str] | None) -> set[str]:
     return OMITTED if lengths is None else OMITTED - {"per_device_train_batch_size"} | {"block_size"}
 
 
-def _one_batch(options, batch_size: int) -> int:
+def one_batch(options, batch_size: int) -> int:
     """Held-out samples of one batch on each process."""
-    one_batch = batch_size * options.num_processes
-    return min(options.max_eval_samples or one_batch, one_batch)
-
-
-def with_one_batch_evaluations(candidates: list[Candidate], options) -> list[Candidate]:
-    """The candidates; where one sets its own evaluation batch size, its trials evaluate one batch of that size."""
-    option = "per_device_eval_batch_size"
-    return [
-        replace(
-            candidate, trial_flags=("--max_eval_samples", str(_one_batch(options, int(candidate.overrides[option]))))
-        )
-        if option in candidate.overrides
-        else candidate
-        for candidate in candidates
-    ]
+    samples = batch_size * options.num_processes
+    return min(options.max_eval_samples or samples, samples)
 
 
 def check_overrides(

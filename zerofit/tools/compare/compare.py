@@ -13,27 +13,30 @@ journal in the output folder keeps all results: the same command resumes where i
 
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+from zerofit.recipe.fields import option
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say
-from zerofit.tools.compare.candidates import (
-    TrialRecipe,
-    check_overrides,
-    make_recipe,
-    read_candidates,
-    with_one_batch_evaluations,
-)
-from zerofit.tools.compare.compare_options import CompareOptions
+from zerofit.tools.compare.candidates import TrialRecipe, check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from zerofit.tools.compare.finish import Finish, values_to_finish
-from zerofit.tools.compare.simulated import NOT_COUNTED, Timer, simulated_machine, without_weights
-from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits, inspect_trial_machine
+from zerofit.tools.compare.search import BATCHES, LENGTHS, SearchVariable
+from zerofit.tools.compare.trial_machine import (
+    NOT_COUNTED,
+    Timer,
+    choose_limits,
+    inspect_trial_machine,
+    simulated_machine,
+    without_weights,
+)
 from zerofit.tools.launches import ending_in_order
-from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
+from zerofit.tools.lengths_option import length_problems, read_lengths
+from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, parse_bytes, read_with_recipe
 
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 
@@ -53,12 +56,14 @@ def main(argv: list[str] | None = None) -> int:
     to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    candidates = with_one_batch_evaluations(candidates, options)
     machine = (
         simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_trial_machine()
     )
     timer = Timer(inspect_trial_machine()) if options.times_simulated else None
-    limits = limits_of(options, machine)
+    memory_limit = options.memory_limit and parse_bytes(options.memory_limit)
+    if options.simulate:
+        memory_limit = memory_limit or machine.devices[0].total
+    limits = choose_limits(machine, options.num_processes, memory_limit)
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
     folder.lock()
@@ -89,13 +94,77 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if comparison.problems or any(run.problem for run in report.finished) else 0
 
 
-def limits_of(options, machine: TrialMachine) -> Limits:
-    """The limits from the options.
+@dataclass
+class CompareOptions(LaunchedStrategiesOptions):
+    """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
-    Raises:
-        UserError: the machine has less memory than that.
-    """
-    device, host = (text and parse_bytes(text) for text in (options.memory_limit, options.host_memory_limit))
-    if machine.simulated:
-        device = device or machine.devices[0].total
-    return choose_limits(machine, options.num_processes, device, host)
+    memory_limit: str | None = option(
+        None,
+        "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a share of its memory).",
+        common=True,
+    )
+    simulate: str | None = option(
+        None,
+        "Without a GPU: on simulated devices of this size (24GiB) or of a known GPU's (a100-80gb). The launches are "
+        "real, and tensors hold no data. With --steps, updates are timed on this machine after that.",
+        common=True,
+    )
+
+    batch_sizes: list[str] = option(  # noqa: RUF009
+        ["auto"], "auto: find the largest; or the sizes to try, of one process: 8,16,40.", common=True
+    )
+    lengths: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Find the longest of these rows that each strategy holds, instead of its largest batch: 8k,16k,32k. The "
+        "micro-batch is per_device_train_batch_size of the recipe, or else 1.",
+        common=True,
+    )
+    granularity: int = option(1, "The largest batch is found as a multiple of this, up to 4096.", positive=True)
+    steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
+    trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
+    finish: bool = option(
+        False,
+        "Then train each strategy at its best batch, as the recipe says, and compare times and held-out figures.",
+        common=True,
+    )
+    output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
+
+    @property
+    def times_simulated(self) -> bool:
+        """Whether updates are timed on this machine, and sizes found on simulated devices."""
+        return bool(self.simulate and self.source("steps"))
+
+    @property
+    def variable(self) -> SearchVariable:
+        return LENGTHS if self.lengths else BATCHES
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """The batch sizes or lengths that were named, in order; None: auto."""
+        if self.lengths:
+            return read_lengths(self.lengths)
+        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
+        return None if texts == ["auto"] else sorted({int(text) for text in texts})
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        try:
+            parse_bytes(self.memory_limit or "1GiB")
+        except ValueError:
+            problems.append(f"memory_limit = {self.memory_limit!r}: expected a size such as 24GiB, 800MiB or 24GB")
+        if self.simulate:
+            without_use = [name for name in ("finish", *["steps"] * bool(self.lengths)) if self.source(name)]
+            problems += [f"{name}: no effect with simulate = {self.simulate}. Remove it" for name in without_use]
+        if self.lengths:
+            without_use = ("batch_sizes", "granularity", "finish")
+            return problems + length_problems(self, automatic=False, without_use=without_use)
+        try:
+            wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
+        except ValueError:
+            wrong = True
+        given = " ".join(self.batch_sizes)
+        if wrong:
+            problems.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
+        elif self.sizes and self.source("granularity"):
+            problems.append(f"granularity = {self.granularity} has no effect with batch_sizes = {given}. Remove it")
+        return problems

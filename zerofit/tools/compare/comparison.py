@@ -3,6 +3,7 @@ known and confirmed."""
 
 import shutil
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,13 @@ import yaml
 
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import duration, rounded, say
-from zerofit.tools.compare.candidates import Candidate
+from zerofit.tools.compare.candidates import Candidate, one_batch
 from zerofit.tools.compare.guess import Guess, guess
 from zerofit.tools.compare.results import StrategyRow, common_size, fact_of, outcome_text, with_rates_of
-from zerofit.tools.compare.search import SearchState, Step, next_step, predict
-from zerofit.tools.compare.simulated import Timer
-from zerofit.tools.compare.trial_journal import TrialJournal, code_hash, key_of, peak_of
+from zerofit.tools.compare.search import SearchState, Step, next_step
+from zerofit.tools.compare.trial_files import TrialJournal, TrialRequest, code_hash, key_of, peak_of
 from zerofit.tools.compare.trial_launch import TrialLaunch, TrialOutcome
-from zerofit.tools.compare.trial_machine import Limits, TrialMachine
-from zerofit.tools.compare.trial_request import TrialRequest
+from zerofit.tools.compare.trial_machine import Limits, Timer, TrialMachine
 from zerofit.tools.launches import LaunchedRun
 
 MIB = 2**20
@@ -215,7 +214,6 @@ class Comparison:
             points=state.points,
             per_sample=predicted and predicted.per_sample,
             memory_limit=self.limits.device,
-            host_memory_limit=self.limits.host,
             by_length=bool(options.lengths),
         )
         return self._run(candidate, request, self.keys[candidate.name], self.machine, again=again)
@@ -232,10 +230,12 @@ class Comparison:
         options = self.options
         folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{request.first}"
         shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
-        flags = (*candidate.flags, *candidate.trial_flags, *flags, f"--{self.variable.option}", str(request.first))
+        evaluated = candidate.overrides.get("per_device_eval_batch_size")  # its own: trials evaluate one batch of it
+        flags = (*candidate.flags, *flags, f"--{self.variable.option}", str(request.first))
+        flags += ("--max_eval_samples", str(one_batch(options, int(evaluated)))) if evaluated else ()
         program = ("-m", "zerofit.tools.compare.trial", options.task, str(request.write(folder)))
         trial = LaunchedRun(options.task, candidate.config, self.recipe, folder / "run", flags, program)
-        answered = self._report_trial if machine is self.machine else self._report_time
+        answered = partial(self._report, timed=machine is not self.machine)
         launch = TrialLaunch(
             trial,
             options.num_processes,
@@ -269,7 +269,6 @@ class Comparison:
             overrides=candidate.overrides,
             num_processes=options.num_processes,
             device=self.limits.device,
-            host=self.limits.host,
             steps=self.steps,
             machine=self.machine.identity,
         )
@@ -285,27 +284,17 @@ class Comparison:
     # ------------------------------------------------------------------------------------------------------- messages
 
     def _say_step(self, candidate: Candidate, state: SearchState, step: Step) -> None:
-        predicted = predict(state.points, self.limits.device)
-        what = f"from {step.first} up"
-        if not state.facts and self._guess_of(candidate):
-            what += f", the largest {self.variable.size} by prediction"
-        if state.is_bracketed:
-            what = f"{step.first} again, in a fresh process"
-        elif state.fails:
-            what = f"from {step.first} up, between {state.fits} and {state.fails}"
-        expected = f" (the peaks so far predict {predicted})" if predicted and not state.is_bracketed else ""
-        say(f"{candidate.name}: {what}{expected}")
+        between = f", between {state.fits} and {state.fails}" if state.fails else ""
+        what = f"{step.first} again, in a fresh process" if state.is_bracketed else f"from {step.first} up{between}"
+        say(f"{candidate.name}: {what}")
 
-    def _report_trial(self, line: dict[str, Any]) -> None:
+    def _report(self, line: dict[str, Any], timed: bool) -> None:
+        """Tell of a size that fits: its peak (unless only its time counts), and its rate where devices are real."""
         if line["event"] == "fits":
-            peak = f"{peak_of(line) / MIB:,.0f}"
             limit = f" of {self.limits.device / MIB:,.0f}" if self.limits.device else ""
-            rate = "" if self.machine.simulated else f", {rounded(line['samples_per_s'])} samples/s"
-            say(f"  {line['size']:>6}  fits: {peak}{limit} MiB{rate}")
-
-    def _report_time(self, line: dict[str, Any]) -> None:
-        if line["event"] == "fits":
-            say(f"  {line['size']:>6}  {rounded(line['samples_per_s'])} samples/s")
+            peak = [] if timed else [f"fits: {peak_of(line) / MIB:,.0f}{limit} MiB"]
+            rate = [f"{rounded(line['samples_per_s'])} samples/s"] if timed or not self.machine.simulated else []
+            say(f"  {line['size']:>6}  {', '.join(peak + rate)}")
 
     def _say_limit(self, candidate: Candidate) -> None:
         row = next(row for row in self.rows() if row.name == candidate.name)

@@ -1,17 +1,18 @@
 """The report of a comparison: report.md, report.html, results.csv, and the table in the terminal."""
 
 import csv
+import html
 from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import printable
+from zerofit.recipe.words import counted
 from zerofit.record.terminal import duration, rounded, screen_width, size, table
-from zerofit.tools.compare.finished import Finished, agreement, finished_table
-from zerofit.tools.compare.html_report import html_report
+from zerofit.tools.compare.finish import Finished, agreement, finished_table
 from zerofit.tools.compare.plots import memory_plot, throughput_plot
 from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, factor, outcome_text, speed_up
-from zerofit.tools.compare.search_variable import LENGTHS
-from zerofit.tools.compare.trial_journal import peak_of
+from zerofit.tools.compare.search import LENGTHS
+from zerofit.tools.compare.trial_files import peak_of
 from zerofit.tools.lengths_option import micro_batch_of
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
@@ -36,7 +37,7 @@ class ComparisonReport:
         self.simulated = bool(self.machine.simulated)  # its times mean nothing
         self.variable = comparison.variable
         title = Path(self.options.source("config") or self.options.task).stem
-        self.title = f"{self.variable.title}{', simulated' * self.simulated}: {title}"
+        self.title = f"{self.variable.size.capitalize()}s{', simulated' * self.simulated}: {title}"
 
     @property
     def rows(self) -> list[StrategyRow]:
@@ -137,7 +138,7 @@ class ComparisonReport:
 
     def held_table(self) -> list[tuple[str, ...]]:
         """Memory that a process keeps from update to update, and memory of each sample."""
-        head = ("strategy", "weights", "optimizer state", self.variable.each, "limit confirmed")
+        head = ("strategy", "weights", "optimizer state", "each sample or token", "limit confirmed")
         rows = []
         for row in self.rows:
             held, per_sample = row.held, row.bytes_per_sample
@@ -183,7 +184,7 @@ class ComparisonReport:
     def _blocks(self) -> list[tuple[str, str, list[tuple[str, ...]]]]:
         """(heading, text, table) of each part."""
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
-        blocks = [(self.variable.heading, " ".join([self._batches_text(), *problems]), self.main_table())]
+        blocks = [(self.variable.largest.capitalize(), " ".join([self._batches_text(), *problems]), self.main_table())]
         if self.has_speed_table:
             blocks.append(("Speed", self._speed_text(), self.speed_table()))
         if self.finished:
@@ -199,33 +200,21 @@ class ComparisonReport:
         if not about:
             return ""
         lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
-        limit = f"{size(self.limits.device)} per process" if self.limits.device else "what there is"
-        shorter = ""
-        if about["mean_sample"] < sum(about["longest"].values()):
-            shorter = f" (the data's rows have {about['mean_sample']:,} on average: real epochs may be shorter)"
-        of_first = " (of the first strategy)" if any(row.about != about for row in self.rows if row.about) else ""
-        shape = (
-            f"{self.options.num_processes} process{'es' * (self.options.num_processes > 1)}, limit {limit}; "
-            f"{about['parameters']:,} parameters, "
-            f"{about['precision']}"
-        )
+        rows = f"all rows have the greatest length of {lengths} tokens (the data: {about['mean_sample']:,} on average)"
         if self.variable is LENGTHS:
-            rates = "The devices are simulated" if self.simulated else "Rates are of all processes together"
-            return (
-                f"{shape}; micro-batch {micro_batch_of(self.options)}; accumulation {about['accumulation']}. All rows "
-                f"have the length, and every token is trained on. {rates}; factor is against the first strategy."
-            )
+            rows = f"micro-batch {micro_batch_of(self.options)}; all rows have the length, all tokens are trained on"
+        processes = counted(self.options.num_processes, "process")
         return (
-            f"{shape}; all rows have the greatest length of {lengths} tokens{shorter}; accumulation "
-            f"{about['accumulation']}{of_first}. Batch sizes are those of one process; factor is against the first "
-            f"strategy.{' The devices are simulated.' * self.simulated}"
+            f"{processes}; {about['parameters']:,} parameters, {about['precision']}; {rows}; accumulation "
+            f"{about['accumulation']}. Sizes are those of one process, rates of all together; factor is against the "
+            f"first strategy.{' The devices are simulated.' * self.simulated}"
         )
 
     def _speed_text(self) -> str:
         timer, about = self.comparison.timer, next(row.about for row in self.rows if row.about)
         where = f" {timer.note(about['precision'])}." if timer else ""
         return (
-            f"Rates are of all processes together; speed-up and epoch are at each strategy's best, speed-up against "
+            "Rates are of all processes together; speed-up and epoch are at each strategy's best, speed-up against "
             f"the first strategy.{where}{self._evaluation_text()}"
         )
 
@@ -245,7 +234,7 @@ class ComparisonReport:
         peaks = {f"{name}_bytes": peak_of(line, name, with_evaluation=False) if fits else "" for name in PEAKS}
         return {
             "strategy": row.name,
-            self.variable.column: line["size"],
+            self.variable.size.replace(" ", "_"): line["size"],
             "outcome": line["outcome"],
             "where": line.get("where", ""),
             "phase": line.get("phase", ""),
@@ -264,24 +253,19 @@ class ComparisonReport:
         versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
         changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
         launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
-        host = f", {size(self.limits.host)} of the host for each" if self.limits.host else ""
         limit = f"{size(self.limits.device)} for each process" if self.limits.device else "none"
         timed = f"; {self.options.steps} timed updates of each size" if self.timed else ""
         settings = " ".join(f"{name}={value}" for name, value in self.machine.settings.items())
         return [
             f"Command: `{self.command}`",
             f"Hardware: {self.machine.describe()}",
-            f"Limit: {limit}{host} ({self._limit_text()})",
+            f"Limit: {limit} ({_LIMIT_OF_DEVICE if self.machine.devices else _LIMIT_OF_CPU})",
             *([f"Trials run with {settings}"] if settings else []),
             f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
             f"{environment['python']}, {versions}",
             f"Launches: {launches}, {seconds / 60:.1f} minutes{timed}",
             *(f"Note: {note}" for note in (*self.notes, *self.limits.notes)),
         ]
-
-    def _limit_text(self) -> str:
-        kind = "simulated" if self.simulated else self.machine.kind
-        return _LIMITS.get(kind, _LIMITS["gpu"])
 
     def _markdown(self, blocks) -> str:
         parts = [f"# {self.title}", self.conclusion]
@@ -312,12 +296,8 @@ _ABOUT_TRIALS = (
     "what the limit counts; total: of the whole device (on a CPU, of the process)."
 )
 _ABOUT_HOST = " Host: what the process' floating-point tensors there would take."
-_LIMITS = {
-    "cuda": "of what torch's allocator reserves; the CUDA context, up to 640 MiB per process, comes on top",
-    "simulated": "of what the simulated allocator hands out; what the driver takes for each process comes on top",
-    "gpu": "of what torch's allocator reserves; what the driver takes for each process comes on top",
-    "cpu": "RLIMIT_DATA: of what the process has asked for and not given back, the program included",
-}
+_LIMIT_OF_CPU = "RLIMIT_DATA: of what the process has asked for and not given back, the program included"
+_LIMIT_OF_DEVICE = "of what the allocator reserves; what the driver takes for each process (CUDA: 640 MiB) is extra"
 
 
 def markdown_table(rows: list[tuple[str, ...]]) -> str:
@@ -325,3 +305,42 @@ def markdown_table(rows: list[tuple[str, ...]]) -> str:
     head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     marks = [":--", *["--:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest))
+
+
+STYLE = (
+    "body { font: 15px/1.5 sans-serif; max-width: 1180px; margin: auto; padding: 1rem } "
+    "table { border-collapse: collapse } div { overflow-x: auto } svg { max-width: 100%; height: auto } "
+    "th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd } "
+    "th:first-child, td:first-child { text-align: left }"
+)
+
+
+def html_report(
+    title: str,
+    conclusion: str,
+    blocks: list[tuple[str, str, list[tuple[str, ...]]]],
+    pictures: list[str],
+    provenance: list[str],
+) -> str:
+    """report.html: one file with its pictures (SVG, behind the first block), which loads nothing from elsewhere."""
+    first, *others = [
+        f"<h2>{escape(heading)}</h2><p>{escape(text)}</p><div>{_table(rows)}</div>" for heading, text, rows in blocks
+    ]
+    lines = "".join(f"<li>{escape(line)}</li>" for line in provenance)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p><b>{escape(conclusion)}</b></p>{first}"
+        f"{''.join(pictures)}{''.join(others)}<ul>{lines}</ul></body></html>\n"
+    )
+
+
+def escape(text: str) -> str:
+    """A text in HTML."""
+    return html.escape(printable(text))
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    head, *rest = rows
+    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rest]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

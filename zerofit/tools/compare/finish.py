@@ -1,22 +1,26 @@
 """`zerofit compare --finish`: each strategy trained to the end of the recipe at its best batch, by runs of the task.
 
 Each run has its own folder, whose name has a hash of its settings. A finished run is not repeated; an interrupted one
-resumes from its last checkpoint.
+resumes from its last checkpoint. Then their times, throughput and held-out figures are compared.
 """
 
+import json
 import math
+import statistics
 import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parsing import read_yaml
+from zerofit.record.jsonl import JsonlFile
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import duration, say
+from zerofit.record.terminal import duration, rounded, say, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
-from zerofit.tools.compare.finished import Finished, read_finished
 from zerofit.tools.compare.results import StrategyRow
-from zerofit.tools.compare.trial_journal import key_of
+from zerofit.tools.compare.trial_files import key_of
 from zerofit.tools.compare.trial_machine import launch_environment
 from zerofit.tools.launches import LaunchedRun, failure, launched, mistake
 from zerofit.tools.tool_recipe import recipe_values
@@ -47,6 +51,148 @@ def batch_to_train(row: StrategyRow, global_batch: int | None, num_processes: in
         return best
     of_process = global_batch // num_processes
     return next(size for size in range(min(best, of_process), 0, -1) if of_process % size == 0)
+
+
+HELD = ("eval_", "test_")  # prefixes of held-out figures
+HEAD = (
+    "strategy|batch|global batch|updates|training|an epoch|training samples/s|eval batch|an evaluation|"
+    "evaluation samples/s|peak|training loss"
+).split("|")
+
+
+@dataclass
+class Finished:
+    """A run, read from its folder.
+
+    Args:
+        micro_batch: samples of one process.
+        lines: its metrics.jsonl.
+        environment: its environment.json; `held_out` has the figures of the weights in model/, and their update.
+        recipe: its options.
+        problem: why it failed; empty: it did not.
+    """
+
+    name: str
+    micro_batch: int
+    folder: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def trained(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "seconds" in line]
+
+    @property
+    def _evaluations(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "evaluation_seconds" in line]
+
+    @property
+    def updates(self) -> int:
+        return self.lines[-1]["update"] if self.lines else 0
+
+    @property
+    def global_batch(self) -> int | None:
+        return self.recipe.get("global_batch_size")
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of all updates together, without evaluations and checkpoints."""
+        return sum(line["seconds"] for line in self.trained)
+
+    @property
+    def epochs(self) -> float:
+        return self.lines[-1]["epoch"]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.lines[-1]["consumed_samples"] / self.training_s
+
+    @property
+    def evaluation(self) -> dict[str, float] | None:
+        """The evaluation whose duration is the median; None: nothing is held out."""
+        lines = self._evaluations
+        middle = statistics.median_low(line["evaluation_seconds"] for line in lines) if lines else None
+        return next((line for line in lines if line["evaluation_seconds"] == middle), None)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Held-out figures of the run's final weights."""
+        held = self.environment.get("held_out") or {}
+        return {name: value for name, value in held.items() if name.startswith(HELD)}
+
+
+def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
+    """Read a run from its folder."""
+    lines = JsonlFile(folder / "metrics.jsonl").read()
+    environment, recipe = folder / "environment.json", folder / "recipe.yaml"
+    described = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
+    options = read_yaml(recipe) if recipe.is_file() else {}
+    return Finished(name, micro_batch, folder, lines, described, options, problem)
+
+
+def figure_names(runs: list[Finished]) -> list[str]:
+    """The names of all held-out figures of these runs, in their order."""
+    return list(dict.fromkeys(name for run in runs for name in run.figures))
+
+
+def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
+    """A row for each strategy."""
+    names = figure_names(runs)
+    head = (*HEAD, *(name.removeprefix("eval_") for name in names))
+    return [head, *(_row(run, names) for run in runs)]
+
+
+def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
+    if run.problem or not run.lines:
+        return (run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names)))
+    evaluation = run.evaluation
+    return (
+        run.name,
+        str(run.micro_batch),
+        str(run.global_batch),
+        f"{run.updates:,}",
+        _time(run.training_s),
+        _time(run.training_s / run.epochs),
+        rounded(run.samples_per_s),
+        str(run.recipe.get("per_device_eval_batch_size")),
+        _time(evaluation["evaluation_seconds"]) if evaluation else "-",
+        rounded(evaluation["evaluation_samples_per_s"]) if evaluation else "-",
+        size(max(line["peak_memory_bytes"] for line in run.trained)),
+        f"{run.trained[-1]['loss']:.4f}",
+        *(f"{run.figures[name]:.4f}" if name in run.figures else "-" for name in names),
+    )
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds >= 60 else f"{rounded(seconds)} s"
+
+
+def agreement(runs: list[Finished]) -> str:
+    """Whether the figures of the runs are comparable, and by how much they differ."""
+    runs = [run for run in runs if not run.problem]
+    if len(runs) < 2:
+        return ""
+    batches = list(dict.fromkeys(run.global_batch for run in runs))
+    if len(batches) > 1:
+        return (
+            f"The global batches differ ({', '.join(map(str, batches))}), and so do the updates: these are "
+            "different trainings. Set --global_batch_size to make them comparable"
+        )
+    first, *others = runs
+    differences = {
+        name: max(abs(run.figures.get(name, float("nan")) - value) / max(abs(value), 1e-12) for run in others)
+        for name, value in first.figures.items()
+    }
+    if not differences:
+        return f"One global batch of {batches[0]} for all"
+    worst = max(differences, key=differences.get)
+    difference = f"at most {differences[worst]:.1e} of {first.name}'s ({worst.removeprefix('eval_')})"
+    return (
+        f"One global batch of {batches[0]} for all: the same samples in each update. The final held-out figures "
+        f"{f'differ by {difference}' if differences[worst] else 'are equal'}"
+    )
 
 
 class Finish:

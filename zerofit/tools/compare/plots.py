@@ -7,37 +7,24 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from zerofit.tools.compare.results import StrategyRow
-from zerofit.tools.compare.search_variable import BATCHES, SearchVariable
-from zerofit.tools.compare.trial_journal import peak_of
+from zerofit.tools.compare.search import BATCHES, SearchVariable
+from zerofit.tools.compare.trial_files import peak_of
 
 # Distinct also for colour-blind people: Okabe and Ito, jfly.uni-koeln.de/color
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
 MARKERS = "os^Dv<>ph"
 
 
-def colour(index: int) -> str:
-    """The colour of a candidate by its index, in plots and tables."""
-    return COLOURS[index % len(COLOURS)]
-
-
 def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVariable = BATCHES) -> str:
     """Peak memory of the rank that needs most against the size, and a cross where memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
-    figure, axes = _figure(variable.label, f"peak memory of a process, {name}")
+    figure, axes = _figure(variable.size, f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
         style = _style(index, row.name)
         lines, fails = row.in_fresh_processes, row.fails
         if lines:
             axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **style)
-        others = [line for line in row.fitting if line not in lines]
-        axes.plot(
-            [line["size"] for line in others],
-            [peak_of(line) / unit for line in others],
-            linestyle="",
-            fillstyle="none",
-            **{**style, "label": None, "linewidth": 0},
-        )
         if fails:
             top = (limit or max(shown, default=unit)) / unit
             axes.plot(
@@ -57,22 +44,22 @@ def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVari
 
 def throughput_plot(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> str:
     """Samples a second, over all processes, against the batch size of one; or tokens a second against the length."""
-    figure, axes = _figure(variable.label, variable.rate.replace("_per_", "/"))
+    figure, axes = _figure(variable.size, variable.rate.replace("_per_", "/"))
     for index, row in enumerate(rows):
-        lines = row.timed
+        lines, style = row.timed, _style(index, row.name)
         if lines:
-            axes.plot(
-                [line["size"] for line in lines], [line[variable.rate] for line in lines], **_style(index, row.name)
-            )
+            axes.plot([line["size"] for line in lines], [line[variable.rate] for line in lines], **style)
             best = max(lines, key=lambda line: line[variable.rate])
-            axes.plot([best["size"]], [best[variable.rate]], "o", color=colour(index), markersize=11, fillstyle="none")
+            axes.plot(
+                [best["size"]], [best[variable.rate]], "o", color=style["color"], markersize=11, fillstyle="none"
+            )
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _svg(figure, axes)
 
 
 def _style(index: int, label: str) -> dict:
     return {
-        "color": colour(index),
+        "color": COLOURS[index % len(COLOURS)],
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": 5,
         "linewidth": 1.5,

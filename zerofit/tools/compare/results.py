@@ -6,9 +6,8 @@ from typing import Any
 
 from zerofit.record.terminal import rounded
 from zerofit.tools.compare.guess import Guess
-from zerofit.tools.compare.search import Fact, SearchState
-from zerofit.tools.compare.search_variable import BATCHES, SearchVariable
-from zerofit.tools.compare.trial_journal import peak_of
+from zerofit.tools.compare.search import BATCHES, Fact, SearchState, SearchVariable
+from zerofit.tools.compare.trial_files import peak_of
 
 
 def fact_of(line: dict[str, Any]) -> Fact:

@@ -174,3 +174,35 @@ def _at_most(sizes: list[int], size: int) -> int:
 def _between(sizes: list[int], fits: int, fails: int | None) -> list[int]:
     stop = len(sizes) if fails is None else bisect_left(sizes, fails)
     return sizes[bisect_right(sizes, fits) : stop]
+
+
+@dataclass(frozen=True)
+class SearchVariable:
+    """What trials make larger and larger: batches, or with --lengths rows.
+
+    Args:
+        option: of the recipe; each launch sets it to the size that it begins with.
+        size, short: one of them, in messages and as a column.
+        largest, holds: what is found, as a column, and of a strategy that holds it.
+        rate: the throughput that is plotted, as a trial has it.
+    """
+
+    option: str
+    size: str
+    short: str
+    largest: str
+    holds: str
+    rate: str
+
+
+BATCHES = SearchVariable(
+    "per_device_train_batch_size",
+    "batch size",
+    "batch",
+    "largest batch",
+    "the largest batch, {:,} per process",
+    "samples_per_s",
+)
+LENGTHS = SearchVariable(
+    "block_size", "length", "length", "longest rows", "the longest rows, {:,} tokens", "tokens_per_s"
+)

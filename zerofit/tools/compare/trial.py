@@ -3,6 +3,7 @@
 accelerate launch -m zerofit.tools.compare.trial TASK REQUEST --config RECIPE     (started by `zerofit compare`)
 """
 
+import contextlib
 import importlib
 import math
 import os
@@ -11,13 +12,14 @@ import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from zerofit.data.collate import Batch
+from zerofit.data.pack import Sample
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
 from zerofit.health.slow_ranks import RankClock
@@ -28,8 +30,7 @@ from zerofit.strategy.devices import synchronise
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.compare.memory_limits import DataSegment, TrialMemory, limit_device
 from zerofit.tools.compare.search import next_size
-from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest
-from zerofit.tools.compare.worst_case_batch import WorstCaseBatches
+from zerofit.tools.compare.trial_files import ANSWERS, FAILURES, TrialRequest
 from zerofit.training.evaluation import timed_evaluation
 from zerofit.training.prepare import Prepared
 from zerofit.training.session import Session
@@ -67,7 +68,7 @@ class Trial:
 
     def __init__(self, request: Path):
         self.request, self.folder = TrialRequest.read(request), request.parent
-        end_together_with(self.request.pid, self.request.started)
+        end_together_with(self.request.pid)
         self.size, self.limit, self.device = self.request.first, None, None
         self.rank = int(os.environ.get("RANK", "0"))
 
@@ -88,34 +89,26 @@ class Trial:
         import_libraries(session.task, session.recipe.lora, bool(session.strategy.deepspeed))
         on_cpu = self.device.type == "cpu"
         self.segment = DataSegment(watched=on_cpu)
-        limit, host_limit = self.request.memory_limit, self.request.host_memory_limit
-        if on_cpu:
-            limit = host_limit = min((each for each in (limit, host_limit) if each is not None), default=None)
+        limit = self.request.memory_limit
         taken = self.segment.now() if on_cpu else torch.accelerator.memory_reserved()
-        self._check_room("memory_limit", limit, taken)
-        if not on_cpu:
-            self._check_room("host_memory_limit", host_limit, self.segment.now())
+        if limit is not None and taken >= limit:
+            message = (
+                f"memory_limit: a process takes {taken / 2**20:,.0f} MiB before it has a model or a batch, and the "
+                f"limit is {limit / 2**20:,.0f} MiB. Set a limit larger than that and the model together"
+            )
+            self._report_failure("too_small", text=message)
+            raise UserError(message)
         try:
             self.limit = limit if on_cpu else limit_device(self.device, limit, ranks_of_the_device(accelerator))
         except ValueError as problem:
             raise UserError(f"memory_limit = {limit / 2**30:.2f} GiB: {problem}") from None
-        if host_limit is not None:
-            self.segment.limit(host_limit)
+        if on_cpu and limit is not None:
+            self.segment.limit(limit)
         self._answer(event="started", taken=taken)
-
-    def _check_room(self, option: str, limit: int | None, taken: int) -> None:
-        """Raises UserError if the process already uses as much as its limit."""
-        if limit is not None and taken >= limit:
-            message = (
-                f"{option}: a process takes {taken / 2**20:,.0f} MiB before it has a model or a batch, and the limit "
-                f"is {limit / 2**20:,.0f} MiB. Set a limit larger than that and the model together"
-            )
-            self._report_failure("too_small", text=message)
-            raise UserError(message)
 
     def run(self, prepared: Prepared, task: Task) -> int:
         """Try one batch size after another, until none is left or memory runs out."""
-        session, self.prepared, self.task, self.worst = prepared.session, prepared, task, WorstCaseBatches(task)
+        session, self.prepared, self.task = prepared.session, prepared, task
         self.engine, self.strategy, self.phase = prepared.engine, session.strategy, session.phase
         self.memory = TrialMemory(self.device, self.segment)
         detector = AnomalyDetector(0.0, clipped=True, scaled=self.strategy.precision == "fp16")
@@ -196,7 +189,7 @@ class Trial:
         accumulation, rank = self.strategy.batches.accumulation, self.engine.layout.data_rank
         rows, longest = self._rows(size), {"input_ids": size} if self.request.by_length else None
         start = rows * accumulation * (self.done * self.engine.layout.data_size + rank)
-        return [self.worst.batch(rows, start + rows * number, longest) for number in range(accumulation)]
+        return [worst_case_batch(self.task, rows, start + rows * number, longest) for number in range(accumulation)]
 
     def _rows(self, size: int) -> int:
         """Of a micro-batch."""
@@ -248,30 +241,15 @@ def build_operations(strategy: Strategy) -> None:
         CPUAdamBuilder().load()
 
 
-@dataclass(frozen=True)
-class _Process:
-    """A process, distinguished from later ones with the same number by its start time."""
-
-    pid: int
-    started: float
-
-    def is_alive(self) -> bool:
-        import psutil
-
-        try:
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.started) < 1 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-
-
-def end_together_with(pid: int, started: float) -> None:
+def end_together_with(pid: int) -> None:
     """End this process as soon as another one is gone, also if that one was killed."""
-    requester = _Process(pid, started)
+    import psutil
 
     def watch() -> None:
-        while requester.is_alive():
-            time.sleep(0.5)
+        with contextlib.suppress(psutil.Error):
+            requester = psutil.Process(pid)
+            while requester.is_running() and requester.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.5)
         leave(os.EX_UNAVAILABLE)
 
     threading.Thread(target=watch, daemon=True, name="requester").start()
@@ -281,6 +259,41 @@ def main(argv: list[str]) -> int:
     """Run the task's own program with a trial in place of training."""
     task, request, *flags = argv
     return runpy.run_path(str(script(task)))["main"](flags, Trial(Path(request)))
+
+
+def worst_case_batch(task: Task, size: int, start: int, longest: dict[str, int] | None = None) -> Batch:
+    """Samples `start`, `start` + 1 and so on (after the last comes the first), stretched to the greatest length.
+
+    Args:
+        longest: tokens by column, in place of the task's.
+    """
+    indices = [(start + place) % len(task.train_set) for place in range(size)]
+    return task.collate([(stretched(task.train_set[index], longest or task.longest), index) for index in indices])
+
+
+def stretched(sample: Sample, longest: dict[str, int]) -> Sample:
+    """A sample with its rows of tokens repeated to the greatest length. Where labels are next tokens, all are trained.
+
+    Args:
+        longest: tokens by column. Columns of the same length as `input_ids` are stretched with it.
+    """
+    length = len(sample["input_ids"])
+    long = dict(sample)
+    for name, values in sample.items():
+        if name in longest:
+            long[name] = np.resize(values, longest[name])
+        elif np.ndim(values) == 1 and len(values) == length:
+            long[name] = np.resize(values, longest["input_ids"])
+    if "position_ids" in sample and np.array_equal(sample["position_ids"], np.arange(length)):
+        long["position_ids"] = np.arange(longest["input_ids"])  # one document stays one
+    if "labels" in sample and "labels" not in longest:  # next tokens: prompts and padding are trained as well
+        long["labels"] = long["input_ids"].copy()
+    if "sizes" in sample:  # of choices, which are in one row
+        long["sizes"] = np.full_like(sample["sizes"], longest["input_ids"] // len(sample["sizes"]))
+        long["sizes"][-1] += longest["input_ids"] - long["sizes"].sum()
+    if "num_tokens" in sample:
+        long["num_tokens"] = np.array(longest["input_ids"])
+    return long
 
 
 if __name__ == "__main__":

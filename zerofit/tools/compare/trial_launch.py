@@ -4,19 +4,14 @@ import re
 import signal
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from zerofit.health.out_of_memory_errors import memory_in
 from zerofit.record.jsonl import LineReader
-from zerofit.record.terminal import size
 from zerofit.tools.compare.candidates import Candidate
-from zerofit.tools.compare.trial_journal import TrialJournal
+from zerofit.tools.compare.trial_files import ANSWERS, FAILURES, TrialJournal, TrialRequest
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
-from zerofit.tools.compare.trial_request import ANSWERS, FAILURES, TrialRequest
 from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched, mistake
 
 POLL_S = 0.1
@@ -30,7 +25,6 @@ AT_THE_LIMIT = (
     "could not create a primitive",
     "could not create a memory object",
 )
-CHECK_HOST_S = 2.0
 
 
 @dataclass
@@ -52,38 +46,32 @@ class TrialOutcome:
     text: str = ""
 
 
+@dataclass
 class TrialLaunch:
     """A launch of a candidate. Its answers go to the journal.
 
     Args:
-        key: names what the candidate's trials are made with (journal.key_of).
+        key: names what the candidate's trials are made with (trial_files.key_of).
         answered: called with each line of the main process.
         patience_s: a launch without a new line for this long has timed out.
         again: the launch before was killed without a result; a second time counts as out of memory.
     """
 
-    def __init__(
-        self,
-        trial: LaunchedRun,
-        num_processes: int,
-        request: TrialRequest,
-        candidate: Candidate,
-        key: str,
-        journal: TrialJournal,
-        machine: TrialMachine,
-        answered: Callable[[dict[str, Any]], None],
-        patience_s: float,
-        again: bool,
-    ):
-        self.command, self.num_processes = trial.command(num_processes), num_processes
-        self.request, self.candidate, self.key, self.journal = request, candidate, key, journal
-        self.machine, self.on_cpu = machine, not machine.devices
-        self.answered, self.patience_s, self.again = answered, patience_s, again
+    trial: LaunchedRun
+    num_processes: int
+    request: TrialRequest
+    candidate: Candidate
+    key: str
+    journal: TrialJournal
+    machine: TrialMachine
+    answered: Callable[[dict[str, Any]], None]
+    patience_s: float
+    again: bool
+
+    def __post_init__(self) -> None:
+        self.on_cpu, self.folder, self.trying = not self.machine.devices, self.trial.output.parent, self.request.first
         self.is_trying, self.has_result = False, False
-        self.folder = trial.output.parent
-        self.trying = request.first
-        self._answers = LineReader(self.folder / ANSWERS)
-        self._failures = LineReader(self.folder / FAILURES)
+        self._answers, self._failures = LineReader(self.folder / ANSWERS), LineReader(self.folder / FAILURES)
 
     def run(self) -> TrialOutcome:
         """Launch, and follow it to its end. A size that does not fit is in the journal afterwards."""
@@ -97,9 +85,9 @@ class TrialLaunch:
             folder=self.folder.name,
             first=self.request.first,
         )
-        run, log = self.folder / "run", self.folder / "log.txt"
+        command, log = self.trial.command(self.num_processes), self.folder / "log.txt"
         environment = launch_environment(self.machine, self.num_processes)
-        with launched(self.command, run, log, mark=mark, environment=environment) as launch:
+        with launched(command, self.trial.output, log, mark=mark, environment=environment) as launch:
             ending = self._follow(launch, about)
             seconds = launch.seconds
         if ending.how == "killed" and self.again and not self.has_result:
@@ -124,7 +112,7 @@ class TrialLaunch:
         )
 
     def _follow(self, launch: RunningLaunch, about: dict[str, Any]) -> TrialOutcome:
-        last_answer_at = checked_host_at = launch.seconds
+        last_answer_at = launch.seconds
         while True:
             how = launch.wait(launch.seconds + POLL_S)
             failures = self._failures.poll()  # read first: answers from before a failure are then read below
@@ -143,10 +131,6 @@ class TrialLaunch:
                 return (
                     TrialOutcome("timed_out", text=silence) if self.is_trying else TrialOutcome("failed", text=early)
                 )
-            if self.request.host_memory_limit and not self.on_cpu and launch.seconds - checked_host_at > CHECK_HOST_S:
-                checked_host_at, over = launch.seconds, self._over_host_limit(launch)
-                if over:
-                    return TrialOutcome("out_of_memory", "host", text=over)
 
     def _record(self, line: dict[str, Any], about: dict[str, Any]) -> None:
         if line["event"] == "trying":
@@ -183,16 +167,6 @@ class TrialLaunch:
         if launch.process.returncode in KILLED_CODES or KILLED.search(text):
             return TrialOutcome("killed", text="a process was killed (SIGKILL), or crashed")
         return TrialOutcome("failed", text=failure(launch, "ended") or "")
-
-    def _over_host_limit(self, launch: RunningLaunch) -> str:
-        """A message if the processes together use more than the limit, else empty. Their own limits do not count
-        pinned memory."""
-        resident, limit = 0, self.num_processes * self.request.host_memory_limit
-        for process in launch.members():
-            with suppress(psutil.Error):
-                memory = process.memory_info()
-                resident += memory.rss - memory.shared if "RANK" in process.environ() else 0  # not the launcher
-        return f"{size(resident)} resident" if resident > 1.05 * limit else ""
 
 
 def _without_event(line: dict[str, Any]) -> dict[str, Any]:

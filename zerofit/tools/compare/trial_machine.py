@@ -1,4 +1,8 @@
-"""The machine that a comparison runs on, and the memory limits that it allows.
+"""The machine that a comparison runs on, real or simulated, and the memory limits that it allows.
+
+Simulated devices (`--simulate`) hold no data: floating-point tensors are address space that is never touched, their
+kernels are skipped (shapes come from torch's meta kernels), their collectives move nothing. Integers and masks are
+real, and the allocator counts and refuses as a GPU's does (zerofit/tools/simulate/csrc/without_data.h).
 
 `python -m zerofit.tools.compare.trial_machine` prints its description, as another process: one that uses a GPU through
 torch takes half a GiB of it until it ends.
@@ -14,13 +18,17 @@ from typing import Any
 
 import torch
 
-from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES, PROGRAM_BYTES
+from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES
+from zerofit.model.configuration import known_architectures
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.environment import describe_environment
-from zerofit.record.terminal import size
+from zerofit.record.terminal import say, size
+from zerofit.strategy.gpu_table import GPUS
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.machine import Device, Machine, inspect_machine
+from zerofit.tools.simulate import build
+from zerofit.tools.tool_recipe import parse_bytes
 
 USABLE = 0.9  # part of a device's memory
 SHARE = 0.75  # of the host's memory, for all processes together
@@ -115,84 +123,136 @@ def _print_description() -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that each rank may use; None: all of it. `notes` say what was chosen."""
+    """Bytes that each rank may use of its device; None: all of it. `notes` say what was chosen."""
 
     device: int | None
-    host: int | None
     notes: list[str]
 
 
-def choose_limits(machine: TrialMachine, num_processes: int, device: int | None, host: int | None) -> Limits:
-    """The limits of a rank.
-
-    Args:
-        device: of one rank, from the options.
-        host: of all ranks together, from the options.
+def choose_limits(machine: TrialMachine, num_processes: int, limit: int | None) -> Limits:
+    """The limits of a rank, whose device has `limit` bytes by the options.
 
     Raises:
         UserError: the machine has less than all ranks together may use.
     """
-    if host is not None and host > machine.memory:
-        raise UserError(f"host_memory_limit = {size(host)}: this machine has {size(machine.memory)}")
-    host_each = None if host is None else host // num_processes
-    if host_each is not None and host_each < PROGRAM_BYTES:
-        raise UserError(
-            f"host_memory_limit = {size(host)} for {num_processes} processes: a process takes about "
-            f"{size(PROGRAM_BYTES)} before it has a model. Set a larger --host_memory_limit, or fewer processes"
-        )
     choose = _limit_on_devices if machine.devices else _limit_on_cpu
-    limit, notes = choose(machine, num_processes, device)
-    if not machine.devices and host_each is not None and host_each < limit:
-        limit = host_each
-        notes = [f"memory_limit {size(limit)}: on a CPU this is the host_memory_limit of each process"]
-    return Limits(limit, host_each, notes)
+    return Limits(*choose(machine, num_processes, limit))
 
 
 def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
-    ranks = -(-num_processes // len(machine.devices))
-    total, context = (
-        min(device.total for device in machine.devices),
-        CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0,
-    )
-    notes = [
-        f"{device.name} {index}: {size(device.total - device.free)} are in use by other programs"
-        for index, device in enumerate(machine.devices)
-        if device.free < USABLE * device.total
-    ]
-    if ranks * ((limit or 0) + context) > total:
-        needed = " and ".join(
-            [f"{size(part)} of {what}" for part, what in ((limit, "limit"), (context, "context")) if part]
-        )
-        room = total // ((limit or 0) + context) * len(machine.devices)
+    ranks, total = -(-num_processes // len(machine.devices)), min(device.total for device in machine.devices)
+    context = CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0
+    each = (limit or 0) + context
+    if ranks * each > total:
+        room = total // each * len(machine.devices)
         raise UserError(
             f"num_processes = {num_processes} on {counted(len(machine.devices), 'device')}: {ranks} share one of "
-            f"{size(total)}, and each needs {needed}. Use --num_processes {max(1, room)}, or a smaller --memory_limit"
+            f"{size(total)}, and each needs {size(each)}, {size(context)} of it for its context. Use --num_processes "
+            f"{max(1, room)}, or a smaller --memory_limit"
         )
-    if ranks > 1:
-        if limit is None:
-            limit = int(USABLE * (total - ranks * context) / ranks)
-            more = f", and take about {size(context)} each in addition" if context else ""
-            notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}{more}")
-        notes.append("processes share a device: what they exchange goes over gloo, which is slower than NCCL")
+    if ranks == 1:
+        return limit, []
+    notes = ["processes share a device: what they exchange goes over gloo, which is slower than NCCL"]
+    if limit is None:
+        limit = int(USABLE * (total - ranks * context) / ranks)
+        notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}")
     return limit, notes
 
 
 def _limit_on_cpu(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
-    if limit is not None and num_processes * limit > machine.memory:
+    if limit is None:
+        limit = int(SHARE * machine.memory / num_processes)
+        return limit, [f"memory_limit {size(limit)}: {SHARE:.0%} of this machine's memory, in equal parts"]
+    if num_processes * limit > machine.memory:
         raise UserError(
             f"memory_limit = {size(limit)} of {num_processes} processes: this machine has {size(machine.memory)}. Use "
             f"--memory_limit {machine.memory // num_processes // 2**20}MiB"
         )
-    if limit is not None:
-        return limit, []
-    limit = int(SHARE * machine.memory / num_processes)
-    if limit < PROGRAM_BYTES:
+    return limit, []
+
+
+NOT_COUNTED = (
+    "Simulated: the launches and the allocator's figures are real, the devices are not. Not in the peaks: workspaces "
+    "of kernels and of NCCL, fragmentation, and what the driver takes for each process (on CUDA about half a GiB). "
+    "Host memory is not limited"
+)
+NAME = "npu"  # of the device's type, for accelerate has a list of those that it lets train in fp16
+
+
+@dataclass(frozen=True)
+class Timer:
+    """The real machine, which times what simulated devices hold."""
+
+    machine: TrialMachine
+
+    def precision(self, wanted: str) -> tuple[str, str]:
+        """(the precision of timed updates, why it is not the wanted one: empty if it is)."""
+        if wanted == "bf16" and self.machine.bf16_slowdown:
+            return "fp32", f"bf16 products take {self.machine.bf16_slowdown:.0f} times as long on this CPU"
+        if wanted == "fp16" and not self.machine.devices:
+            return "fp32", "fp16 needs a GPU"
+        return wanted, ""
+
+    def note(self, wanted: str) -> str:
+        """Where updates are timed, and in which precision: a sentence."""
+        precision, why = self.precision(wanted)
+        return f"Timed on {self.machine.describe()} without a memory limit, in {precision}{', for ' * bool(why)}{why}"
+
+
+def simulated_machine(device: str, num_processes: int) -> TrialMachine:
+    """This machine with one simulated device a process.
+
+    Args:
+        device: its size, such as 24GiB, or the name of a GPU in the table of `zerofit plan`.
+
+    Raises:
+        UserError: the size or the name is unknown, or there is no C++ compiler.
+    """
+    total, model = _device(device)
+    lacks = build.missing()
+    if lacks:
         raise UserError(
-            f"num_processes = {num_processes}: this machine has {size(machine.memory)}, and a process takes about "
-            f"{size(PROGRAM_BYTES)} before it has a model. Use --num_processes "
-            f"{int(SHARE * machine.memory / PROGRAM_BYTES)}"
+            f"simulate = {device}: {lacks}, and the simulated device has to be compiled once. Install a C++ compiler "
+            "and Python's headers (on Debian and Ubuntu: apt install g++ python3-dev)"
         )
-    return limit, [f"memory_limit {size(limit)}: {SHARE:.0%} of this machine's memory, in equal parts"]
+    if not build.target().is_file():
+        say("the simulated device is being compiled, once for this version of torch: about a minute")
+    return inspect_trial_machine(
+        {
+            **build.environment(build.build()),
+            "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
+            "SIMGPU_WITHOUT_DATA": "1",
+            "SIMGPU_MODEL": model,
+            "SIMGPU_NAME": NAME,
+        }
+    )
+
+
+def _device(text: str) -> tuple[int, str]:
+    """(bytes, what the device calls itself)."""
+    gpu = GPUS.get(text.lower())
+    if gpu is not None:
+        return gpu.usable_bytes, f"simulated {gpu.name}"
+    try:
+        total = parse_bytes(text)
+    except ValueError:
+        raise UserError(
+            f"simulate = {text!r} is neither a size such as 24GiB nor a known GPU: {', '.join(GPUS)}"
+        ) from None
+    return total, f"simulated device of {size(total)}"
+
+
+def without_weights(values: dict) -> dict:
+    """The recipe's options for a model of the same shape that reads no weights: they would hold no data."""
+    name = values.get("model_name_or_path")
+    if not name:
+        return values
+    of_weights = ("model_name_or_path", "ignore_mismatched_sizes")
+    changed = {key: value for key, value in values.items() if key not in of_weights}
+    if not any(changed.get(key) for key in ("tokenizer_name", "vocab_file", "train_tokenizer_vocab_size")):
+        changed["tokenizer_name"] = name
+    known = name.lower() in known_architectures() and not Path(name).is_dir()
+    return {**changed, "config_name": name.lower() if known else name}
 
 
 if __name__ == "__main__":

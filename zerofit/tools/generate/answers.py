@@ -11,18 +11,20 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import atomic_file
 from zerofit.recipe.words import counted
+from zerofit.record.jsonl import LineReader, add_line
 from zerofit.record.terminal import StatusLine, duration, say_aside
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.generate.answer_journal import AnswerJournal
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import ModelSource, check_shares, load
 from zerofit.tools.generate.text_writer import Positions, Writer
@@ -42,6 +44,77 @@ class Asked:
     source: ModelSource
     renderer: Renderer
     prompts: list[Prompt]
+
+
+class AnswerJournal:
+    """The answers so far, in the order in which they come: OUTPUT.partial, which a killed run leaves.
+
+    Its first line says what was asked. Each other line is an answer, or the time at which a process began. Every
+    process appends whole lines, so that a kill can break the last one only.
+
+    Args:
+        size: lines beyond this many bytes are not read; None: all are.
+    """
+
+    def __init__(self, output: Path, size: int | None = None):
+        self.output, self.path = output, output.with_name(f"{output.name}.partial")
+        self.header, self.lines, self.began = None, {}, []
+        self._reader = LineReader(self.path)
+        self.poll(size)
+
+    def poll(self, size: int | None = None) -> None:
+        """Read what has been appended: `lines` are {number of the prompt: its answer}, and `began` times."""
+        for line in self._reader.poll(size):
+            if self.header is None:
+                self.header = line
+            elif "began" in line:
+                self.began.append(line["began"])
+            else:
+                self.lines[line["number"]] = line
+
+    def start(self, asked: dict[str, Any]) -> int:
+        """Begin the file, or continue it without a last line that is not whole. Returns its size.
+
+        Raises:
+            UserError: it answers something else, or cannot be written.
+        """
+        differing = [name for name in asked if self.lines and self.header.get(name) != asked[name]]
+        if differing:
+            raise UserError(
+                f"output = {str(self.output)!r}: {self.path.name} holds {len(self.lines)} answers of a run with other "
+                f"{', '.join(differing)}. Repeat its command to complete it, remove that file, or name another output"
+            )
+        try:
+            if self.lines:
+                self._reader.drop_rest()
+            else:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_file(self.path):
+                    pass
+                self._reader, self.header = LineReader(self.path), None
+                add_line(self.path, asked)
+                self.poll()
+        except OSError as error:
+            raise UserError(f"output = {str(self.output)!r} cannot be written: {error.strerror}") from None
+        self.began = []
+        return self._reader.position
+
+    def begin(self, time: float) -> None:
+        """Note that a process begins to answer."""
+        add_line(self.path, {"began": time})
+
+    def add(self, numbers: Iterable[int], answers: Iterable[tuple[str, int]]) -> None:
+        """Append (text, its tokens) for each prompt."""
+        for number, (text, tokens) in zip(numbers, answers):
+            add_line(self.path, {"number": number, "generated": text, "tokens": tokens})
+
+    def finish(self, records: list[dict[str, Any]]) -> None:
+        """Write the answers in the order of the prompts to `output`, and remove this file."""
+        with atomic_file(self.output) as file:
+            for number, record in enumerate(records):
+                line = {**record, "generated": self.lines[number]["generated"]}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self.path.unlink()
 
 
 def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
@@ -83,7 +156,8 @@ def answer_file(asked: Asked, options: GenerateOptions, argv: list[str]) -> int:
             )
     if code == 0:
         journal.finish([prompt.record for prompt in asked.prompts])
-        say_aside(f"{options.output}: {progress.summary}")
+        rate = f" in {progress.seconds:.1f} s ({progress.rate})" if before < len(rows) else ""
+        say_aside(f"{options.output}: {len(rows):,} prompts answered{rate}")
     return code
 
 
@@ -212,33 +286,19 @@ class Progress:
         self.journal.poll()
         self.ended = time.time()
         if self.journal.began and self.line.is_due():
-            self.line.show(self._pieces())
-
-    def _pieces(self) -> list[str]:
-        done = len(self.journal.lines)
-        new = done - len(self.before)
-        left = [f"{duration(self.seconds / new * (self.total - done))} left"] if new else []
-        return [f"{done:,}/{self.total:,} prompts", *left, self._rate]
+            done = len(self.journal.lines)
+            new = done - len(self.before)
+            left = [f"{duration(self.seconds / new * (self.total - done))} left"] if new else []
+            self.line.show([f"{done:,}/{self.total:,} prompts", *left, self.rate])
 
     @property
     def seconds(self) -> float:
         return max(1e-9, self.ended - min(self.journal.began, default=self.ended))
 
     @property
-    def tokens(self) -> int:
-        """Those of this run."""
-        return sum(line["tokens"] for number, line in self.journal.lines.items() if number not in self.before)
-
-    @property
-    def _rate(self) -> str:
-        return f"{self.tokens / self.seconds:,.0f} tokens/s"
-
-    @property
-    def summary(self) -> str:
-        """For the end."""
-        if len(self.before) == self.total:
-            return f"{self.total:,} prompts answered"
-        return f"{self.total:,} prompts answered, {self.tokens:,} tokens in {self.seconds:.1f} s ({self._rate})"
+    def rate(self) -> str:
+        new = [line["tokens"] for number, line in self.journal.lines.items() if number not in self.before]
+        return f"{sum(new) / self.seconds:,.0f} tokens/s"
 
     def close(self) -> None:
         self.journal.poll()

@@ -11,7 +11,7 @@ from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.folders import is_adapter, model_folder
 from zerofit.model.pretrained_io import DTYPES, read_config, read_model, read_tokenizer
-from zerofit.model.tensor_parallel.read import read_share
+from zerofit.model.tensor_parallel.shares import read_share
 from zerofit.model.tensor_parallel.split import split_model, split_problem
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import say_aside

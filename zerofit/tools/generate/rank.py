@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.recipe.errors import leave, reports_user_errors
 from zerofit.recipe.parse import parse_recipe
-from zerofit.tools.generate.answer_journal import AnswerJournal
-from zerofit.tools.generate.answers import PART, answer_share
+from zerofit.tools.generate.answers import PART, AnswerJournal, answer_share
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import load
 from zerofit.tools.generate.respond import find

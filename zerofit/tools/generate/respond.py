@@ -1,17 +1,21 @@
 """What was asked is found, checked and answered: a text, a file of prompts, or a conversation."""
 
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from zerofit.data.rendering import Renderer
+from zerofit.data.rendering import Messages, Prompt, Renderer
 from zerofit.model.chat import named_template
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import parse_json
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.answers import Asked, answer_file
-from zerofit.tools.generate.conversation import converse, lines_of_stdin
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import find_model, load
-from zerofit.tools.generate.prompts import read_prompts
 from zerofit.tools.generate.text_writer import Writer, complete
 
 
@@ -66,3 +70,119 @@ def _open(name: str | None):
         return path.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"output = {name!r} cannot be written: {error.strerror}") from None
+
+
+ROLES = ("system", "user", "assistant")
+
+
+def read_prompts(options: GenerateOptions) -> list[Prompt]:
+    """The prompts of --prompt or --prompt_file; none where there is a chat.
+
+    Raises:
+        UserError: the file cannot be read, or a record of it holds no prompt; the message has its line.
+    """
+    if options.prompt_file is None:
+        return [Prompt(text) for text in options.prompt or ()]
+    where = f"prompt_file = {options.prompt_file!r}"
+    path = Path(options.prompt_file).expanduser()
+    if path.suffix not in (".txt", ".jsonl"):
+        raise UserError(f"{where}: expected a .txt with a prompt in each line, or a .jsonl with one in each record")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where} cannot be read: {error}") from None
+    numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise UserError(f"{where} is empty")
+    if path.suffix == ".txt":
+        return [Prompt(line) for _, line in numbered]
+    return [_prompt_of(line, f"{where}, line {number}") for number, line in numbered]
+
+
+def _prompt_of(line: str, where: str) -> Prompt:
+    try:
+        record = parse_json(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    if isinstance(record, dict) and isinstance(record.get("prompt"), str):
+        return Prompt(record["prompt"])
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if messages is None:
+        raise UserError(f"{where} has no `prompt` and no `messages`; it has {keys}")
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise UserError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
+    messages = [{name: message[name] for name in ("role", "content")} for message in messages]
+    while messages and messages[-1]["role"] == "assistant":  # the reply that is known: another one is to be written
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise UserError(f"{where}: nobody has said anything that could be replied to")
+    return Prompt(messages=tuple(messages))
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+
+
+def lines_of_stdin() -> Iterator[str]:
+    """The lines that are typed, or come through a pipe."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with suppress(ImportError):  # not on every system
+            import readline  # noqa: F401  from now on input() has line editing and a history
+        say_aside("an empty line ends, /reset forgets what was said")
+    while True:
+        if interactive:
+            try:
+                line = input("> ")
+            except EOFError:
+                return
+        else:
+            line = sys.stdin.readline()
+            if not line:
+                return
+        yield line.strip()
+
+
+def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
+    """Answer line after line, each with the conversation before it, until an empty line."""
+    history: Messages = []
+    for number, line in enumerate(lines):
+        if not line:
+            return
+        if line == "/reset":
+            history = []
+            say_aside("note: what was said is forgotten")
+            continue
+        messages = [*history, {"role": "user", "content": line}]
+        ids, kept = latest(messages, writer, renderer)
+        if ids is None:
+            say_aside(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
+            continue
+        if len(kept) < len(messages):
+            dropped = (len(messages) - len(kept)) // 2
+            say_aside(
+                f"note: the oldest {'exchange does' if dropped == 1 else f'{dropped} exchanges do'} not fit any more"
+            )
+        elif renderer.left_out:
+            say_aside(f"note: {renderer.left_out} tokens of what was said do not fit any more")
+        reply = writer.write(ids, number)
+        history = [*kept, {"role": "assistant", "content": reply.strip()}]
+
+
+def latest(messages: Messages, writer: Writer, renderer: Renderer) -> tuple[list[int] | None, Messages]:
+    """(ids, messages) of the latest exchanges that leave room for a reply; at least the last message.
+
+    ids is None: the last message by itself is too long.
+    """
+    reply_tokens = 1
+    if writer.positions and not writer.has_encoder:
+        reply_tokens = min(writer.max_new_tokens, writer.positions // 2)
+    while True:
+        ids = renderer.ids_of(messages)
+        room = writer.room(len(ids))
+        if room is None or room >= reply_tokens:
+            return ids, messages
+        if len(messages) <= 2:
+            return (ids if room > 0 else None), messages
+        messages = messages[2:]

@@ -158,16 +158,11 @@ class Proof:
         """The tables, the problems and the verdict, for a screen of this width."""
         tolerance, blocks = self.options.tolerance, []
         if self.agreement:
-            rows = [_row_of_agreement(each, tolerance) for each in self.agreement]
-            blocks.append(
-                f"each against one process ({ONE_PROCESS}): the largest relative differences\n"
-                + table([HEAD_OF_AGREEMENT, *rows], width)
-            )
+            about = f"each against one process ({ONE_PROCESS}): the largest relative differences\n"
+            blocks.append(about + table(_rows(self.agreement, tolerance), width))
         if self.resumed:
-            rows = [_row_of_resumes(each, tolerance) for each in self.resumed]
-            blocks.append(
-                "killed and resumed, each against its undisturbed run\n" + table([HEAD_OF_RESUMES, *rows], width)
-            )
+            about = "killed and resumed, each against its undisturbed run\n"
+            blocks.append(about + table(_rows(self.resumed, tolerance), width))
         for outcome in self._all():
             disturbed = ", killed and resumed" if outcome.killed else ""
             problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
@@ -194,45 +189,25 @@ class Proof:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-HEAD_OF_AGREEMENT = ("strategy", "processes", *FIGURES.values(), "samples", "verdict")
-HEAD_OF_RESUMES = (
-    "strategy",
-    "processes",
-    "kills",
-    "while saving",
-    "while starting",
-    "resumes",
-    *FIGURES.values(),
-    "repeated",
-    "skipped",
-    "verdict",
-)
+LEDGER = ("repeated", "skipped")  # samples
+KILLS = ("kills", "while saving", "while starting", "resumes")
 
 
-def _row_of_agreement(outcome: Outcome, tolerance: float) -> tuple[str, ...]:
-    about = (outcome.strategy, _processes(outcome))
-    if outcome.failure:
-        return (*about, *["-"] * (len(FIGURES) + 1), "FAILED")
-    samples = "the same" if outcome.ledger.is_same else f"{outcome.ledger.elsewhere} updates differ"
-    return (*about, *_figures(outcome), samples, "agrees" if outcome.is_well(tolerance) else "DIFFERS")
-
-
-def _row_of_resumes(outcome: Outcome, tolerance: float) -> tuple[str, ...]:
-    killed = outcome.killed
-    kills = (killed.kills, killed.kills_while_saving, killed.kills_while_starting, killed.resumes)
-    about = (outcome.strategy, _processes(outcome), *map(str, kills))
-    if outcome.failure:
-        return (*about, *["-"] * (len(FIGURES) + 2), "FAILED")
-    ledger = (f"{outcome.ledger.repeated}", f"{outcome.ledger.skipped}")
-    return (*about, *_figures(outcome), *ledger, "the same" if outcome.is_well(tolerance) else "DIFFERS")
-
-
-def _processes(outcome: Outcome) -> str:
-    return ",".join(map(str, outcome.num_processes))
-
-
-def _figures(outcome: Outcome) -> list[str]:
-    return [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
+def _rows(outcomes: list[Outcome], tolerance: float) -> list[tuple[str, ...]]:
+    """The head and a row for each outcome; all of them were killed, or none."""
+    rows = [("strategy", "processes", *KILLS * bool(outcomes[0].killed), *FIGURES.values(), *LEDGER, "verdict")]
+    for outcome in outcomes:
+        about, killed = [outcome.strategy, ",".join(map(str, outcome.num_processes))], outcome.killed
+        if killed:
+            kills = (killed.kills, killed.kills_while_saving, killed.kills_while_starting, killed.resumes)
+            about += map(str, kills)
+        if outcome.failure:
+            rows.append((*about, *["-"] * len((*FIGURES, *LEDGER)), "FAILED"))
+            continue
+        figures = [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
+        ledger = [f"{getattr(outcome.ledger, name)}" for name in LEDGER]
+        rows.append((*about, *figures, *ledger, "agrees" if outcome.is_well(tolerance) else "DIFFERS"))
+    return rows
 
 
 def _folder_name(strategy: str) -> str:

@@ -9,17 +9,18 @@ resumed several times, also with another number of processes, and must end like 
 launches.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from zerofit.recipe.fields import option
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import check_folder_of
 from zerofit.record.terminal import say, screen_width
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.launches import ending_in_order
-from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, read_with_recipe
 from zerofit.tools.verify.proof import ONE_PROCESS, Proof
 from zerofit.tools.verify.shorten import precision_of, shorten
-from zerofit.tools.verify.verify_options import VerifyOptions
 
 RECIPE, REPORT = "recipe.yaml", "report.txt"
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
@@ -51,3 +52,30 @@ def main(argv: list[str] | None = None) -> int:
     if proof.is_well and not options.keep:
         proof.clear()
     return 0 if proof.is_well else 1
+
+
+@dataclass
+class VerifyOptions(LaunchedStrategiesOptions):
+    """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
+
+    updates: int = option(12, "Length of the runs.", minimum=2, common=True)
+    kills: int = option(
+        3, "How often a run of each strategy is killed and resumed; 0: not at all.", minimum=0, common=True
+    )
+    resumed_processes: int = option(
+        1, "Processes of every third launch of a run that is killed; the others have num_processes.", positive=True
+    )
+    tolerance: float | None = option(
+        None, "Largest relative difference; by default 1e-5 in fp32, and 5e-2 in half precision.", positive=True
+    )
+    launch_minutes: float = option(60.0, "A launch that has not ended by then has failed.", positive=True)
+    output: str | None = option(None, "Folder of the runs; by default outputs/verify-RECIPE.")
+    keep: bool = option(False, "Keep the runs also where all is well; those that are not well are kept anyway.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.kills >= self.updates:
+            problems.append(
+                f"kills = {self.kills} and updates = {self.updates}: there must be more updates than kills"
+            )
+        return problems

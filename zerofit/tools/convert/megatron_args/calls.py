@@ -3,10 +3,8 @@
 import re
 import shlex
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from zerofit.recipe.errors import UserError
-from zerofit.tools.convert.megatron_args.listing import check_commands, check_text
 from zerofit.tools.convert.megatron_args.shell import Shell, ShellCommand
 
 PREPARATION = ("preprocess_data.py", "merge_datasets.py")
@@ -17,8 +15,8 @@ PROGRAM = re.compile(
 PRINTS = ("ls", "cat", "cp", "mv", "rm", "sed", "grep", "chmod", "git", "wget")
 PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus-per-node", "ntasks-per-node")
 MACHINES = ("nnodes", "num_nodes", "nodes")
-PER_MACHINE = ("gpuspernode", "nprocpernode", "numgpuspernode", "ngpuspernode", "numgpupernode", "gpupernode")
-ON_ALL = ("numgpus", "ngpus", "numgpu")  # names of variables, in small letters and without _
+DIFF = re.compile(r'\s*[<>]\s+(--|\w+=|export |["}])')  # redirections do not begin like that
+TO_FILL_IN = re.compile(r"(--[\w-]+)[ =](<[A-Za-z][^<>\n]*>)")  # to bash, < and > are redirections
 SBATCH = re.compile(r"^#SBATCH\s+(--[\w-]+)[= ](\S+)", re.MULTILINE)
 
 
@@ -30,7 +28,6 @@ class Call:
         launcher: the words before the program's name; those of an outer launcher, and of #SBATCH, come last.
         line: of the script; 0 for a command line that was typed.
         shell: the script that was run; None for a command line that was typed.
-        variables: {name: value} of the shell when it started the program.
     """
 
     program: str
@@ -38,7 +35,6 @@ class Call:
     launcher: list[str] = field(default_factory=list)
     line: int = 0
     shell: Shell | None = None
-    variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -65,27 +61,14 @@ class Call:
     @property
     def processes(self) -> int | None:
         """Processes on one machine; None where the script does not say."""
-        said, name = self.of_launcher(PROCESSES), self.stated
+        said = self.of_launcher(PROCESSES)
         if said is None and self.launcher and re.match(r"(.*/)?(python|torchrun)", self.launcher[0]):
             return 1
-        number = _number(said)
-        if number is None and name:
-            return int(self.variables[name]) // (self.machines if _bare(name) in ON_ALL else 1)
-        return number
-
-    @cached_property
-    def stated(self) -> str | None:
-        """The variable that states the number of processes, where the launcher does not."""
-        named = [name for kind in (PER_MACHINE, ON_ALL) for name in self.variables if _bare(name) in kind]
-        return next((name for name in named if _number(self.variables[name])), None)
+        return _number(said)
 
     @property
     def machines(self) -> int:
         return _number(self.of_launcher(MACHINES)) or 1
-
-
-def _bare(name: str) -> str:
-    return name.lower().replace("_", "")
 
 
 def _number(text: str | None) -> int | None:
@@ -102,9 +85,17 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
         UserError: it starts none of them, or lines are to be mended.
     """
     shell = Shell(text, given)
-    check_text(shell.lines)
-    shell.read()
-    check_commands(shell.commands, shell.lines, _program)
+    for number, line in enumerate(shell.lines, 1):
+        if found := TO_FILL_IN.search(line):
+            raise UserError(f"line {number}: {found[1]} {found[2]} is to be filled in")
+        if DIFF.match(line):
+            raise UserError(f"line {number}: < or > at its beginning is a mark of a diff. Give the file itself")
+    for command in shell.read().commands:
+        if command.words[0].startswith("--"):
+            raise UserError(
+                f"{command.words[0]} is a command of its own (line {command.line}): the line before it does not end "
+                "with a backslash, or has a comment or blanks there"
+            )
     calls = [call for command in shell.commands for call in _calls_of(command, shell)]
     if not calls:
         names = ", ".join(("pretrain_*.py", "finetune_llama.py", *PREPARATION, SEARCH))
@@ -138,7 +129,7 @@ def _calls_of(command: ShellCommand, shell: Shell) -> list[Call]:
     call = call_of(words)
     job = [word for option in SBATCH.findall(shell.text) for word in option]
     call.launcher += command.outer + job
-    call.line, call.shell, call.variables = command.line, shell, command.variables
+    call.line, call.shell = command.line, shell
     return [call]
 
 

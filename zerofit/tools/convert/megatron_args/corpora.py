@@ -72,9 +72,6 @@ def _merge(flags: FlagLedger, made: list[str]) -> list[str]:
     if folder and not any(Path(folder).glob("*.bin")) and made:
         flags.carried("input", "--input, the corpora that the script makes before")
         line[3:] = ["--input", *made]
-    elif folder and not any(Path(folder).glob("*.bin")):
-        words = f"--input {folder}, where no corpus is yet. One that was prepared from a whole folder needs no merging"
-        flags.carried("input", words)
     return line + _option(flags, "output_prefix", needed=True)
 
 

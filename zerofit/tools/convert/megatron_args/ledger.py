@@ -8,7 +8,7 @@ from zerofit.recipe.errors import printable
 from zerofit.recipe.megatron_flags import TYPED, flag_status
 from zerofit.recipe.parse import is_flag
 from zerofit.tools.convert.megatron_args.calls import Call, missing
-from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
+from zerofit.tools.convert.megatron_args.shell import shown, unknown_in
 
 WIDTH = 46  # of the column of flags
 

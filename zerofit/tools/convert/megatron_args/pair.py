@@ -14,7 +14,7 @@ from zerofit.strategy.deepspeed_json import HERE, KNOWN_KEYS, PROJECTS, REFUSED_
 from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
 from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call, missing
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
-from zerofit.tools.convert.megatron_args.unknown import shown, unknown_in
+from zerofit.tools.convert.megatron_args.shell import shown, unknown_in
 
 DEGREES = tuple(
     (
@@ -137,17 +137,13 @@ def _say_processes(flags: FlagLedger, call: Call, world: int) -> None:
     said, remedy = call.of_launcher(PROCESSES) or "", "Set --num_processes N, of all machines"
     for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES) or "")):
         unknown = unknown_in(value)
-        if unknown and not (what == "processes" and call.stated):
+        if unknown:
             why = missing(unknown[0], call.reasons) if unknown[0] else f"only a running shell knows it. {remedy}"
             flags.wrong("", f"the number of {what}: {why}")
-    words = ""
-    if call.stated and not said.isdigit():
-        words = f"num_processes: {world}, by the script's {call.stated}={call.variables[call.stated]}"
-    elif said in ("gpu", "auto"):
+    if said in ("gpu", "auto"):
         flags.wrong("", f"the number of processes: {said} is as many GPUs as a machine has. {remedy}")
     elif call.processes is None:
         words = f"num_processes: {world}, a guess: the script does not say. {remedy}"
-    if words:
         flags.rows["=processes"] = FlagRow("(processes)", "carried over", words)
 
 

@@ -148,16 +148,10 @@ def check(done: ConvertedScript, name: str) -> None:
                 check_layout(load_configuration(recipe), strategy)
         except UserError as error:
             of_script = done.flags.text("deepspeed_config") or "deepspeed.json"
-            names = {str(folder / "deepspeed.json"): of_script, str(folder) + "/": ""}
+            problems = (problem.replace(str(folder / "deepspeed.json"), of_script) for problem in error.problems)
             raise UserError(
-                f"a run would refuse this: {_renamed(problem, names)}" for problem in error.problems
+                f"a run would refuse this: {problem.replace(f'{folder}/', '')}" for problem in problems
             ) from None
-
-
-def _renamed(text: str, names: dict[str, str]) -> str:
-    for path, shown in names.items():
-        text = text.replace(path, shown)
-    return text
 
 
 def written(done: ConvertedScript, name: str, commands: list[str]) -> str:

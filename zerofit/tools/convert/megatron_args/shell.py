@@ -1,6 +1,6 @@
 """What a shell script would start, found by bash itself in a sandbox where nothing exists that could be started.
 
-Each command is written down by stubs.sh. What only the machine of the job can tell is marked as unknown (unknown.py):
+Each command is written down by stubs.sh. What only the machine of the job can tell is marked as unknown:
 a variable that nothing sets, the output of a command, `<Specify path>`. A message names it where its value is needed.
 To bash's tests such a variable is empty, as it would be here. Folders and programs that the script names by their path
 are made as bash misses them: the script is run again until it misses nothing.
@@ -15,8 +15,9 @@ from pathlib import Path
 
 from zerofit.recipe.errors import UserError
 from zerofit.tools.convert.megatron_args.sandbox import HOME, SECONDS, Sandbox, Unconfined
-from zerofit.tools.convert.megatron_args.unknown import CLOSE, OPEN, UNKNOWN, unknown
 
+OPEN, CLOSE = "\ue000", "\ue001"  # of the mark of a value that is not known, within texts
+UNKNOWN = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")  # the variable's name; none: only a running shell has the value
 STUBS = Path(__file__).with_name("stubs.sh")
 BLANK = "\ue002"
 ALL_RUNS = 60  # seconds
@@ -27,6 +28,21 @@ MISSING = re.compile(r"line \d+: (.*/.*): (?:No such file or directory|Is a dire
 BROKEN = re.compile(r": line (\d+): ((?:syntax error|unexpected EOF).*)")
 
 
+def unknown(name: str) -> str:
+    """The mark for the unknown value of a variable."""
+    return f"{OPEN}{name}{CLOSE}"
+
+
+def unknown_in(text: str) -> list[str]:
+    """The variables whose unknown values are marked in a text."""
+    return UNKNOWN.findall(text)
+
+
+def shown(text: str) -> str:
+    """A text for people: unknown values are written as $NAME."""
+    return UNKNOWN.sub(lambda found: f"${found[1]}", text)
+
+
 @dataclass
 class ShellCommand:
     """What a script starts.
@@ -34,13 +50,11 @@ class ShellCommand:
     Attributes:
         words: the program and its arguments.
         outer: the launcher around it, of `srun ... bash -c "program ..."`.
-        variables: {name: value} of the shell at that moment, exported or not.
     """
 
     line: int
     words: list[str]
     outer: list[str]
-    variables: dict[str, str]
 
 
 @dataclass
@@ -180,10 +194,8 @@ class Shell:
 
     def _command(self, fields: list[str]) -> ShellCommand:
         line, count, *rest = fields[:-1]
-        words, (around, *rest) = rest[: int(count)], rest[int(count) :]
-        outer, variables = rest[: int(around)], rest[int(around) :]
-        words, outer = [self._named(word) for word in words], [self._named(word) for word in outer]
-        return ShellCommand(int(line), words, outer, dict(text.partition("=")[::2] for text in variables))
+        words, outer = ([self._named(word) for word in part] for part in (rest[: int(count)], rest[int(count) :]))
+        return ShellCommand(int(line), words, outer)
 
     def _named(self, text: str) -> str:
         """A text with the marks of commands' outputs as those of the variables that take them."""

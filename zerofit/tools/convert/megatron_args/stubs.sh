@@ -14,12 +14,7 @@ command_not_found_handle() {
             return
         fi
     done
-    {
-        printf '%s\0' "$__line" $# "$@" ${#__outer[@]} "${__outer[@]}"
-        compgen -v | while read -r at; do
-            [[ $at == BASH* || $at == __* ]] || printf '%s\0' "$at=${!at-}"
-        done
-    } >"$record"
+    printf '%s\0' "$__line" $# "$@" "${__outer[@]}" >"$record"
     echo "$record" >>/.calls/order
     local IFS=' '
     words="$*"

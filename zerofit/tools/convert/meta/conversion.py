@@ -15,7 +15,6 @@ from zerofit.model.pretrained_io import atomic_folder, read_config
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
 from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
-from zerofit.tools.convert.hf_folder import INDEX, HfFolder
 from zerofit.tools.convert.meta.config import (
     check_config,
     config_of,
@@ -25,7 +24,7 @@ from zerofit.tools.convert.meta.config import (
     sizes_of,
     version_of,
 )
-from zerofit.tools.convert.meta.folder import MetaFolder
+from zerofit.tools.convert.meta.folder import INDEX, HfFolder, MetaFolder
 from zerofit.tools.convert.meta.layout import choose_cut, same_bits, to_hf, to_meta, weights
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
 from zerofit.tools.tool_recipe import parse_bytes

@@ -1,18 +1,25 @@
-"""The journal of a comparison: a line for each launch and each result, from which an interrupted one resumes."""
+"""The files of a comparison's trials.
+
+journal.jsonl has a line for each launch and each result; from it an interrupted comparison resumes. A trial's folder
+has its request (JSON) and its answers (lines of JSON): those of the main process in answers.jsonl, those of any rank
+whose memory has run out in failures.jsonl.
+"""
 
 import hashlib
 import json
 import math
+import os
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerofit.record.jsonl import LineReader, add_line
 from zerofit.tools.launches import RunningLaunch
 
+REQUEST, ANSWERS, FAILURES = "request.json", "answers.jsonl", "failures.jsonl"
 PACKAGE = Path(__file__).resolve().parents[2]
 NOT_MEASURED_WITH = {
-    f"tools/compare/{name}.py"
-    for name in ("comparison_report", "html_report", "plots", "results", "finish", "finished", "guess")
+    f"tools/compare/{name}.py" for name in ("comparison_report", "plots", "results", "finish", "guess")
 } | {"cli.py"}
 
 
@@ -74,3 +81,47 @@ def peak_of(line: dict[str, Any], name: str = "reserved", with_evaluation: bool 
     """The largest peak of any rank, in bytes."""
     ranks = line["with_evaluation" if with_evaluation else "ranks"]
     return max(rank[name] for rank in ranks)
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """What one launch is to try.
+
+    Args:
+        sizes: all batch sizes (of one process) in question, ascending; or lengths of rows.
+        first: the one to begin with, in a fresh process.
+        only_first: try this one and no other.
+        fits, fails: the largest size that fits so far (0: none), and the smallest that does not (None: none).
+        must_try: sizes below the next one that are tried too, so that strategies can be compared at the same size.
+        points: (size, peak bytes) so far, from which the largest size is predicted.
+        per_sample: bytes by which a peak is predicted to grow with each sample; None: there is no prediction.
+        steps: timed updates of each size.
+        memory_limit: bytes that a rank may use of its device; None: all of it.
+        by_length: sizes are lengths of rows, in tokens; micro-batches are the recipe's.
+        pid: of the process that made this request; the ranks end when that process is gone.
+    """
+
+    sizes: list[int]
+    first: int
+    only_first: bool
+    steps: int
+    fits: int = 0
+    fails: int | None = None
+    must_try: list[int] = field(default_factory=list)
+    points: list[tuple[int, int]] = field(default_factory=list)
+    per_sample: float | None = None
+    memory_limit: int | None = None
+    by_length: bool = False
+    pid: int = field(default_factory=os.getpid)
+
+    def write(self, folder: Path) -> Path:
+        """Write it into the trial's folder, which is made. Returns the file."""
+        folder.mkdir(parents=True)
+        file = folder / REQUEST
+        file.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        return file
+
+    @classmethod
+    def read(cls, file: Path) -> "TrialRequest":
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**{**values, "points": [tuple(point) for point in values["points"]]})
