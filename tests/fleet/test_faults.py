@@ -147,7 +147,7 @@ def test_a_folder_or_a_file_that_is_not_shared_is_named(job, tmp_path, material,
     run.running[1] = run.machines[1].start(*command, log=run.log(1))
     assert set(run.ends(150)) <= {1, 2}
     assert what in run.said()
-    assert "machine 1 (gpu01)" in run.said()
+    assert "on machine gpu01" in run.said()
 
 
 @pytest.mark.long

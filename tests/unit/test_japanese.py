@@ -21,9 +21,9 @@ def read(page: str) -> str:
 
 def code_in(text: str) -> list[str]:
     """Lines of code blocks without a language, and `code` in a line."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     blocks = [block for language, block in fenced if not language]
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
     return re.sub(r"\s*\\\n\s*", " ", "".join(blocks)).splitlines() + inline
 
