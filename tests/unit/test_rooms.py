@@ -1,4 +1,4 @@
-"""The rooms: each imports those above it in DESIGN's list and none below, and no two modules each other."""
+"""The rooms: each imports those above it in CONTRIBUTING.md's list and none below, and no two modules each other."""
 
 import ast
 import subprocess
