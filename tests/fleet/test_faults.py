@@ -79,10 +79,10 @@ STRATEGIES = {"ddp": 0, "zero2": 1, "zero3": 2, "fsdp2": 3, "tp": 4}
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_faults_one_after_another(job, strategy):
     """Two machines of two processes (tp: each layer is split within a machine, the data among them)."""
-    steps = (FAULTS + 1) * BETWEEN * 3
+    steps = (FAULTS + 1) * BETWEEN * 5
     common = {"steps": steps, "strategy": strategy, "processes": 4}
     whole = job("whole", **common).start_all()
-    assert whole.ends() == [0, 0], whole.said()[-6000:]
+    assert whole.ends(60 + 3 * steps) == [0, 0], whole.said()[-6000:]
 
     options = ["--watchdog_minutes", WATCHDOG_MINUTES, "--save_steps", 5]
     run = job("run", **common, options=options, flags=["--max_restarts", 100, "--rendezvous_minutes", 2])
