@@ -33,9 +33,11 @@ def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: tor
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups, lr=rate, betas=(recipe.adam_beta1, recipe.adam_beta2), eps=recipe.adam_epsilon)
-    from transformers.optimization import Adafactor
+    if recipe.optim == "adafactor":
+        from transformers.optimization import Adafactor
 
-    return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+        return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+    raise NotImplementedError(recipe.optim)
 
 
 def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.AdamW:
@@ -56,7 +58,9 @@ def state_bytes(optim: str, shape: Sequence[int]) -> int:
         return 4 * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
     if optim == "adamw_8bit" and size >= SMALLEST_IN_8_BITS:
         return 2 * (size + 4 * math.ceil(size / BLOCK))
-    return 8 * size
+    if optim in ("adamw", "adamw_8bit"):
+        return 8 * size
+    raise NotImplementedError(optim)
 
 
 def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> None:
