@@ -41,9 +41,9 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path, limit: int | None = None, every: int | None = None):
         self.path, self.limit, self.every = path, limit, every
-        self._read: str | None = None  # the name of a checkpoint that stays while another thread reads it
+        self._read: list[str] = []  # names of checkpoints that stay while other threads read them
         self._is_withheld, self._lock = False, threading.Lock()  # from being dropped
-        self.finished: Callable[[Path], None] = lambda folder: None  # called with each complete checkpoint
+        self.finished: list[Callable[[Path], None]] = []  # called with each complete checkpoint
 
     @property
     def best(self) -> Path:
@@ -79,17 +79,18 @@ class CheckpointDirectory:
             if is_best:
                 self._point(self.best, folder)
             self._drop()
-        self.finished(folder)
+        for call in self.finished:
+            call(folder)
 
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
         """Keep a checkpoint while this thread reads it, and others are written."""
-        self._read = folder.name
+        self._read.append(folder.name)
         try:
             yield
         finally:
             with self._lock, contextlib.suppress(OSError):
-                self._read = None
+                self._read.remove(folder.name)
                 if self._is_withheld:
                     self._drop()
 
@@ -170,7 +171,7 @@ class CheckpointDirectory:
             milestone = self.every and _update(folder) % self.every == 0
             if folder.name in kept or milestone:
                 continue
-            if folder.name == self._read:
+            if folder.name in self._read:
                 self._is_withheld = True
             else:
                 _remove(folder)

@@ -8,6 +8,7 @@ from typing import Any
 
 from zerofit.checkpoint.directory import ASKED, BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.exporter import ModelExporter
+from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
 from zerofit.checkpoint.run_state import BestEvaluation, RunState
@@ -33,6 +34,7 @@ class CheckpointManager:
         keeps_best: the weights of the best evaluation are kept.
         advise: is given the bytes of the copies that checkpoints are written from, once there are any.
         mirror: where checkpoints are copied to, on the main process; None: nowhere.
+        hub: where models are pushed to, the same.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CheckpointManager:
         keeps_best: bool,
         advise: Callable[[int], None] = lambda copied: None,
         mirror: Mirror | None = None,
+        hub: HubRepository | None = None,
     ):
         self.folder, self.recipe, self.state = folder, recipe, state
         self.resumed_at = 0  # updates that were made before this launch
@@ -56,7 +59,7 @@ class CheckpointManager:
         )
         self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
         self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
-        self._keeps_best, self._advise, self.mirror = keeps_best, advise, mirror
+        self._keeps_best, self._advise, self.mirror, self.hub = keeps_best, advise, mirror, hub
         self._interval_s = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else 60 * recipe.save_minutes
         self._saved_at = time.time()
         self._saved_update: int | None = None  # the update whose state was saved last
@@ -148,6 +151,8 @@ class CheckpointManager:
         if self.mirror is not None:
             updates = self.state.updates if self._resumes_its_own_folder else -1
             self.mirror.start(self.folder.path, self.directory, updates)
+        if self.hub is not None and self.recipe.hub_strategy == "every_save":
+            self.hub.follow(self.directory)
         if self.recipe.on_anomaly == "rewind" and not self.state.updates:
             self.save(START, False, {})
 
@@ -243,7 +248,9 @@ class CheckpointManager:
         """What has become of checkpoints since the last call, for the log of the main process."""
         self.writer.poll()
         messages, self.writer.messages = self.writer.messages, []
-        return messages + (self.mirror.messages() if self.mirror is not None else [])
+        for copies in (self.mirror, self.hub):
+            messages += copies.messages() if copies is not None else []
+        return messages
 
     def finish(self, after_anomaly: bool) -> None:
         """Wait for the last checkpoint, and say what became of it. After an anomaly, first save what is good."""

@@ -74,7 +74,7 @@ class Mirror:
             updates: those in the store that are of a later one are removed, as in the folder; -1: all are.
         """
         self._folder, self._directory, self._updates = folder, directory, updates
-        directory.finished = self.wake
+        directory.finished.append(self.wake)
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
         self._wanted.set()

@@ -104,7 +104,7 @@ HINTS = {
     "transformers 5 chooses the tokenizer itself": "use_slow_tokenizer use_fast_tokenizer use_fast",
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
     "log in once with `hf auth login`": "token hub_token use_auth_token",
-    "upload the run's model/ folder with `hf upload` after the run": "push_to_hub hub_model_id",
+    "--push_to_hub owner/name": "hub_model_id",
 }  # fmt: skip
 
 

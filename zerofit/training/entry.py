@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror_restore import open_mirror
 from zerofit.health.shutdown import StartingRank, listen
 from zerofit.health.watchdog import Watchdog
@@ -72,4 +73,8 @@ def open_session(
         folder = RunFolder(output_folder(task, recipe))
         mirror, notes = MEETING.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
         say(*notes)
-    return Session.open(task, recipe, timeline, watchdog, stored, measurement, mirror)
+    hub, name = None, recipe.push_to_hub
+    if name and recipe.trains and measurement is None:
+        watchdog.phase("hub", patience=math.inf)
+        hub = MEETING.first_on_rank_0("hub", lambda: HubRepository.open(name))
+    return Session.open(task, recipe, timeline, watchdog, stored, measurement, mirror, hub)

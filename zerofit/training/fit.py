@@ -115,7 +115,17 @@ def _resume(
         "strategy": session.strategy.name,
     }
     checkpoints = CheckpointManager(
-        session.folder, engine, session.recipe, state, exporter, run, data, best.keeps, session.advise, session.mirror
+        session.folder,
+        engine,
+        session.recipe,
+        state,
+        exporter,
+        run,
+        data,
+        best.keeps,
+        session.advise,
+        session.mirror,
+        session.hub,
     )
     checkpoints.resume(config.resume)
     if engine.is_main:
@@ -214,7 +224,7 @@ def export(result: TrainResult) -> None:
 
 
 def finish(result: TrainResult) -> int:
-    """Say where everything lies, leave the process group, and wait for the mirror. Returns the exit code."""
+    """Say where everything lies, leave the process group, wait for mirror and hub. Returns the exit code."""
     session, checkpoints = result.prepared.session, result.run.checkpoints
     code = result.stop.reason.exit_code(checkpoints.saved_latest)
     if session.is_main:
@@ -226,6 +236,8 @@ def finish(result: TrainResult) -> int:
     result.prepared.engine.close()
     if session.mirror is not None:
         session.say(*session.mirror.finish())
+    if session.hub is not None and not result.stopped:
+        session.say(*session.hub.finish(session.folder.model))
     return code
 
 

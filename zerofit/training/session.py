@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate import Accelerator
 
+from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror
 from zerofit.health.failure import explain_failure
 from zerofit.health.out_of_memory import RunFacts, host_advice
@@ -51,6 +52,7 @@ class Session:
     Args:
         stored: the model that is evaluated, or answers; None: one is trained.
         mirror: where checkpoints are copied to, on the main process; None: nowhere.
+        hub: where the model is pushed to, the same.
     """
 
     config: RunConfiguration
@@ -61,6 +63,7 @@ class Session:
     stored: "StoredModel | None"
     measurement: Measurement | None
     mirror: Mirror | None = None
+    hub: HubRepository | None = None
 
     @classmethod
     def open(
@@ -72,6 +75,7 @@ class Session:
         stored: "StoredModel | None" = None,
         measurement: Measurement | None = None,
         mirror: Mirror | None = None,
+        hub: HubRepository | None = None,
     ) -> "Session":
         """Resolve the configuration, and see that the output folder is free.
 
@@ -82,7 +86,9 @@ class Session:
         if config.strategy.layout.is_main:
             config.folder.lock()
         shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.stop_requested)
-        session = cls(config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement, mirror)
+        session = cls(
+            config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement, mirror, hub
+        )
         explain_failures_with(session.explain)
         watchdog.phase("data", patience=math.inf)
         timeline.mark("checks")
