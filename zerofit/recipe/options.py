@@ -278,16 +278,8 @@ class CheckpointOptions(Recipe):
         "Address of an object store, as s3://bucket/run: checkpoints and results are copied there while training "
         "continues, and a run whose output_dir has been lost resumes from there.",
     )
-    push_to_hub: str | None = option(
-        None,
-        "Repository of the Hugging Face hub, as owner/name, that the run's model/ is pushed to; one that does not exist "
-        "is made, private.",
-    )
-    hub_strategy: str = option(
-        "end",
-        "When it is pushed: at the end, or with each checkpoint as well.",
-        choices=("end", "every_save"),
-    )
+    push_to_hub: str | None = option(None, "Hub repository, owner/name, to push model/ to; a new one is private.")
+    hub_strategy: str = option("end", "every_save: push with each checkpoint as well.", choices=("end", "every_save"))
     max_hours: float | None = option(
         None,
         "Stop after this many hours, counted from the start of the program: save, then exit with code 85.",
@@ -308,8 +300,6 @@ class CheckpointOptions(Recipe):
             problems.append("save_only_model has no effect without save_strategy")
         if self.mirror and "://" not in self.mirror:
             problems.append(f"mirror = {self.mirror!r}: expected an address, such as s3://bucket/run")
-        if self.hub_strategy != "end" and not self.push_to_hub:
-            problems.append("hub_strategy has no effect without push_to_hub")
         return problems
 
 
