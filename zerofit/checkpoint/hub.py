@@ -4,6 +4,7 @@ huggingface_hub does it, in a thread of the main process. Training does not wait
 """
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -74,15 +75,16 @@ class HubRepository:
         if self._thread is not None:
             self._thread.join(FINISH_S)
         self._is_failing = False
-        self._start(self._push, folder, "trained")
-        self._thread.join(FINISH_S)
-        if self._is_failing or self._thread.is_alive():
+        last = self._start(self._push, folder, "trained")
+        last.join(FINISH_S)
+        if self._is_failing or last.is_alive():
             return [*self.messages(), f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
         return [*self.messages(), f"hub         {self._api.endpoint}/{self.name}"]
 
-    def _start(self, target, *args: object) -> None:
+    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
         self._thread = threading.Thread(target=target, args=args, name="hub", daemon=True)
         self._thread.start()
+        return self._thread
 
     def _push(self, folder: Path, message: str) -> None:
         try:
