@@ -60,7 +60,7 @@ class HubRepository:
                 self._push(folder / MODEL, folder.name)
 
         def start(folder: Path) -> None:
-            if (self._thread is None or not self._thread.is_alive()) and (folder / MODEL).is_dir():
+            if self._is_idle() and (folder / MODEL).is_dir():
                 self._start(push, folder)
 
         directory.finished.append(start)
@@ -72,26 +72,32 @@ class HubRepository:
 
     def finish(self, folder: Path) -> list[str]:
         """Push the run's model/. Returns lines for the log. Never fails."""
-        if self._thread is not None:
-            self._thread.join(FINISH_S)
-        self._is_failing = False
-        last = self._start(self._push, folder, "trained")
-        last.join(FINISH_S)
-        if self._is_failing or last.is_alive():
+        is_done = self._is_idle(FINISH_S)
+        if is_done:
+            self._is_failing = False
+            self._start(self._push, folder, "trained")
+            is_done = self._is_idle(FINISH_S)
+        if self._is_failing or not is_done:
             return [*self.messages(), f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
         return [*self.messages(), f"hub         {self._api.endpoint}/{self.name}"]
 
-    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
+    def _is_idle(self, wait_s: float = 0.0) -> bool:
+        """Whether nothing is being pushed, or nothing more within so long."""
+        if self._thread is None:
+            return True
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
         self._thread = threading.Thread(target=target, args=args, name="hub", daemon=True)
         self._thread.start()
-        return self._thread
 
     def _push(self, folder: Path, message: str) -> None:
         try:
             self._api.upload_folder(repo_id=self.name, folder_path=folder, commit_message=message)
         except Exception as error:  # of the connection or the hub; none may end the training
             if not self._is_failing:
-                self._messages.append(f"warning   {self.name} cannot be pushed to ({reason(error)}): training goes on")
+                self._messages.append(f"warning   {self.name} cannot be pushed to ({reason(error)})")
             self._is_failing = True
         else:
             self._is_failing = False

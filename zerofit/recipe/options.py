@@ -254,9 +254,7 @@ class CheckpointOptions(Recipe):
         None, "Also keep each checkpoint whose update is a multiple of this.", positive=True
     )
     save_minutes: float = option(
-        30.0,
-        "Minutes between two additional checkpoints for resuming; the last two are kept. 0: none.",
-        minimum=0,
+        30.0, "Minutes between two additional checkpoints for resuming; the last two are kept. 0: none.", minimum=0
     )
     save_only_model: bool = option(
         False, "Checkpoints hold only the model: they are smaller, and no run can resume from them."
@@ -281,9 +279,7 @@ class CheckpointOptions(Recipe):
     push_to_hub: str | None = option(None, "Hub repository, owner/name, to push model/ to; a new one is private.")
     hub_strategy: str = option("end", "every_save: push with each checkpoint as well.", choices=("end", "every_save"))
     max_hours: float | None = option(
-        None,
-        "Stop after this many hours, counted from the start of the program: save, then exit with code 85.",
-        positive=True,
+        None, "Stop after this many hours, counted from its start: save, then exit with code 85.", positive=True
     )
 
     def problems(self) -> list[str]:
@@ -294,10 +290,13 @@ class CheckpointOptions(Recipe):
             problems.append(
                 f"save_steps = {self.save_steps} and save_strategy = {self.save_strategy}: keep one of them"
             )
-        if self.save_total_limit and self.save_strategy in (None, "no") and not self.save_steps:
-            problems.append("save_total_limit has no effect without save_strategy")
-        if self.save_only_model and self.save_strategy in (None, "no") and not self.save_steps:
-            problems.append("save_only_model has no effect without save_strategy")
+        if self.save_strategy in (None, "no") and not self.save_steps:
+            names = ("save_total_limit", "save_only_model")
+            problems += [f"{name} has no effect without save_strategy" for name in names if self.is_changed(name)]
+        if self.hub_strategy != "end" and not self.push_to_hub:
+            problems.append("hub_strategy has no effect without push_to_hub")
+        if self.push_to_hub and "/" not in self.push_to_hub:
+            problems.append(f"push_to_hub = {self.push_to_hub!r}: expected owner/name")
         if self.mirror and "://" not in self.mirror:
             problems.append(f"mirror = {self.mirror!r}: expected an address, such as s3://bucket/run")
         return problems

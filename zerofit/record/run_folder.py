@@ -33,8 +33,7 @@ NOT_THE_RUN = {
     "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit", "resume", "max_hours",
     "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async", "on_save_failure",
     "on_anomaly", "spike_threshold", "watchdog_minutes", "rendezvous_minutes", "peak_tflops",
-    "profile", "profile_ranks", "profile_memory", "mirror", "push_to_hub",
-    "hub_strategy",
+    "profile", "profile_ranks", "profile_memory", "mirror", "push_to_hub", "hub_strategy",
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror_restore import open_mirror
 from zerofit.health.shutdown import StartingRank, listen
 from zerofit.health.watchdog import Watchdog
@@ -73,8 +72,4 @@ def open_session(
         folder = RunFolder(output_folder(task, recipe))
         mirror, notes = MEETING.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
         say(*notes)
-    hub, name = None, recipe.push_to_hub
-    if name and recipe.trains and measurement is None:
-        watchdog.phase("hub", patience=math.inf)
-        hub = MEETING.first_on_rank_0("hub", lambda: HubRepository.open(name))
-    return Session.open(task, recipe, timeline, watchdog, stored, measurement, mirror, hub)
+    return Session.open(task, recipe, timeline, watchdog, stored, measurement, mirror)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate import Accelerator
@@ -75,7 +76,6 @@ class Session:
         stored: "StoredModel | None" = None,
         measurement: Measurement | None = None,
         mirror: Mirror | None = None,
-        hub: HubRepository | None = None,
     ) -> "Session":
         """Resolve the configuration, and see that the output folder is free.
 
@@ -85,6 +85,10 @@ class Session:
         config = resolve(task, recipe if stored is None else stored.recipe)
         if config.strategy.layout.is_main:
             config.folder.lock()
+        hub, repository = None, config.recipe.push_to_hub
+        if repository and config.recipe.trains and measurement is None:
+            watchdog.phase("hub", patience=math.inf)
+            hub = MEETING.first_on_rank_0("hub", partial(HubRepository.open, repository))
         shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.stop_requested)
         session = cls(
             config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement, mirror, hub

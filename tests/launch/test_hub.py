@@ -18,23 +18,17 @@ from zerofit.recipe.errors import UserError
 @pytest.fixture
 def hub(monkeypatch):
     """Its `files` {path: bytes}, the `commits`, and the names of the calls that it `refuses`."""
-    state = SimpleNamespace(files={}, commits=[], refuses=set(), calls=[])
+    state = SimpleNamespace(files={}, commits=[], refuses=set())
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_):
             pass
 
-        def do_GET(self):
-            self.answer()
-
-        do_POST = do_GET
-
-        def answer(self):
+        def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             call = next(
                 name for name in ("create", "auth-check", "preupload", "commit", "models", "") if name in self.path
             )
-            state.calls.append(call)
             if call in state.refuses:
                 self.send(403 if call in ("create", "auth-check", "models") else 400, {"error": "refused"})
                 return
@@ -52,6 +46,8 @@ def hub(monkeypatch):
                 state.commits.append(lines[0]["value"]["summary"])
                 result |= {"commitUrl": f"{state.url}/somebody/model/commit/0", "commitOid": "0" * 40}
             self.send(200, result)
+
+        do_GET = do_POST
 
         def send(self, code, result):
             text = json.dumps(result).encode()
@@ -93,7 +89,7 @@ def test_an_outage_is_said_once_and_the_next_push_has_everything(hub, tmp_path):
         (directory.partial(update) / "model").mkdir(parents=True)
         (directory.partial(update) / "model" / "weights").write_bytes(b"%d" % update)
         directory.finish(update, "steps", False, {})
-        repository._thread.join(60)
+        assert repository._is_idle(60)
     (message,) = repository.messages()
     assert "somebody/model" in message
     hub.refuses = set()
@@ -103,12 +99,14 @@ def test_an_outage_is_said_once_and_the_next_push_has_everything(hub, tmp_path):
     assert "hf upload somebody/model" in repository.finish(directory.folder(2) / "model")[-1]
 
 
-@pytest.mark.parametrize("flags", [(), ("--lora", "true", "--lora_r", 4)], ids=["model", "adapter"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), id="model", marks=pytest.mark.long), pytest.param(("--lora", "true"), id="adapter")]
+)
 def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, flags):
     run = tmp_path / "run"
     launch(
         run, "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--max_train_steps", 4,
-        "--save_steps", 2, "--push_to_hub", "model", "--hub_strategy", "every_save", *flags, strategy="zero3",
+        "--save_steps", 2, "--push_to_hub", "somebody/model", "--hub_strategy", "every_save", *flags, strategy="zero3",
         processes=2, launcher=True,
     )  # fmt: skip
     files = {
