@@ -134,9 +134,16 @@ def test_imports_stand_at_the_top():
     assert {target.partition(".")[0] for _, target in found} >= {*LATE}
 
 
-def test_a_run_loads_no_engine_that_it_has_no_use_for():
-    code = "import sys\nimport zerofit.training.session, zerofit.training.fit, zerofit.training.prepare\n"
-    code += "print([name for name in ('deepspeed', 'peft', 'scipy') if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("modules", "late"),
+    [
+        ("training.session training.fit training.prepare", ("deepspeed", "peft", "scipy")),
+        ("training.entry", ("torch", "transformers", "huggingface_hub")),  # before the recipe is checked
+    ],
+)
+def test_what_is_not_needed_is_not_loaded(modules, late):
+    code = "".join(f"import zerofit.{module}\n" for module in modules.split())
+    code += f"import sys\nprint([name for name in {late} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
