@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from provenance import provenance
 
-from zerofit.model.loss import IGNORE, _Chunked, chunk_rows
+from zerofit.model.chunked_loss import IGNORE, _Chunked, chunk_rows
 from zerofit.record.environment import describe_environment
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import gpu_of

@@ -28,11 +28,12 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from transformers import AutoModelForCausalLM
 
     from zerofit.data.causal import is_packed, prepare_causal_data
-    from zerofit.data.collate import CausalCollator, PromptCollator, multiple_for
+    from zerofit.data.collate import CausalCollator, PreferenceCollator, PromptCollator, multiple_for
     from zerofit.data.lengths import growing_blocks
     from zerofit.data.order import easiest_first
     from zerofit.model.loss import model_loss
     from zerofit.model.parameters import flops_per_token
+    from zerofit.model.preference import without_dropout
     from zerofit.model.preflight import (
         check_loss,
         check_mask_support,
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.training.evaluation import eval_batches, held_out_loss
     from zerofit.training.fit import answer, export, finish, fit
     from zerofit.training.generation import predict_texts, writing_settings
+    from zerofit.training.preferences import held_out_pairs, measure_reference, preference_loss
     from zerofit.training.prepare import prepare, start
     from zerofit.training.task import Task
 
@@ -63,6 +65,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     started = start(session, data.samples_per_epoch)
     model, adapter = started.load(AutoModelForCausalLM, config)
     install_chosen_loss(model, recipe)
+    if recipe.preference_loss:
+        without_dropout(model)
     if is_packed(recipe):
         notes.append(choose_packed_attention(model, recipe, session.strategy.precision))
     timeline.mark("model")
@@ -81,6 +85,16 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         notes.append(check_loss(engine, recipe))
         check_split_rows(engine, collate, is_packed(recipe))
 
+    # Pairs of answers: another loss, of two rows a sample. The reference is the model as it is now.
+    loss_sum, preference, figures, unit = model_loss, None, ("loss", "perplexity"), "token"
+    if recipe.preference_loss and not recipe.predict_file:
+        loss_sum = preference = preference_loss(recipe)
+        collate = PreferenceCollator(padding_token(data.tokenizer), multiple_for(engine.device))
+        figures, unit = ("loss", "accuracy", "reward_margin"), "pair"
+        if preference.needs_reference and measurement is None:
+            parts = {"train": data.train, "validation": data.validation}
+            measure_reference(session, engine, {name: part for name, part in parts.items() if part}, collate)
+
     def predict(engine):
         padded = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))
         batches = eval_batches(engine, data.prompts, padded, recipe.per_device_eval_batch_size)
@@ -89,6 +103,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     def evaluate(engine):
         batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
+        if preference is not None:
+            return held_out_pairs(engine, batches, preference, len(data.validation))
         return held_out_loss(engine, batches, model_loss)
 
     growth = None
@@ -99,7 +115,9 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         recipe=recipe,
         train_set=data.train,
         collate=collate,
-        loss_sum=model_loss,  # over next tokens; the loop divides by their number in the global batch
+        loss_sum=loss_sum,  # over next tokens, or pairs; the loop divides by their number in the global batch
+        figures=figures,
+        unit=unit,
         evaluate=evaluate if data.validation else None,
         num_held_out=len(data.validation or ()),
         longest={"input_ids": data.block_size},
@@ -107,7 +125,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         order=data.order,
         easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
-        routing=routing,
+        routing=None if preference else routing,
+        preference=preference,
     )
 
     prepared.announce(

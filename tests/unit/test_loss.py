@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY, loss_and_gradients, tiny_model
 
-import zerofit.model.loss as loss_module
+import zerofit.model.chunked_loss as chunked_module
 from zerofit.model.loss import choose_loss, install_loss
 from zerofit.model.preflight import loss_difference, random_tokens
 
@@ -35,8 +35,8 @@ def test_the_plain_loss_is_transformers_own(family, tied):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [128 * 2**20, 4 * 97 * 7])
 def test_same_loss_and_gradients(family, tied, chunk_bytes, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
+    monkeypatch.setattr(chunked_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
     model = tiny_model(family, tie_word_embeddings=tied)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     full, full_gradients = loss_and_gradients(model, "full", batch())
@@ -52,15 +52,15 @@ def test_same_loss_and_gradients(family, tied, chunk_bytes, monkeypatch):
 def test_it_never_holds_all_logits(monkeypatch):
     """Of no tensor on the way there are more rows of logits than a chunk has."""
     seen = []
-    original = loss_module._logits
+    original = chunked_module._logits
 
     def spy(*args):
         seen.append(original(*args).shape)
         return original(*args)
 
-    monkeypatch.setattr(loss_module, "_logits", spy)
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 97 * 16)
-    monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(chunked_module, "_logits", spy)
+    monkeypatch.setattr(chunked_module, "CHUNK_BYTES", 4 * 97 * 16)
+    monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)
     loss_and_gradients(tiny_model("gpt2"), "chunked", batch())
     assert seen == [(16, 97)] * 3 + [(12, 97)]
 
@@ -85,7 +85,7 @@ def test_in_half_precision_the_sum_is_whole(dtype):
     expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     assert expected > 65504
     halves = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-    summed = loss_module._chunked(*halves, None, targets)
+    summed = chunked_module.chunked_loss(*halves, None, targets)
     assert summed.dtype == torch.float32
     torch.testing.assert_close(summed, expected, rtol=1e-3, atol=0)
     (summed / 8192).backward()
@@ -103,18 +103,18 @@ def add_product(total, left, right, out_dtype, out):
 @pytest.fixture(params=["as a CPU does it", "as a GPU does it", "as a GPU that does not add up"])
 def products(request, monkeypatch):
     """The ways of multiplying matrices of half precision, in chunks of 64 rows; the CPU has no `out_dtype`."""
-    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocab_size, on_gpu: 64)
+    monkeypatch.setattr(chunked_module, "chunk_rows", lambda vocab_size, on_gpu: 64)
     if request.param != "as a CPU does it":
-        monkeypatch.setattr(loss_module, "has_half_matmul", lambda device: True)
+        monkeypatch.setattr(chunked_module, "has_half_matmul", lambda device: True)
         monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
         monkeypatch.setattr(torch, "addmm", add_product)
-        monkeypatch.setattr(loss_module, "adds_half_products", lambda device: "not" not in request.param)
+        monkeypatch.setattr(chunked_module, "adds_half_products", lambda device: "not" not in request.param)
 
 
 def in_chunks(hidden, weight, targets, scale):
-    """(loss, the gradients of `scale` times it) by _chunked; of copies."""
+    """(loss, the gradients of `scale` times it) by chunked_loss; of copies."""
     inputs = [one.clone().requires_grad_() for one in (hidden, weight)]
-    loss = loss_module._chunked(*inputs, None, targets)
+    loss = chunked_module.chunked_loss(*inputs, None, targets)
     (loss * scale).backward()
     return loss.detach(), [one.grad for one in inputs]
 
@@ -144,7 +144,7 @@ def test_a_head_with_a_bias(products, dtype):
               for shape in ((200, 8), (50, 8), (50,))]  # fmt: skip
     targets = torch.arange(200) % 50
     targets[:70] = -100  # a whole chunk, and a part of one
-    loss = loss_module._chunked(*inputs, targets)
+    loss = chunked_module.chunked_loss(*inputs, targets)
     exact = [one.detach().double().requires_grad_() for one in inputs]
     expected = F.cross_entropy(F.linear(*exact), targets, reduction="sum")
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
@@ -155,7 +155,7 @@ def test_a_head_with_a_bias(products, dtype):
 
 def test_a_device_that_does_not_add_up_in_fp32_is_found_out(monkeypatch):
     cpu = torch.device("cpu")
-    adds = loss_module.adds_half_products.__wrapped__
+    adds = chunked_module.adds_half_products.__wrapped__
     assert not adds(cpu), "torch has it for other devices"
     monkeypatch.setattr(torch, "addmm", add_product)
     assert adds(cpu)
@@ -169,9 +169,9 @@ def test_on_a_gpu_the_heads_gradient_is_written_once_for_each_of_few_chunks(voca
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    assert loss_module.chunk_rows(vocab_size, on_gpu=True) % 128 == 0
+    assert chunked_module.chunk_rows(vocab_size, on_gpu=True) % 128 == 0
     for name in ("has_half_matmul", "adds_half_products"):
-        monkeypatch.setattr(loss_module, name, lambda device: True)
+        monkeypatch.setattr(chunked_module, name, lambda device: True)
     written = []
 
     class Writes(TorchDispatchMode):
@@ -184,7 +184,7 @@ def test_on_a_gpu_the_heads_gradient_is_written_once_for_each_of_few_chunks(voca
     with FakeTensorMode():
         hidden, weight = (torch.zeros(size, 512, dtype=torch.bfloat16).requires_grad_() for size in (8192, vocab_size))
         with Writes():
-            loss_module._chunked(hidden, weight, None, torch.zeros(8192, dtype=torch.int64))
+            chunked_module.chunked_loss(hidden, weight, None, torch.zeros(8192, dtype=torch.int64))
     assert sum(written) == 4 * vocab_size * 512 * (1 + chunks)  # zeros, and the sum of each chunk
 
 
@@ -194,11 +194,11 @@ def test_gradients_are_computed_where_they_are_wanted_only():
     for frozen in (0, 1):
         inputs = [hidden.clone(), weight.clone()]
         inputs[1 - frozen].requires_grad_()
-        loss_module._chunked(*inputs, None, targets).backward()
+        chunked_module.chunked_loss(*inputs, None, targets).backward()
         assert inputs[frozen].grad is None
         assert inputs[1 - frozen].grad is not None
     with torch.no_grad():
-        assert not loss_module._chunked(*inputs, None, targets).requires_grad
+        assert not chunked_module.chunked_loss(*inputs, None, targets).requires_grad
 
 
 def test_nothing_to_train_on_gives_zero_and_no_nan():

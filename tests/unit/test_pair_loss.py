@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers import loss_and_gradients
 
-import zerofit.model.loss as loss_module
+import zerofit.model.chunked_loss as chunked_module
 from zerofit.model.loss import IGNORE, has_separate_body, install_loss, loss_of_examples, shifted_right
 from zerofit.model.parameters import flops_per_pair_token
 
@@ -66,8 +66,8 @@ def test_the_plain_loss_is_transformers_own(name):
 @pytest.mark.parametrize("name", SEPARATE)
 @pytest.mark.parametrize("chunk_bytes", [128 * 2**20, 4 * VOCAB * 5])
 def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(loss_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
+    monkeypatch.setattr(chunked_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
     model = pair_model(name)
     full, full_gradients = loss_and_gradients(model, "full", batch())
     chunked, chunked_gradients = loss_and_gradients(model, "chunked", batch())

@@ -17,7 +17,7 @@ from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
 from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
-from zerofit.model import loss
+from zerofit.model import chunked_loss
 from zerofit.strategy.gpu_table import GPUS
 
 MILLION = 10**6
@@ -271,7 +271,7 @@ def test_offloaded_inputs_cost_the_host_and_not_the_device(tied):
 
 def test_a_loss_of_many_chunks_is_traced_by_three(monkeypatch):
     """All that a trace tells is the same as when each chunk is gone through."""
-    monkeypatch.setattr(loss, "GPU_CHUNK_ROWS", (128, 128))
+    monkeypatch.setattr(chunked_loss, "GPU_CHUNK_ROWS", (128, 128))
     rows = Rows("clm", 48)
     about = {"dtype": torch.bfloat16, "on_gpu": True, "cpu_kernels": False}
     few = tracer(gpt2(), rows, **about).trace(16)  # 6 chunks

@@ -159,9 +159,9 @@ def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
 
 
 def small_chunks() -> None:
-    from zerofit.model import loss
+    from zerofit.model import chunked_loss
 
-    loss.CHUNK_BYTES, loss.SMALLEST_CHUNK = 4 * 97 * 16, 16
+    chunked_loss.CHUNK_BYTES, chunked_loss.SMALLEST_CHUNK = 4 * 97 * 16, 16
 
 
 def share(rank: int, folder: str) -> None:
@@ -201,8 +201,8 @@ def ranks(tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
-    monkeypatch.setattr("zerofit.model.loss.CHUNK_BYTES", 4 * 97 * 16)
-    monkeypatch.setattr("zerofit.model.loss.SMALLEST_CHUNK", 16)
+    monkeypatch.setattr("zerofit.model.chunked_loss.CHUNK_BYTES", 4 * 97 * 16)
+    monkeypatch.setattr("zerofit.model.chunked_loss.SMALLEST_CHUNK", 16)
     expected = figures_of(model_of(name), lambda gradient, parameter: gradient)
     for found in (rank[name] for rank in ranks):
         for kind in ("full", "chunked"):

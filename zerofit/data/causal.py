@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
+from zerofit.data.chat.preferences import find_preferences, prepare_preferences
 from zerofit.data.chat.prepare import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
@@ -47,6 +48,8 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
     except UnicodeDecodeError as error:
         raise not_utf8(options, error) from None
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
+    if recipe.preference_loss:
+        data.kind = f"pairs of answers, up to {block_size} tokens each"
     return data
 
 
@@ -54,6 +57,9 @@ def _prepare_text_or_chat(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
 ) -> TextData:
     source, unit = read_records(options, recipe.document_separator, recipe.packing)
+    if recipe.preference_loss:
+        pairs = {part: find_preferences(form, table) for part, table in source.parts.items()}
+        return prepare_preferences(options, config, source, pairs, block_size, recipe.chat_template)
     forms = {part: find_form(form, table) for part, table in source.parts.items()}
     _check_options(recipe, next(iter(forms.values())), source)
     if all(forms.values()):
@@ -76,7 +82,7 @@ def _prepare_text_or_chat(
 
 def is_packed(recipe: ClmRecipe) -> bool:
     """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
-    if recipe.predict_file:
+    if recipe.predict_file or recipe.preference_loss:
         return False
     if recipe.data_path:
         return recipe.reset_position_ids and recipe.reset_attention_mask

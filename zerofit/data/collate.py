@@ -30,7 +30,7 @@ class Batch:
     num_tokens: int
     num_positions: int
     indices: list[int]
-    labels: torch.Tensor | None = None  # (B,) of examples, if the model does not compute the loss
+    labels: torch.Tensor | None = None  # (B,) of examples, if the model does not compute the loss; of pairs (B, 2)
     packed: bool | None = None  # whether a row has several documents; None: not known
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -172,6 +172,38 @@ class PairCollator:
         inputs["labels"][~counted(indices)] = IGNORE
         tokens = total(sources, indices) + total(targets, indices)
         return Batch(inputs, int((inputs["labels"] != IGNORE).sum()), tokens, len(rows) * sum(widths), indices)
+
+
+@dataclass
+class PreferenceCollator:
+    """Two rows a pair, the chosen answer and then the rejected one, padded on the right; a batch's targets are pairs.
+
+    Args:
+        pad_id: the token that pads rows.
+        multiple: widths are rounded up to a multiple of this.
+    """
+
+    pad_id: int
+    multiple: int = 1
+
+    def __call__(self, samples: Samples) -> Batch:
+        indices = [index for _, index in samples]
+        rows = [
+            {"input_ids": sample[ids], "labels": sample[labels]}
+            for sample, _ in samples
+            for ids, labels in (("input_ids", "labels"), ("rejected_ids", "rejected_labels"))
+        ]
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = round_up(max(lengths), self.multiple)
+        inputs = {
+            "input_ids": stack(rows, "input_ids", width, self.pad_id),
+            "attention_mask": mask(lengths, width),
+            "labels": stack(rows, "labels", width, IGNORE),
+        }
+        reference = torch.from_numpy(np.stack([sample["reference"] for sample, _ in samples]))  # (B, 2)
+        reference[~counted(indices)] = torch.nan
+        tokens = total([chosen + rejected for chosen, rejected in zip(lengths[::2], lengths[1::2])], indices)
+        return Batch(inputs, int(counted(indices).sum()), tokens, len(rows) * width, indices, reference)
 
 
 @dataclass

@@ -83,7 +83,7 @@ class PlannedModel:
 
     def hidden_bytes(self, precision: str, layout: ParallelLayout, micro_batch: int) -> int:
         """Of the hidden states between two layers, of which each rank that shares these has a part of the tokens."""
-        tokens = -(-micro_batch * self.rows.length // layout.tensor)
+        tokens = -(-micro_batch * self.rows.per_sample * self.rows.length // layout.tensor)
         return tokens * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
 
     def steps(

@@ -19,6 +19,7 @@ class Rows:
         target_length: tokens of a target; 0 for other tasks.
         masked: packed documents are told apart by a mask (B, 1, T, T), which sdpa needs.
         loss_kind: chunked or full, of clm and seq2seq.
+        per_sample: rows of a sample: 2 of pairs of answers.
     """
 
     task: str
@@ -26,6 +27,7 @@ class Rows:
     target_length: int = 0
     masked: bool = False
     loss_kind: str = "chunked"
+    per_sample: int = 1
 
     def install(self, model: torch.nn.Module) -> None:
         """Give the model the loss that it is trained with."""
@@ -42,12 +44,14 @@ class Rows:
             labels = inputs["labels"]
             return loss_of_examples(model(**{name: one for name, one in inputs.items() if name != "labels"}).logits,
                                     labels)  # fmt: skip
+        if self.per_sample == 2:  # what the two answers are compared by takes no memory to speak of
+            return model(**inputs, of_rows=True).sum()
         return model(**inputs)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row, padding included."""
-        return self.length + self.target_length
+        """Tokens of a sample, padding included."""
+        return self.per_sample * (self.length + self.target_length)
 
     def shortened(self, mean_length: float) -> "Rows":
         """Rows of this length; of pairs, source and target keep their proportion."""
@@ -63,13 +67,14 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
         makes_masks: rows are split, and the mask of packed documents is made of their positions
             (zerofit/strategy/sequence.py).
 
-    Shapes: input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or (B, 1, T, T).
+    Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or
+        (B, 1, T, T).
     """
-    shape = (batch_size, rows.length)
+    shape = (batch_size * rows.per_sample, rows.length)
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     if rows.task == "clm":
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
-        if rows.masked or not makes_masks:
+        if rows.masked or not (makes_masks or rows.per_sample == 2):
             inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
         if rows.masked and not makes_masks:
             inputs["attention_mask"] = torch.zeros((batch_size, 1, rows.length, rows.length), dtype=torch.bool)

@@ -90,5 +90,7 @@ def rows_of(recipe: Any, task: str, config: Any, full: Any) -> Rows:
         return Rows(task, recipe.max_source_length, recipe.max_target_length, loss_kind=kind)
     positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     length = recipe.block_size or min(positions, LONGEST_BLOCK)
+    if recipe.preference_loss:
+        return Rows(task, length, loss_kind=kind, per_sample=2)
     masked = recipe.packing == "documents" and not recipe.data_path
     return Rows(task, length, masked=masked, loss_kind=kind)

@@ -169,13 +169,14 @@ class Tracer:
     def largest_traced(self) -> int:
         """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
         proportion to the batch."""
-        from zerofit.model.loss import chunk_rows
+        from zerofit.model.chunked_loss import chunk_rows
 
         head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
         if head is None or self.settings.loss != "chunked":
             return MOST_TRACED
         rows = chunk_rows(head.weight.shape[0], self.settings.gpu_kernels)
-        return max(4, MOST_CHUNKS * rows * self.settings.sequence // (self.rows.target_length or self.rows.length))
+        predicted = self.rows.per_sample * (self.rows.target_length or self.rows.length)
+        return max(4, MOST_CHUNKS * rows * self.settings.sequence // predicted)
 
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
@@ -221,14 +222,14 @@ class Tracer:
         tensors of every dtype: what each of them gets is no matter, all of them together get every choice."""
         from transformers.integrations import moe
 
-        from zerofit.model import loss as losses
+        from zerofit.model import chunked_loss
 
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
         linear = linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
-        chunks = replaced(losses, "chunk_starts", ledger.some_chunks)
-        multiplies = replaced(losses, "has_half_matmul", lambda device: self.settings.gpu_kernels)
-        adds = replaced(losses, "adds_half_products", lambda device: True)
+        chunks = replaced(chunked_loss, "chunk_starts", ledger.some_chunks)
+        multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
+        adds = replaced(chunked_loss, "adds_half_products", lambda device: True)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
         tokens = tokens_exchanged(self.settings.experts, ledger.note)

@@ -262,6 +262,7 @@ def _pass_sizes(engine: Engine | None, strategy: Strategy, recipe: TaskRecipe, r
     layers = getattr(config, "num_hidden_layers", 0)
     layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
     element, rows = (4 if strategy.precision == "fp32" else 2), strategy.batches.micro_batch
+    rows *= 2 if getattr(recipe, "preference_loss", None) else 1
     full = getattr(engine.module, "loss_kind", None) == "full"
     targets = getattr(recipe, "max_target_length", None) or tokens
     logits = rows * targets * config.vocab_size * (4 + element) if full else 0

@@ -14,7 +14,7 @@ TEXT_OPTIONS = (  # options of text data, without effect on corpora
     "validation_split_percentage", "allow_data_loss",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
     "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
-    "train_on_prompt", "cache_dir",
+    "train_on_prompt", "cache_dir", "preference_loss",
 )  # fmt: skip
 
 
@@ -182,6 +182,67 @@ class ChatOptions(Recipe):
             problems.append(
                 f"packing = concatenate and data_format = {self.data_format}: conversations are not "
                 "split, use --packing documents"
+            )
+        return problems
+
+
+PREFERENCE_LOSSES = ("dpo", "ipo", "hinge", "simpo", "orpo")
+
+
+@dataclass
+class PreferenceOptions(Recipe):
+    """Pairs of answers"""
+
+    preference_loss: str | None = option(
+        None,
+        "Train on pairs of answers (columns chosen and rejected) with this loss. dpo, ipo and hinge (SLiC) compare "
+        "with the model before training; simpo and orpo need no reference.",
+        choices=PREFERENCE_LOSSES,
+        common=True,
+    )
+    preference_beta: float | None = option(
+        None, "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.", positive=True
+    )
+    preference_label_smoothing: float = option(
+        0.0, "dpo: the probability that a pair is labelled the wrong way round (conservative DPO).", minimum=0
+    )
+    simpo_gamma: float = option(0.5, "simpo: the margin between the two rewards.", minimum=0)
+
+    def problems(self) -> list[str]:
+        problems, loss = super().problems(), self.preference_loss
+        belongs = {
+            "preference_beta": PREFERENCE_LOSSES,
+            "preference_label_smoothing": ("dpo",),
+            "simpo_gamma": ("simpo",),
+        }
+        problems += [
+            f"{name} has no effect {f'with preference_loss = {loss}' if loss else 'without preference_loss'}"
+            for name, losses in belongs.items()
+            if self.is_changed(name) and loss not in losses
+        ]
+        if self.preference_label_smoothing >= 0.5:
+            problems.append(
+                f"preference_label_smoothing = {self.preference_label_smoothing:g}: from 0.5 on the rejected answer "
+                "would be preferred"
+            )
+        if loss is None:
+            return problems
+        given = {
+            "packing": self.is_changed("packing") and self.packing != "none",
+            "data_format": self.data_format == "text",
+            "text_column": self.text_column,
+            "train_on_prompt": self.train_on_prompt,
+            "block_size_warmup": self.block_size_warmup,
+        }
+        problems += [
+            f"{name} = {getattr(self, name)} and preference_loss = {loss}: a pair is two rows, trained on its answers"
+            for name, is_given in given.items()
+            if is_given
+        ]
+        if not self.trains and not self.predict_file and loss in PREFERENCE_LOSSES[:3]:
+            problems.append(
+                f"evaluate_only and preference_loss = {loss}: the reference is the model before training. Evaluate "
+                "while it trains (eval_steps)"
             )
         return problems
 

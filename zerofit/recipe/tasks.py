@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.causal_options import ChatOptions, CorpusOptions, SampleOptions, TextOptions, WritingOptions
+from zerofit.recipe.causal_options import (
+    ChatOptions,
+    CorpusOptions,
+    PreferenceOptions,
+    SampleOptions,
+    TextOptions,
+    WritingOptions,
+)
 from zerofit.recipe.data_options import PaddingOptions, RecordOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
@@ -137,6 +144,7 @@ class ClmRecipe(
     SampleOptions,
     WritingOptions,
     TaskRecipe,
+    PreferenceOptions,
     ChatOptions,
     RecordOptions,
     CorpusOptions,

@@ -30,15 +30,23 @@ class UpdateMetrics:
     update: int = required("number of the update; 0: held-out figures before training")
     epoch: float = required("passes over the training data so far")
     consumed_samples: int = required("samples so far")
-    loss: float | None = described("mean over the trained tokens (examples) of the global batch, in nats")
+    loss: float | None = described("mean over the trained tokens (examples, pairs) of the global batch, in nats")
     grad_norm: float | None = described("2-norm of all gradients, before clipping")
     learning_rate: float | None = described("of this update")
-    targets: int | None = described("trained tokens (examples) of the global batch")
+    targets: int | None = described("trained tokens (examples, pairs) of the global batch")
     tokens: int | None = described("its tokens without padding")
     padding: float | None = described("share of its positions that is padding")
     aux_loss: float | None = described("mixture of experts: the routers' auxiliary loss")
     expert_load_max: float | None = described("mixture of experts: the largest load of an expert; 1 is even")
     expert_load_min: float | None = described("mixture of experts: the smallest load of an expert; 1 is even")
+    preference_accuracy: float | None = described(
+        "pairs of answers: share of which the chosen one has the larger reward"
+    )
+    reward_margin: float | None = described(
+        "pairs of answers: mean reward of the chosen ones, less that of the rejected"
+    )
+    reward_chosen: float | None = described("pairs of answers: mean reward of the chosen ones")
+    reward_rejected: float | None = described("pairs of answers: mean reward of the rejected ones")
     seconds: float | None = described("time of the update, of rank 0")
     samples_per_s: float | None = described("samples a second, all ranks together")
     tokens_per_s: float | None = described("tokens a second without padding, all ranks together")

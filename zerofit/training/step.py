@@ -11,6 +11,7 @@ from zerofit.health.anomaly import Anomaly, AnomalyDetector
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, RankSeconds
 from zerofit.model.experts import RoutingFigures
+from zerofit.model.preference import PreferenceFigures
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.strategy.engine import Engine
@@ -64,6 +65,7 @@ class StepResult:
     Args:
         loss: None where the update was skipped.
         routing: of a mixture of experts.
+        preference: of pairs of answers.
         totals: of its global batch.
         next_totals: of the next update's global batch; None where the ranks have not told each other.
         seconds_before: of each rank, in the update before this one.
@@ -73,6 +75,7 @@ class StepResult:
     loss: float | None = None
     grad_norm: float | None = None
     routing: RoutingFigures | None = None
+    preference: PreferenceFigures | None = None
     learning_rate: float | None = None
     totals: Totals = NO_COUNTS
     next_totals: Totals | None = None
@@ -111,6 +114,7 @@ class StepResult:
             rank_seconds=rank_seconds,
             held_out=held_out,
             **(self.routing._asdict() if self.routing else {}),
+            **(self.preference._asdict() if self.preference else {}),
             **(rates._asdict() if rates else {}),
             evaluation_seconds=evaluation.seconds if evaluation else None,
             evaluation_samples_per_s=evaluation.samples_per_s if evaluation else None,
@@ -160,6 +164,8 @@ class TrainStep:
         scale = engine.layout.data_size / max(totals.targets, 1.0)
         if task.routing:
             task.routing.begin(totals.targets / max(totals.tokens, 1.0))
+        if task.preference:
+            task.preference.begin()
         losses = engine.run(batches.micro_batches, task.loss_sum, scale, lambda phase: self._enter(phase, update))
         self._enter("data", update)
         following = prefetch()
@@ -174,6 +180,9 @@ class TrainStep:
         routing = None
         if task.routing:
             routing = task.routing.figures(engine.sum_over_replicas(task.routing.sums), totals.tokens)
+        preference = None
+        if task.preference:
+            preference = task.preference.figures(engine.sum_over_replicas(task.preference.sums), totals.targets)
         anomaly = None
         if reason := self.detector.anomaly(decisive):
             engine.discard()
@@ -185,6 +194,7 @@ class TrainStep:
             update,
             **decisive,
             routing=routing,
+            preference=preference,
             learning_rate=engine.learning_rate,
             totals=totals,
             next_totals=Totals.sum(report.counts for report in replicas) if following else None,

@@ -10,6 +10,7 @@ from zerofit.data.collate import Batch
 from zerofit.data.order import EasiestFirst, Order
 from zerofit.data.pack import SampleSet
 from zerofit.model.experts import Routing
+from zerofit.model.preference import PreferenceLoss
 from zerofit.recipe.growth import Growth
 from zerofit.recipe.tasks import TaskRecipe
 
@@ -35,6 +36,7 @@ class Task:
         predict: (engine) -> the files that the main process has written: the answers to predict_file. All ranks call
             it together.
         routing: of a mixture of experts, what its routers chose.
+        preference: of pairs of answers, their loss, which counts what came of them.
         baseline: lines for the log: the held-out figures of answers that take no learning.
         report: lines for the log, from the predictions in the run's folder; only the main process calls it.
     """
@@ -55,6 +57,7 @@ class Task:
     baseline: Callable[[], list[str]] | None = None
     report: Callable[[], list[str]] | None = None
     routing: Routing | None = None
+    preference: PreferenceLoss | None = None
     num_held_out: int = 0
 
     @property

@@ -111,15 +111,15 @@ class Form:
         else:
             nothing = [] if self.kind == "messages" else None
             value = record[self.question] or nothing
-            turns = _turns(_unpacked(value) if self.kind == "messages" else value, "user", self.question)
+            turns = turns_in(_unpacked(value) if self.kind == "messages" else value, "user", self.question)
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
         if self.answer:
             answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
-            turns += _turns(answer, "assistant", self.answer)
+            turns += turns_in(answer, "assistant", self.answer)
         while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
-        _check_order(turns, self.answered)
+        check_order(turns, self.answered)
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
         if turns[0]["role"] == "system":
             if self.system and not blank(record[self.system]):
@@ -170,7 +170,7 @@ def _text(value: Any, what: str) -> str:
     return text
 
 
-def _turns(value: Any, role: str, column: str) -> list[Message]:
+def turns_in(value: Any, role: str, column: str) -> list[Message]:
     """The turns of a column: a list of them, or the one text of a `role`."""
     if not isinstance(value, (list, dict)):
         return [{"role": role, "content": _text(value, f"the {column}")}]
@@ -194,7 +194,7 @@ def _turns(value: Any, role: str, column: str) -> list[Message]:
     return messages
 
 
-def _check_order(messages: list[Message], answered: bool = True) -> None:
+def check_order(messages: list[Message], answered: bool = True) -> None:
     """Raises BadRecord unless the roles are (system,) user, assistant, user, assistant, ..., assistant; without
     `answered` the last assistant is missing. Between two turns of the assistant, tools may replace the user."""
     if not messages:
@@ -232,7 +232,7 @@ def find_form(options: FormOptions, table: Dataset) -> Form | None:
     verdict = None if options.messages_column else refuse_preferences(table, "--messages_column")
     kinds = KINDS if options.data_format == "auto" else (options.data_format,)
     kinds = ("messages",) if options.messages_column else kinds
-    form = next(filter(None, (_form(kind, options, table) for kind in kinds)), None)
+    form = next(filter(None, (form_of(kind, options, table) for kind in kinds)), None)
     if form is None and options.data_format != "auto":
         expected = {"messages": "a column `messages` of turns with roles (or another with --messages_column)"}
         expected |= {
@@ -244,7 +244,7 @@ def find_form(options: FormOptions, table: Dataset) -> Form | None:
     return replace(form, verdict=verdict, answered=options.answered) if form else None
 
 
-def _form(kind: str, options: FormOptions, table: Dataset) -> Form | None:
+def form_of(kind: str, options: FormOptions, table: Dataset) -> Form | None:
     names = table.column_names
     extra = {"system": "system" if "system" in names else None, "system_prompt": options.system_prompt}
     if kind == "messages":

@@ -1,0 +1,78 @@
+"""Pairs of answers, launched: the reference is the model before training, and is measured once, also after a kill."""
+
+import json
+import math
+
+import pytest
+from helpers import launch, main_of, metrics, updates, write_records
+
+from zerofit.training import preferences
+
+
+@pytest.fixture(scope="module")
+def pairs(material, tmp_path_factory):
+    """Instructions, each with its answer and with that of another one."""
+    records = json.loads((material / "instruct" / "english.json").read_text())[:90]
+    others = [record["output"] for record in records[1:]] + [records[0]["output"]]
+    lines = [
+        {"prompt": record["instruction"], "chosen": record["output"], "rejected": other}
+        for record, other in zip(records, others)
+        if record["output"] != other
+    ]
+    return write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", lines)
+
+
+def flags(llama, pairs, cache) -> list[str]:
+    return list(map(str, [
+        "--model_name_or_path", llama, "--train_file", pairs, "--preference_loss", "dpo", "--block_size", "128",
+        "--chat_template", "none", "--global_batch_size", "8", "--per_device_train_batch_size", "2",
+        "--learning_rate", "1e-3", "--max_train_steps", "8", "--cache_dir", cache,
+    ]))  # fmt: skip
+
+
+def test_what_was_measured_before_a_kill_is_not_measured_again(llama, pairs, tmp_path, monkeypatch):
+    measured = []
+    plain = preferences.log_probabilities
+
+    def counted(model, batch):
+        if len(measured) == kill_after:
+            raise KeyboardInterrupt
+        measured.extend([batch])
+        return plain(model, batch)
+
+    monkeypatch.setattr(preferences, "log_probabilities", counted)
+    monkeypatch.setattr(preferences, "STORED_EVERY", 16)
+    common = [*flags(llama, pairs, tmp_path / "cache"), "--max_train_steps", "2", "--validation_split_percentage", "0"]
+    kill_after = 5  # batches of 8 pairs: two parts are stored, and half of a third is lost
+    assert main_of("clm")([*common, "--output_dir", str(tmp_path / "run")]) != 0
+    measured.clear()
+    kill_after = -1
+    assert main_of("clm")([*common, "--output_dir", str(tmp_path / "run")]) == 0
+    num_pairs = sum(len(batch.samples) for batch in measured)
+    total = len(pairs.read_text().splitlines())
+    assert num_pairs == total - 32
+    measured.clear()
+    assert main_of("clm")([*common, "--output_dir", str(tmp_path / "again")]) == 0
+    assert not measured
+    undisturbed = [*common, "--output_dir", str(tmp_path / "other"), "--cache_dir", str(tmp_path / "other_cache")]
+    assert main_of("clm")(undisturbed) == 0
+    assert sum(len(batch.samples) for batch in measured) == total
+    losses = [[line["loss"] for line in updates(metrics(tmp_path / name))] for name in ("run", "again", "other")]
+    assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.long
+def test_an_adapter_resumes_in_mid_epoch_under_another_strategy(llama, pairs, tmp_path):
+    """The reference, measured anew, is the base: of the checkpoint's model it would be another one."""
+    lora = ["--lora", "--lora_r", "4", "--save_steps", "4", "--max_eval_samples", "4"]
+    whole = launch(tmp_path / "whole", *flags(llama, pairs, tmp_path / "a"), *lora, strategy="zero3", processes=2)
+    assert updates(whole)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(updates(whole)[-1]["reward_margin"]) > 0.01  # it has moved
+    resumed = launch(
+        tmp_path / "resumed", *flags(llama, pairs, tmp_path / "b"), *lora,
+        "--resume", tmp_path / "whole" / "checkpoints" / "update_00000004", strategy="fsdp2", processes=2,
+    )  # fmt: skip
+    ours, expected = ({line["update"]: line for line in updates(lines)} for lines in (resumed, whole))
+    for update in range(5, 9):
+        for figure in ("loss", "grad_norm", "reward_margin", "preference_accuracy"):
+            assert ours[update][figure] == pytest.approx(expected[update][figure], rel=1e-5, abs=1e-6)

@@ -1,0 +1,255 @@
+"""Pairs of answers: their losses against plain formulas and TRL, their records, and the reference that is kept."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TINY, refusal, tiny_model, write_records
+
+from zerofit.data.chat.instructions import FormOptions
+from zerofit.data.chat.preferences import find_preferences
+from zerofit.data.collate import PreferenceCollator
+from zerofit.data.order import FILLER
+from zerofit.data.records import BadRecord
+from zerofit.model import chunked_loss
+from zerofit.model.loss import install_loss
+from zerofit.model.preference import BETA, LOSSES, PreferenceLoss, without_dropout
+
+IGNORE, VOCAB = -100, 97
+
+
+def sample(seed: int, prompt: int, chosen: int, rejected: int) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    start = draw.integers(0, VOCAB, prompt)
+    pair = {"reference": draw.normal(-30, 3, 2).astype(np.float32)}
+    for ids, labels, length in (("input_ids", "labels", chosen), ("rejected_ids", "rejected_labels", rejected)):
+        answer = draw.integers(0, VOCAB, length)
+        pair[ids] = np.concatenate([start, answer])
+        pair[labels] = np.concatenate([np.full(prompt, IGNORE), answer])
+    return pair
+
+
+PAIRS = [sample(0, 3, 5, 9), sample(1, 6, 2, 2), sample(2, 2, 11, 1)]
+
+
+def batch(filler: bool = True):
+    return PreferenceCollator(0)([(pair, index) for index, pair in enumerate(PAIRS)] + [(PAIRS[0], FILLER)] * filler)
+
+
+def plain_log_probabilities(model, ids: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, int]:
+    """(the sum over an answer's tokens, their number) by transformers' own logits of one row without padding."""
+    logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0, :-1].double()
+    targets = torch.from_numpy(labels)[1:]
+    trained = targets != IGNORE
+    found = F.log_softmax(logits, -1)[torch.arange(len(targets)), targets.clamp(min=0)]
+    return found[trained].sum(), int(trained.sum())
+
+
+def plain_loss(kind: str, model, beta: float, gamma: float, smoothing: float) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in PAIRS:
+        c, num_c = plain_log_probabilities(model, pair["input_ids"], pair["labels"])
+        r, num_r = plain_log_probabilities(model, pair["rejected_ids"], pair["rejected_labels"])
+        c0, r0 = pair["reference"].astype(np.float64)
+        margin = beta * ((c - c0) - (r - r0))
+        if kind == "dpo":
+            total -= (1 - smoothing) * torch.log(torch.sigmoid(margin))
+            total -= smoothing * torch.log(torch.sigmoid(-margin))
+        elif kind == "hinge":
+            total += max(1 - margin, torch.zeros(()))
+        elif kind == "ipo":
+            total += ((c - c0) / num_c - (r - r0) / num_r - 1 / (2 * beta)) ** 2
+        elif kind == "simpo":
+            total -= torch.log(torch.sigmoid(beta * (c / num_c - r / num_r) - gamma))
+        else:
+            odds_c, odds_r = (torch.exp(each) / (1 - torch.exp(each)) for each in (c / num_c, r / num_r))
+            total += -c / num_c - beta * torch.log(torch.sigmoid(torch.log(odds_c / odds_r)))
+    return total
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * VOCAB * 7)
+    monkeypatch.setattr(chunked_loss, "SMALLEST_CHUNK", 1)  # several chunks
+    model = tiny_model("llama")
+    expected = plain_loss(kind, copy.deepcopy(model), BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)
+    plain = copy.deepcopy(model)
+    plain_loss(kind, plain, BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0).backward()
+    install_loss(model, loss)
+    found = PreferenceLoss(kind, BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)(model, batch())
+    found.backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, rtol=1e-4, atol=2e-6 * float(theirs.grad.abs().max()), msg=name
+        )
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_the_losses_of_rows_are_parts_of_the_loss(family):
+    model = tiny_model(family).eval()
+    install_loss(model, "chunked")
+    inputs = batch(filler=False).inputs
+    rows, whole = model(**inputs, of_rows=True), model(**inputs)
+    assert rows.shape == (6,)
+    torch.testing.assert_close(rows.sum(), whole, rtol=1e-6, atol=0)
+
+
+def test_what_fills_a_batch_up_counts_for_nothing():
+    model = tiny_model("llama")
+    install_loss(model, "chunked")
+    found = {}
+    for filler in (True, False):
+        loss = PreferenceLoss("dpo", 0.1)
+        found[filler] = loss(model, batch(filler)), loss.figures(loss.sums, 3)
+    assert batch(True).num_targets == 3
+    assert batch(True).num_tokens == batch(False).num_tokens
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=1e-6, atol=0)
+    assert found[True][1] == pytest.approx(found[False][1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dpo", "sigmoid"), ("ipo", "ipo"), ("hinge", "hinge")])
+def test_trl_finds_the_same(kind, name, tmp_path, llama):
+    """Loss, rewards, accuracy and gradients of a policy that has moved away from its reference."""
+    trl = pytest.importorskip("trl", reason="the oracle: pip install trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
+    reference = copy.deepcopy(model)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    texts = ["to be or", "not to be", "that is the question", "whether it is nobler"]
+    records = [{"prompt": f"{text}: ", "chosen": text * 2, "rejected": text[::-1]} for text in texts]
+    options = trl.DPOConfig(
+        output_dir=str(tmp_path), loss_type=name, beta=0.2, per_device_train_batch_size=4, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to="none", disable_dropout=True,
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(
+        copy.deepcopy(model), reference, options, train_dataset=Dataset.from_list(records), processing_class=tokenizer
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(trainer.model.train(), inputs)
+    expected.backward()
+    metrics = {key: values[0] for key, values in trainer._metrics["train"].items() if key.startswith("rewards")}
+
+    order = torch.arange(8).view(2, 4).T.flatten()  # TRL has all chosen answers first
+    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)[order]
+    rows = {"input_ids": inputs["input_ids"][order], "attention_mask": inputs["attention_mask"][order]}
+    found = batch(filler=False)
+    found.inputs = {**rows, "labels": labels}
+    for each in (reference, model):
+        install_loss(each, "chunked")
+    with torch.no_grad():
+        found.labels = -reference(**found.inputs, of_rows=True).view(-1, 2)
+    loss = PreferenceLoss(kind, 0.2)
+    ours = loss(model, found) / 4
+    ours.backward()
+    assert abs(ours.item() - expected.item()) < 1e-5 * abs(expected.item())
+    if kind != "ipo":  # of which TRL's rewards are of sums, and its loss of means
+        figures = loss.figures(loss.sums, 4)
+        assert figures.preference_accuracy == metrics["rewards/accuracies"]
+        assert figures.reward_chosen == pytest.approx(metrics["rewards/chosen"], rel=1e-4, abs=1e-5)
+        assert figures.reward_margin == pytest.approx(metrics["rewards/margins"], rel=1e-4, abs=1e-5)
+    for (key, parameter), theirs in zip(model.named_parameters(), trainer.model.parameters()):
+        largest = float(theirs.grad.abs().max())
+        torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-4, atol=1e-5 * largest, msg=key)
+
+
+def test_dropout_is_off():
+    model = tiny_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5).train()
+    install_loss(model, "chunked")
+    without_dropout(model)
+    inputs = batch().inputs
+    torch.testing.assert_close(model(**inputs), model.eval()(**inputs))
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+FORMS = {
+    "prompt": {"prompt": "x", "chosen": "good", "rejected": "bad"},
+    "question": {"question": "x", "chosen": "good", "rejected": "bad"},
+    "instruction": {"instruction": "x", "input": "", "chosen": "good", "rejected": "bad"},
+    "prompt beside conversations": {"prompt": "x", "chosen": [user("x"), answer("good")],
+                                    "rejected": [user("x"), answer("bad")]},
+    "conversations": {"chosen": [user("x"), answer("good")], "rejected": [user("x"), answer("bad")]},
+    "turns": {"prompt": [user("x")], "chosen": [answer("good")], "rejected": [answer("bad")]},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "good"},
+                 "rejected": {"from": "gpt", "value": "bad"}},
+    "spoken": {"chosen": "\n\nHuman: x\n\nAssistant: good", "rejected": "\n\nHuman: x\n\nAssistant: bad"},
+}  # fmt: skip
+
+
+def read(record: dict, **options):
+    from datasets import Dataset
+
+    table = Dataset.from_list([record])
+    return find_preferences(FormOptions(**options), table).read(table[0])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_pairs_as_people_have_them(name):
+    def said(conversation):
+        return [(turn["role"], turn["content"]) for turn in conversation]
+
+    chosen, rejected = read(FORMS[name])
+    assert said(chosen) == [("user", "x"), ("assistant", "good")]
+    assert said(rejected) == [("user", "x"), ("assistant", "bad")]
+    with_system = [said(each) for each in read(FORMS[name], system_prompt="s")]
+    assert with_system == [[("system", "s"), *said(each)] for each in (chosen, rejected)]
+
+
+def test_earlier_answers_are_part_of_the_prompt():
+    begins = [user("a"), answer("b"), user("c")]
+    chosen, rejected = read({"chosen": [*begins, answer("good")], "rejected": [*begins, answer("bad")]})
+    for conversation in (chosen, rejected):
+        assert [turn.get("trained", True) for turn in conversation if turn["role"] == "assistant"] == [False, True]
+
+
+@pytest.mark.parametrize(("record", "words"), [
+    ({"prompt": "x", "chosen": "same", "rejected": "same"}, "the same"),
+    ({"prompt": "x", "chosen": " ", "rejected": "bad"}, "chosen is empty"),
+    ({"chosen": "good", "rejected": "bad"}, "without a prompt"),
+    ({"chosen": [user("x")], "rejected": [user("x"), answer("bad")]}, "no answer"),
+])  # fmt: skip
+def test_records_that_cannot_be_used(record, words):
+    with pytest.raises(BadRecord, match=words):
+        read(record)
+
+
+def test_other_columns_are_refused():
+    from datasets import Dataset
+
+    table = Dataset.from_list([{"prompt": "x", "response_a": "y", "response_b": "z"}])
+    message = refusal(find_preferences, FormOptions(), table)
+    assert "chosen" in message
+    assert "response_a" in message
+
+
+def test_a_pair_of_which_one_answer_is_beyond_the_block_is_skipped(tmp_path, llama, prepare_causal):
+    records = [{"prompt": f"say {n}", "chosen": f"it is {n}", "rejected": "no"} for n in range(30)]
+    records[3]["rejected"], records[3]["prompt"] = "no", "x " * 200
+    path = write_records(tmp_path / "a.jsonl", records)
+    flags = ("--preference_loss", "dpo", "--block_size", "64", "--chat_template", "none")
+    data = prepare_causal(llama, path, *flags, validation_split_percentage=0)
+    assert len(data.train) == 29
+    first = data.train[0]
+    assert set(first) == {"input_ids", "labels", "rejected_ids", "rejected_labels", "reference"}
+    assert "it is 0" in data.tokenizer.decode(first["input_ids"])
+    assert "no" in data.tokenizer.decode(first["rejected_ids"])
+    assert (first["labels"] == IGNORE).any()
+    assert json.dumps(data.report).count("29")

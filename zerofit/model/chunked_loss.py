@@ -1,0 +1,213 @@
+"""The product with the vocabulary and its loss, some rows of logits at a time, so that all of them are never held."""
+
+import functools
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+
+IGNORE = -100
+CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
+SMALLEST_CHUNK = 64  # rows
+GPU_CHUNK_BYTES, GPU_CHUNK_ROWS = 2**30, (1024, 2048)  # with each chunk the head's whole gradient is read and written
+
+
+def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
+    """The rows of logits that are held at a time."""
+    if not on_gpu:
+        return max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))
+    smallest, largest = GPU_CHUNK_ROWS
+    return min(max(GPU_CHUNK_BYTES // (4 * vocab_size) // 128 * 128, smallest), largest)
+
+
+def chunk_starts(num_rows: int, rows: int) -> Iterable[int]:
+    """The first row of each chunk; `zerofit plan` goes through some of them."""
+    return range(0, num_rows, rows)
+
+
+@torch.compiler.disable  # it would unroll the loop
+def chunked_loss(hidden, weight, bias, targets, share=None) -> torch.Tensor:
+    """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
+
+    Args:
+        share: under tensor parallelism the rows of the vocabulary that weight and bias have here (VocabularyShare).
+    """
+    rows = _rows_of_chunk(hidden, weight, share)
+    tensors = (hidden, weight, bias)
+    needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
+    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share)
+
+
+def _rows_of_chunk(hidden, weight, share) -> int:
+    vocab_size = weight.shape[0] if share is None else max(share.sizes)  # the ranks' chunks have the same rows
+    return chunk_rows(vocab_size, has_half_matmul(hidden.device))
+
+
+@torch.compiler.disable
+def chunked_token_losses(hidden, weight, bias, targets, share=None) -> torch.Tensor:
+    """The loss (N,), fp32, of each token, some rows of logits at a time. Arguments as of chunked_loss."""
+    return _ChunkedTokens.apply(hidden, weight, bias, targets, _rows_of_chunk(hidden, weight, share), share)
+
+
+class _Chunked(torch.autograd.Function):
+    """The loss and its gradients, chunk by chunk: logits, and sums over rows and chunks, are in fp32.
+
+    torch's linear_cross_entropy (2.13), under each of its policies, rounds to the half precision of its inputs: the
+    gradient of the weight after every chunk, each token's loss (a sum would keep two digits), and so the gradient of
+    the output, 1 over the number of tokens, which in bf16 scales all gradients by up to 1.004.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share):
+        grad_hidden, grad_weight, grad_bias = (
+            torch.zeros_like(tensor, dtype=dtype) if needed else None
+            for tensor, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
+        )
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        if not has_half_matmul(hidden.device):
+            weight = weight.float()
+        for start in chunk_starts(len(hidden), rows):
+            chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
+            is_ignored = (target == IGNORE)[:, None]
+            log_probabilities, target, at_target = _log_probabilities(chunk, weight, bias, target, share)
+            loss += F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
+            if not any(needs_grad):
+                continue
+            gradient = _gradient_of_logits(log_probabilities, target, at_target)
+            if weight.dtype == torch.float32:
+                gradient = gradient.to(hidden.dtype).float()
+            else:
+                gradient = _aligned(gradient, weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start : start + rows] = (gradient @ weight).masked_fill_(is_ignored, 0)
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient.T, chunk.masked_fill(is_ignored, 0))
+            if grad_bias is not None:
+                grad_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
+        if share is not None:
+            loss = share.summed(loss)
+        ctx.gradients = grad_hidden, grad_weight, grad_bias
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scale):
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = (
+            None if gradient is None else gradient.float().mul_(scale).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes)
+        )
+        return *scaled, None, None, None, None
+
+
+class _ChunkedTokens(torch.autograd.Function):
+    """The loss of each token. The backward pass, which alone knows what each token's loss is multiplied by, computes
+    the logits again: the head costs a third more than in _Chunked, and nothing is held but its inputs."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, rows, share):
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.rows, ctx.share = rows, share
+        losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        if not has_half_matmul(hidden.device):
+            weight = weight.float()
+        for start in chunk_starts(len(hidden), rows):
+            chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
+            log_probabilities, target, _ = _log_probabilities(chunk, weight, bias, target, share)
+            losses[start : start + rows] = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="none")
+        return losses if share is None else share.summed(losses)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scales):
+        hidden, weight, bias, targets = ctx.saved_tensors
+        half, needs = weight.dtype, ctx.needs_input_grad
+        grad_hidden = torch.zeros_like(hidden) if needs[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs[2] else None
+        if not has_half_matmul(hidden.device):
+            weight = weight.float()
+        for start in chunk_starts(len(hidden), ctx.rows):
+            chunk, target = hidden[start : start + ctx.rows].to(weight.dtype), targets[start : start + ctx.rows]
+            scale = scales[start : start + ctx.rows].masked_fill(target == IGNORE, 0)[:, None]
+            gradient = _gradient_of_logits(*_log_probabilities(chunk, weight, bias, target, ctx.share)).mul_(scale)
+            gradient = gradient if weight.dtype == torch.float32 else _aligned(gradient, weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start : start + ctx.rows] = gradient @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, gradient.T, chunk)
+            if grad_bias is not None:
+                grad_bias += gradient.float().sum(dim=0)
+        grad_weight = None if grad_weight is None else grad_weight.to(half)
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None
+
+
+def _log_probabilities(chunk, weight, bias, target, share) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log probabilities (N, V), fp32; the targets (N,) among them; -1, or 0 where another rank has the target,
+    (N, 1) or (1, 1))."""
+    if share is None:
+        log_probabilities = F.log_softmax(_logits(chunk, weight, bias), dim=-1)
+        return log_probabilities, target, log_probabilities.new_full((1, 1), -1)
+    log_probabilities = share.log_softmax(_logits(chunk, weight, bias))
+    target, is_own = share.own(target)
+    return log_probabilities, target.masked_fill(~is_own, IGNORE), -is_own[:, None].float()
+
+
+def _gradient_of_logits(log_probabilities, target, at_target) -> torch.Tensor:
+    """Probabilities, less 1 at the target, in the memory of the log probabilities."""
+    target = target[:, None]
+    return log_probabilities.exp_().scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
+
+
+@functools.cache
+def has_half_matmul(device: torch.device) -> bool:
+    """Whether a device multiplies half-precision matrices with sums in fp32; asked of torch, but of a CPU, where this
+    may be slow."""
+    if device.type == "cpu":
+        return False
+    one = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(one, one, out_dtype=torch.float32)
+    except RuntimeError:  # NotImplementedError is a RuntimeError
+        return False
+    return True
+
+
+@functools.cache
+def adds_half_products(device: torch.device) -> bool:
+    """Whether a device adds products of half-precision matrices to a matrix in fp32, in place (torch before
+    pytorch/pytorch#167931 did not)."""
+    total, half = torch.ones(8, 8, device=device), torch.ones(8, 8, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 9).all())
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total (M, N), fp32, += left (M, K) @ right (K, N)."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif adds_half_products(total.device):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def _aligned(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix (N, V) in this precision, each of its rows at a multiple of 16 bytes also where V is odd: without
+    that cuBLAS has slow kernels only. What lies between the rows is zero: a CPU's product was seen to read it."""
+    rows, columns = matrix.shape
+    wider = matrix.new_empty(rows, -(-columns // 8) * 8, dtype=dtype)
+    wider[:, columns:] = 0
+    return wider[:, :columns].copy_(matrix)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """In fp32, also where hidden states (N, H) and weight (V, H) are not."""
+    if weight.dtype == torch.float32:
+        return F.linear(hidden, weight, None if bias is None else bias.float())
+    logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return logits if bias is None else logits.add_(bias)

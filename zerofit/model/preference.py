@@ -1,0 +1,138 @@
+"""Losses of pairs of answers, of which one is preferred: DPO and its kin, which differ in one formula.
+
+With c and r the summed log-probabilities of the chosen and the rejected answer, c0 and r0 those of the reference (the
+model before training), and a bar for a mean over the answer's tokens:
+
+    dpo     -log sigmoid(beta ((c - c0) - (r - r0)))                     Rafailov et al. 2023, arXiv:2305.18290
+    ipo     (mean((c - c0)) - mean((r - r0)) - 1 / (2 beta))^2           Azar et al. 2023, arXiv:2310.12036
+    hinge   max(0, 1 - beta ((c - c0) - (r - r0)))                       SLiC, Zhao et al. 2023, arXiv:2305.10425
+    simpo   -log sigmoid(beta (mean(c) - mean(r)) - gamma)               Meng et al. 2024, arXiv:2405.14734
+    orpo    -mean(c) - beta log sigmoid(log odds(c) - log odds(r))       Hong et al. 2024, arXiv:2403.07691
+
+A label that is wrong with probability e (`label_smoothing`): (1 - e) of dpo's loss and e of that of the pair turned
+around (conservative DPO, equation 3 of Mitchell's note). The two last ones need no reference.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from zerofit.model.chunked_loss import IGNORE
+
+WITH_REFERENCE = ("dpo", "ipo", "hinge")
+BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}  # the libraries' and papers' usual ones
+
+
+def without_dropout(model: torch.nn.Module) -> None:
+    """Switch dropout off, as in the reference's pass: its noise is as large as what the two answers differ by."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):  # given to the attention function
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+class PreferenceFigures(NamedTuple):
+    """What metrics.jsonl says of an update's pairs.
+
+    A reward is beta times what the answer's log-probability has gained on the reference (ipo, simpo, orpo: its mean
+    over the tokens, and of the two last without a reference).
+    """
+
+    preference_accuracy: float
+    reward_margin: float
+    reward_chosen: float
+    reward_rejected: float
+
+
+def log_probabilities(model: Any, batch: Any) -> torch.Tensor:
+    """(P, 2) fp32: of the chosen and the rejected answer of each pair, whose rows follow each other in the batch."""
+    losses: torch.Tensor = model(**batch.inputs, of_rows=True)
+    return -losses.view(-1, 2)
+
+
+@dataclass
+class PreferenceLoss:
+    """The loss of a batch of pairs, summed over them, and the sums of what metrics.jsonl says of them.
+
+    Args:
+        kind: dpo, ipo, hinge, simpo or orpo.
+        gamma: of simpo, the margin that the rewards should keep.
+        label_smoothing: of dpo, the probability that a label is wrong.
+    """
+
+    kind: str
+    beta: float
+    gamma: float = 0.0
+    label_smoothing: float = 0.0
+    _sums: torch.Tensor | None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kind in WITH_REFERENCE
+
+    def begin(self) -> None:
+        """Begin an update, or an evaluation."""
+        self._sums = None
+
+    @property
+    def sums(self) -> list[float]:
+        """What is summed over ranks: pairs that are ranked right, and the rewards of both answers."""
+        return [0.0] * 3 if self._sums is None else [float(each) for each in self._sums]
+
+    def figures(self, sums: list[float], pairs: float) -> PreferenceFigures:
+        """Those of metrics.jsonl.
+
+        Args:
+            sums: of all ranks together.
+        """
+        right, chosen, rejected = (each / max(pairs, 1.0) for each in sums)
+        return PreferenceFigures(right, chosen - rejected, chosen, rejected)
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        """The summed loss of a batch; `batch.labels` (P, 2) are the reference's log-probabilities, NaN of what only
+        fills the batch up."""
+        found = log_probabilities(model, batch)
+        tokens = (batch.tensor("labels")[:, 1:] != IGNORE).sum(dim=1).view(-1, 2).clamp(min=1).to(found.dtype)
+        counts = ~batch.labels.isnan()[:, 0]
+        reference = batch.labels.nan_to_num()
+        gained = found - reference if self.needs_reference else found
+        rewards = self.beta * (gained / tokens if self.kind in ("ipo", "simpo", "orpo") else gained).detach()
+        right = (rewards[:, 0] > rewards[:, 1]).float()
+        of_pair = torch.stack([right, rewards[:, 0], rewards[:, 1]])  # (3, P)
+        sums = torch.where(counts, of_pair, 0.0).sum(dim=1)
+        self._sums = sums if self._sums is None else self._sums + sums
+        loss = LOSSES[self.kind](self, gained, gained / tokens)
+        return torch.where(counts, loss, 0.0).sum()
+
+    def _dpo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        logits = self.beta * (gained[:, 0] - gained[:, 1])
+        wrong = self.label_smoothing
+        return -(1 - wrong) * F.logsigmoid(logits) - wrong * F.logsigmoid(-logits)
+
+    def _ipo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return (mean[:, 0] - mean[:, 1] - 1 / (2 * self.beta)) ** 2
+
+    def _hinge(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return F.relu(1 - self.beta * (gained[:, 0] - gained[:, 1]))
+
+    def _simpo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        return -F.logsigmoid(self.beta * (mean[:, 0] - mean[:, 1]) - self.gamma)
+
+    def _orpo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        # log odds(p) = log p - log(1 - p); 1 - p without cancellation where p is small or near 1
+        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))
+        return -mean[:, 0] - self.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+
+
+LOSSES: dict[str, Callable[[PreferenceLoss, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "dpo": PreferenceLoss._dpo,
+    "ipo": PreferenceLoss._ipo,
+    "hinge": PreferenceLoss._hinge,
+    "simpo": PreferenceLoss._simpo,
+    "orpo": PreferenceLoss._orpo,
+}

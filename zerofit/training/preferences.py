@@ -1,0 +1,128 @@
+"""Pairs of answers: what the model before training makes of them, and what a model makes of the held-out ones."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerofit.data.chat.preferences import PreferencePairs
+from zerofit.data.collate import Batch
+from zerofit.data.order import FILLER, FixedOrder, MicroBatches, loader
+from zerofit.model.preference import BETA, PreferenceLoss, log_probabilities
+from zerofit.recipe.cache import cache_root
+from zerofit.recipe.files import atomic_file
+from zerofit.recipe.tasks import ClmRecipe
+from zerofit.record.terminal import duration
+from zerofit.strategy.devices import pins_memory
+from zerofit.strategy.engine import Engine
+from zerofit.training.evaluation import held_out_loss
+from zerofit.training.session import Session
+
+STORED_EVERY = 1024  # pairs
+WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+
+
+def preference_loss(recipe: ClmRecipe) -> PreferenceLoss:
+    """The loss that the recipe names."""
+    kind = recipe.preference_loss
+    assert kind is not None, "the recipe names one"
+    beta = BETA[kind] if recipe.preference_beta is None else recipe.preference_beta
+    return PreferenceLoss(kind, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
+
+
+def held_out_pairs(engine: Engine, batches: Iterator[Batch], loss: PreferenceLoss, pairs: int) -> dict[str, float]:
+    """The loss of held-out pairs, how many are ranked right, and how far apart the rewards are."""
+    loss.begin()
+    mean = held_out_loss(engine, batches, loss)["eval_loss"]
+    found = loss.figures(engine.sum_over_replicas(loss.sums), pairs)
+    return {"eval_loss": mean, "eval_accuracy": found.preference_accuracy, "eval_reward_margin": found.reward_margin}
+
+
+def measure_reference(
+    session: Session, engine: Engine, parts: Mapping[str, PreferencePairs], collate: Callable[[list[Any]], Batch]
+) -> None:
+    """Let `engine`, whose model is still the one before training, give the reference's log-probabilities to all pairs.
+
+    They are kept with the prepared data. A launch after this one finds them there, all or those that were done.
+    """
+    recipe: Any = session.recipe  # a ClmRecipe
+    origin = _origin(engine.whole.config, recipe, session.strategy.precision)
+    for pairs in parts.values():
+        name = hashlib.sha256(f"{pairs.key} {len(pairs)} {origin}".encode()).hexdigest()[:32]
+        file = cache_root(recipe.cache_dir) / f"reference-{name}.npy"
+        began = time.perf_counter()
+        done = _measure(engine, pairs, collate, recipe.per_device_eval_batch_size, file, session)
+        if done:
+            seconds = duration(time.perf_counter() - began)
+            session.say(f"reference {done:,} pairs in {seconds}; kept in {file}")
+
+
+def _measure(
+    engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, session: Session
+) -> int:
+    """Returns how many pairs were not there yet."""
+    found = engine.from_main(_stored(file, len(pairs)) if engine.is_main else None)
+    order, layout = FixedOrder(len(pairs), pairs.sort_key), engine.layout
+    places = order.places(0, len(pairs))
+    missing = np.flatnonzero(np.isnan(found[places]).any(axis=1))
+    start = int(missing[0]) if len(missing) else len(pairs)
+    todo = len(pairs) - start
+    if todo:
+        session.say(f"reference of {todo:,} pairs: what the model before training makes of them")
+    engine.model.eval()
+    step = -(-STORED_EVERY // (batch_size * layout.data_size)) * batch_size * layout.data_size
+    for begin in range(start, len(pairs), step):
+        end = min(begin + step, len(pairs))
+        micro = MicroBatches(order, end, begin, batch_size, 1, layout.data_size, layout.data_rank, pairs.sort_key)
+        batches = loader(pairs, micro, collate, 0, pin=pins_memory(engine.device))
+        rows: dict[int, Any] = {}
+        for batch, own in engine.losses(_on_device(engine, batches), log_probabilities):
+            if own.dim():  # of a pipeline only the last stage has them
+                rows |= zip(batch.indices, own.tolist())
+        rows.pop(FILLER, None)
+        ranks = engine.gather_objects(rows)
+        if ranks is not None:
+            for index, values in (item for rank in ranks for item in rank.items()):
+                found[index] = values
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(file, "wb") as written:
+                np.save(written, found)
+    engine.model.train()
+    pairs.reference = engine.from_main(found)
+    return todo
+
+
+def _on_device(engine: Engine, batches: Any) -> Iterator[Batch]:
+    for batch in batches:
+        engine.alive()
+        yield batch.to(engine.device)
+
+
+def _stored(file: Path, count: int) -> np.ndarray:
+    """(count, 2) what is in the file; NaN where nothing is."""
+    try:
+        found = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        found = None
+    if found is None or found.shape != (count, 2) or found.dtype != np.float32:
+        found = np.full((count, 2), np.nan, dtype=np.float32)
+    return found
+
+
+def _origin(config: Any, recipe: ClmRecipe, precision: str) -> str:
+    """What the model before training depends on."""
+    name = recipe.model_name_or_path
+    if name is None:
+        weights: Any = recipe.seed
+    elif Path(name).expanduser().is_dir():
+        folder = Path(name).expanduser()
+        files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
+        stats = ((file.name, file.stat()) for file in files)
+        weights = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+    else:
+        weights = (name, getattr(config, "_commit_hash", None))
+    return f"{weights} {precision} {recipe.quantised} {torch.__version__} {config.to_json_string()}"
