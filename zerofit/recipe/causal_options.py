@@ -198,7 +198,6 @@ class PreferenceOptions(Recipe):
         "Train on pairs of answers (columns chosen and rejected) with this loss. dpo, ipo and hinge (SLiC) compare "
         "with the model before training; simpo and orpo need no reference.",
         choices=PREFERENCE_LOSSES,
-        common=True,
     )
     preference_beta: float | None = option(
         None, "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.", positive=True

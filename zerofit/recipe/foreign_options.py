@@ -50,7 +50,7 @@ FOREIGN_NAMES = {
     ("chat_template",): "template conversation_template",
     ("train_on_prompt",): "train_on_inputs train_on_input",
     ("system_prompt",): "default_system",
-    ("preference_loss",): "pref_loss dpo rl rlhf stage loss_type",
+    ("preference_loss",): "pref_loss dpo rl rlhf loss_type",
     ("preference_beta",): "pref_beta beta dpo_beta rl_beta",
     ("lora",): "use_peft use_lora adapter peft finetuning_type",
     ("lora_r",): "lora_rank r",
