@@ -27,15 +27,14 @@ def messages(model, bucket: int) -> int:
     return count + 1
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_small_model_sends_some_twenty_messages_and_not_hundreds(stage):
+def test_a_small_model_sends_some_twenty_messages_and_not_hundreds():
     model = gpt2(n_embd=1024, n_layer=24, n_head=16)
     trained = sum(parameter.numel() for parameter in model.parameters())
-    bucket = settled(model, {"stage": stage, "reduce_bucket_size": "auto"})
+    bucket = settled(model, {"stage": 2, "reduce_bucket_size": "auto"})
     assert messages(model, 1024**2) > 150, "accelerate's own choice"
     assert messages(model, bucket) < 25
     assert bucket < trained / 15, "two buffers of it are held"
-    assert settled(model, {"stage": stage}) == bucket
+    assert settled(model, {"stage": 2}) == bucket
 
 
 @pytest.mark.parametrize("zero", [{"stage": 2, "reduce_bucket_size": 500}, {"stage": 3, "reduce_bucket_size": "auto"}])

@@ -76,23 +76,6 @@ def test_the_main_process_alone_copies_the_model_to_the_host(kind, stage):
     assert {tensor.untyped_storage().nbytes() for tensor in state.values()} == {24, 8}, "without its neighbours"
 
 
-@pytest.mark.parametrize(("stage", "device", "map_"), [
-    (None, "cpu", None), (None, "cuda:1", {"": torch.device("cuda:1")}), (2, "xpu:0", {"": torch.device("xpu:0")}),
-    (3, "cuda:1", None),
-])  # fmt: skip
-def test_pretrained_weights_go_to_the_device_as_they_are_read(monkeypatch, stage, device, map_, three_labels):
-    strategy, asked = strategy_of(stage), {}
-    monkeypatch.setattr("zerofit.strategy.strategy.current_device", lambda: torch.device(device))
-
-    def from_pretrained(name, **options):
-        asked.update(options)
-        return AutoModelForSequenceClassification.from_pretrained(name, **{**options, "device_map": None})
-
-    load = SimpleNamespace(from_pretrained=from_pretrained)
-    build_model(load, two_labels(three_labels, 3), ClsRecipe(model_name_or_path=three_labels), strategy, 0)
-    assert asked.get("device_map") == map_
-
-
 @pytest.fixture
 def three_labels(tmp_path):
     tiny_deberta(tmp_path / "deberta", num_labels=3)

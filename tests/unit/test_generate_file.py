@@ -50,7 +50,7 @@ def answer(model, asked, tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "blenderbot"])
+@pytest.mark.parametrize("family", ["llama", "blenderbot"])
 def test_answers_do_not_depend_on_the_batch(answer, family, tmp_path):
     folder, tokenizer = tmp_path / family, small_tokenizer(tmp_path / "tokenizer")
     (save_blenderbot(folder, tokenizer) if family == "blenderbot" else save_writer(folder, tokenizer, family))
@@ -61,11 +61,6 @@ def test_answers_do_not_depend_on_the_batch(answer, family, tmp_path):
     assert main(["generate", "--model", str(folder), "--prompt", *PROMPTS, "--max_new_tokens", "12", "--output",
                  str(lone)]) == 0  # fmt: skip
     assert [json.loads(line)["generated"] for line in lone.read_text().splitlines()] == one
-
-
-def test_prompts_without_room_for_all_tokens_have_batches_of_their_own(answer):
-    one, _ = answer("--batch_size", 1, "--max_new_tokens", 50)
-    assert answer("--batch_size", 4, "--max_new_tokens", 50)[0] == one
 
 
 def stopped(monkeypatch, answer, after: int, *flags) -> None:
@@ -115,7 +110,7 @@ def test_the_seed_of_the_first_run_holds(answer, monkeypatch):
 
 @pytest.mark.parametrize(
     ("flags", "word"),
-    [(["--max_new_tokens", 13], "max_new_tokens"), (["--num_beams", 2], "num_beams"), (DRAWN, "temperature")],
+    [(["--max_new_tokens", 13], "max_new_tokens"), (DRAWN, "temperature")],
 )
 def test_answers_to_something_else_are_not_mixed(answer, monkeypatch, flags, word):
     stopped(monkeypatch, answer, 1)
@@ -124,12 +119,6 @@ def test_answers_to_something_else_are_not_mixed(answer, monkeypatch, flags, wor
     assert word in message
     assert answer()[0]
     assert answer(*flags)[0], "a finished output is replaced"
-
-
-def test_other_prompts_are_something_else(answer, monkeypatch, asked):
-    stopped(monkeypatch, answer, 1)
-    asked.write_text(asked.read_text().replace("10", "20"))
-    assert "other prompts" in answer(expect=2)[1]
 
 
 def test_a_model_that_has_changed_is_another(answer, monkeypatch, model, tmp_path):
@@ -142,11 +131,9 @@ def test_a_model_that_has_changed_is_another(answer, monkeypatch, model, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--num_processes", 3, "--tensor_parallel", 2], ["num_processes = 3", "tensor_parallel = 2", "2 or 4"]),
         (["--tensor_parallel", 3], ["tensor_parallel = 3", "num_attention_heads = 4", "Possible: 2"]),
         (["--tensor_parallel", 2, "--model", "ADAPTER"], ["tensor_parallel = 2", "zerofit merge"]),
         (["--tensor_parallel", 2, "--model", "BLENDERBOT"], ["tensor_parallel = 2", "blenderbot", "--num_processes"]),
-        (["--output", "out.txt", "--num_processes", 2], ["out.txt", ".jsonl"]),
         (["--output", "/dev/null/b.jsonl", "--num_processes", 2], ["/dev/null/b.jsonl", "cannot be written"]),
     ],
 )
@@ -160,10 +147,3 @@ def test_what_is_refused(answer, model, tmp_path, flags, words):
     assert message.startswith("error: ")
     for word in words:
         assert word in message, message
-
-
-@pytest.mark.parametrize("given", [["--chat"], ["--prompt", "a", "--output", "a.jsonl"], ["--prompt_file", "a.txt"]])
-def test_processes_need_a_file_and_an_output(given, capsys):
-    for flag in ("--num_processes", "--tensor_parallel", "--batch_size"):
-        assert main(["generate", "--model", "M", *given, flag, "2"]) == 2
-        assert "it goes with --prompt_file and --output" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter, check_quantisation
 from zerofit.model.parameters import count_parameters, flops_per_token
-from zerofit.model.preflight import _sizes, install_chosen_loss
+from zerofit.model.preflight import install_chosen_loss
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 from zerofit.strategy.strategy import Strategy
 
@@ -98,9 +98,6 @@ def answer(model) -> torch.Tensor:
         return model.eval()(input_ids=ids, **inputs).logits
 
 
-# ---------------------------------------------------------------------------------------------- what is trained
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_preset_of_each_family(bases, family):
     _, auto_class, _, targets, count = FAMILIES[family]
@@ -159,16 +156,9 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six(bases):
     assert flops_per_token(model, 16) == 4 * matrices + 6 * trained + attention
 
 
-@pytest.mark.parametrize("names", [("q_proj,v_proj",), ("q_proj,", "v_proj")])
-def test_names_may_be_separated_by_commas(bases, names):
-    _, adapter = adapted(bases["llama"], "llama", "--lora_target_modules", *names)
+def test_names_may_be_separated_by_commas(bases):
+    _, adapter = adapted(bases["llama"], "llama", "--lora_target_modules", "q_proj,", "v_proj")
     assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "v_proj"}
-
-
-def test_an_embedding_with_an_adapter_can_be_checked(bases):
-    model, _ = adapted(bases["llama"], "llama", "--lora_target_modules", "embed_tokens")
-    engine = SimpleNamespace(module=model, device=torch.device("cpu"))
-    assert _sizes(engine)[0] == 97
 
 
 def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
@@ -178,18 +168,13 @@ def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
     assert "the head has an adapter" in refusal(install_chosen_loss, model, ClmRecipe(loss="chunked"))
 
 
-# ---------------------------------------------------------------------------------------------- what is written
-
 VARIANTS = [
     *((family, ()) for family in FAMILIES),
-    ("llama", ("--use_dora",)),
     ("gpt2", ("--use_dora", "--use_rslora", "--lora_r", "4")),
     ("gpt2", ("--lora_bias", "all")),
     ("mixtral", ("--lora_target_modules", "q_proj", "gate_up_proj", "experts.down_proj")),  # weights, not modules
-    ("gpt2", ("--lora_bias", "lora_only")),
     ("llama", ("--lora_modules_to_save", "embed_tokens")),  # tied to the head
     ("gpt_neox", ("--lora_modules_to_save", "embed_in", "lm_head", "--lora_target_modules", "all-linear")),
-    ("deberta-v2", ("--lora_target_modules", "all-linear")),
 ]
 
 
@@ -232,7 +217,7 @@ def test_the_base_of_an_adapter_is_known_by_its_weights(bases, tmp_path):
     assert "are not those that it was trained on" in message
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "deberta-v2", "blenderbot"])
 def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     model, adapter = adapted(bases[family], family)
     adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
@@ -263,32 +248,22 @@ def test_random_weights_beside_the_head_are_saved_too(bases, tmp_path):
     torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path / "adapter")), answer(model))
 
 
-@pytest.mark.parametrize("spoil", ["empty", "missing"])
-def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
+def test_half_an_adapter_is_never_written(bases, tmp_path):
     model, adapter = adapted(bases["gpt2"], "gpt2")
     state = moved(model)
     name = next(iter(state))
-    if spoil == "empty":
-        state[name] = torch.empty(0)
-    else:
-        del state[name]
+    state[name] = torch.empty(0)
     with pytest.raises(RuntimeError, match="incomplete"):
         adapter.save(model, state, Tokenizer(), tmp_path / "out", "a card")
     assert not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
     ("family", "flags", "words"),
     [
         ("llama", ("--lora_target_modules", "q_prj"), ["'q_prj' matches no module", "q_proj?", "up_proj"]),
-        ("gpt2", ("--lora_target_modules", "c_attn", "q_proj"), ["'q_proj' matches no", "c_attn, c_fc, c_proj"]),
         ("gpt2", ("--lora_target_modules", "ln_f"), ["'ln_f' is a LayerNorm", "cannot have an adapter", "c_attn"]),
-        ("llama", ("--lora_target_modules", "self_attn"), ["'self_attn' is a LlamaAttention", "q_proj"]),
         ("llama", ("--lora_target_modules", "all-linear", "q_proj"), ["all-linear excludes other names"]),
-        ("gpt2", ("--lora_modules_to_save", "embed_tokens"), ["'embed_tokens' matches no module", "wte"]),
     ],
 )
 def test_modules_that_are_not_there(bases, family, flags, words):
@@ -299,12 +274,8 @@ def test_modules_that_are_not_there(bases, family, flags, words):
     ("flags", "words"),
     [
         (["--lora_r", "4", "--use_dora"], ["lora_r, use_dora (--lora_r): no effect without --lora"]),
-        (["--lora", "--lora_dropout", "1"], ["lora_dropout = 1"]),
         (["--lora", "--load_in_4bit", "--load_in_8bit"], ["keep one of the two"]),
-        (["--lora", "--lora_bias", "some"], ["none, all, lora_only"]),
-        (["--use_lora"], ["say --lora"]),
         (["--save_strategy", "steps"], ["save_steps"]),
-        (["--save_strategy", "epoch", "--save_steps", "4"], ["keep one of them"]),
         (["--save_total_limit", "4"], ["no effect without save_strategy"]),
     ],
 )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import TINY, loss_and_gradients, tiny_model
 
 import zerofit.model.chunked_loss as chunked_module
-from zerofit.model.loss import choose_loss, install_loss
+from zerofit.model.loss import install_loss
 from zerofit.model.preflight import loss_difference, random_tokens
 
 
@@ -63,17 +63,6 @@ def test_it_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)
     loss_and_gradients(tiny_model("gpt2"), "chunked", batch())
     assert seen == [(16, 97)] * 3 + [(12, 97)]
-
-
-def test_under_autocast_it_computes_in_half_precision():
-    model = tiny_model("llama")
-    losses = []
-    for kind in ("full", "chunked"):
-        install_loss(model, kind)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses.append(model(**batch()))
-        losses[-1].backward()
-    torch.testing.assert_close(losses[1].float(), losses[0], rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -163,7 +152,7 @@ def test_a_device_that_does_not_add_up_in_fp32_is_found_out(monkeypatch):
     assert not adds(cpu), "it forgets what was there"
 
 
-@pytest.mark.parametrize(("vocab_size", "chunks"), [(32000, 4), (50257, 4), (128256, 4), (151936, 5), (262144, 8)])
+@pytest.mark.parametrize(("vocab_size", "chunks"), [(32000, 4), (50257, 4), (262144, 8)])
 def test_on_a_gpu_the_heads_gradient_is_written_once_for_each_of_few_chunks(vocab_size, chunks, monkeypatch):
     """Of 8,192 tokens. In chunks of 128 MiB, with a product beside the sum, it was 6 bytes an element 32 times."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -235,12 +224,3 @@ def test_a_model_that_scales_its_logits_is_found_out():
         install_loss(model, "chunked")
         difference = loss_difference(model, partial(setattr, model, "loss_kind"), "chunked", inputs_of_the_check())
         assert difference > 1e-2 if is_wrong else difference < 1e-5
-
-
-def test_the_run_says_which_loss_and_why():
-    kind, why = choose_loss("full", torch.device("cpu"))
-    assert kind == "full"
-    assert "as the recipe says" in why
-    kind, why = choose_loss("auto", torch.device("cpu"))
-    assert kind == "chunked"
-    assert kind in why
