@@ -253,8 +253,6 @@ def test_an_old_gpu_and_a_kernel_that_is_wrong(gpu, flash, monkeypatch):
     right = flash.varlen_attn
     monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: 2 * right(*args, **how))
     assert "does not work here: its error is 300.1%" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
-    monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: 1 / 0)
-    assert "does not work here: division by zero" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability" in choose_attention(tiny_model("llama", None), None, "fp16", gpu)
 

@@ -131,16 +131,6 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
     assert again[samples - 1]["input_ids"].tolist() == train[samples - 1]["input_ids"].tolist()
 
 
-def test_without_weights_a_longer_run_blends_by_size(prefixes, tmp_path):
-    recipe = recipe_of("--data_path", *prefixes, "--split", "1", "--data_cache_path", str(tmp_path))
-    blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], None, "1", 16, seed=1)
-    once = blend.samples_per_epoch(0)
-    train, _ = build(blend, 3 * once, 0, VOCABULARY, EOD, *indices(recipe))
-    assert len(train) >= 3 * once
-    origins = np.bincount([int(train.dataset[index]["dataset_id"]) for index in range(3 * once)], minlength=3)
-    assert np.allclose(origins / origins.sum(), blend.proportions, atol=0.01)
-
-
 def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
     """Without weights: each held-out sample once, also where the run passes over the training part several times."""
     corpora = [open_corpus("data_path", prefix) for prefix in prefixes]
@@ -390,13 +380,6 @@ def test_a_card_that_contradicts(tokenised, damaged, tmp_path, changes, flags, s
     dataclasses.replace(tokenised[2], **changes).write(Path(f"{damaged}.json"))
     more = [flag.format(corpus=tokenised[1]) for flag in flags]
     assert said in refusal(prepared, tokenised, tmp_path, "--data_path", damaged, *more)
-
-
-def test_a_corpus_without_a_card_is_looked_through(tokenised, damaged, tmp_path):
-    Path(f"{damaged}.json").unlink()
-    data = prepared(tokenised, tmp_path, "--data_path", damaged)
-    assert len(data.notes) == 1
-    assert f"below {tokenised[2].largest_id + 1}" in data.notes[0]
 
 
 def test_a_fingerprint_is_of_what_a_tokenizer_does(tokenised, tmp_path):

@@ -76,17 +76,6 @@ def test_columns_that_are_not_found(tmp_path, prepare):
     assert message.count("the columns are one, two, three") == 2
 
 
-def test_a_held_out_file_with_other_columns_or_labels(tmp_path, prepare):
-    train = write(tmp_path / "train.csv", {"text": TEXTS, "label": LABELS})
-    other = write(tmp_path / "other.csv", {"words": TEXTS, "label": LABELS})
-    assert f"{other} has no column text; the columns are words, label" in refusal(
-        prepare, train, "--validation_file", other
-    )
-    wrong = write(tmp_path / "wrong.csv", {"text": TEXTS[:3], "label": ["yes", "no", "perhaps"]})
-    message = refusal(prepare, train, "--validation_file", wrong)
-    assert f"{wrong}, record 3: the label 'perhaps' is outside the label set (no, yes)" in message
-
-
 def test_regression(tmp_path, prepare):
     path = write(tmp_path / "a.csv", {"text": TEXTS, "score": [n / 8 for n in range(40)]})
     data = prepare(path, "--validation_split_percentage", "0")

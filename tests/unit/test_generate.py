@@ -300,12 +300,6 @@ def test_an_encoder_decoder(blenderbot, generate, given, tokenizer):
     assert len(given.ids[-1]) == 32
 
 
-def test_a_conversation_with_an_encoder_decoder_needs_no_template(blenderbot, talk, given, tokenizer):
-    done = talk(["one", "two"], "--model", blenderbot, "--max_new_tokens", 4)
-    reply = done.out.splitlines()[0].strip()
-    assert [tokenizer.decode(ids) for ids in given.ids] == ["one<|endoftext|>", f"one  {reply}  two<|endoftext|>"]
-
-
 def test_an_encoder_decoder_answers_as_it_was_trained(blenderbot, talk, generate, given, tokenizer, tmp_path):
     """The source's form lies in its tokenizer's configuration, and how it searches in generation_config.json."""
     folder = shutil.copytree(blenderbot, tmp_path / "trained")

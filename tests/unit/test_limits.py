@@ -3,9 +3,6 @@
 import csv
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from random import Random
 from types import SimpleNamespace
 
@@ -411,30 +408,6 @@ def test_the_report_has_all_of_it(tmp_path):
     shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]
-
-
-SMALL_BLOCKS = """
-import torch
-from zerofit.tools.compare.memory_limits import DataSegment
-
-segment = DataSegment()
-before = segment.now()
-blocks = [torch.zeros(2**17 // 4) for _ in range(512)]
-kept, full = blocks[::64], segment.now()
-del blocks
-print(before, full, segment.now())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts what Linux counts")
-def test_on_a_cpu_a_freed_tensor_is_given_back_although_others_lie_between():
-    """512 of 128 KiB, of which 8 are kept: 64 MiB, and 1 after that. In the heap all of it would stay."""
-    settings = TrialMachine().settings
-    done = subprocess.run([sys.executable, "-c", SMALL_BLOCKS], capture_output=True, text=True, check=True,
-                          env={**os.environ, **settings})  # fmt: skip
-    before, full, after = (int(one) / 2**20 for one in done.stdout.split())
-    assert full - before == pytest.approx(64, abs=4)
-    assert after - before < 6
 
 
 def test_what_a_trial_imports_first_is_there():
