@@ -1,11 +1,8 @@
 """The simulated device itself: errors, counters, limit, and the CPU's digits. test_device.py runs this on a device."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import loss_and_gradients, tiny_model
 
 DEVICE = torch.device("simgpu")
 accelerator = torch.accelerator
@@ -43,17 +40,6 @@ def test_what_may_cross():
     assert pinned.is_pinned()
     assert not torch.ones(3).is_pinned()
     assert pinned.to(DEVICE, non_blocking=True).cpu().tolist() == [0, 1, 2]
-
-
-def test_views_results_and_copies_lie_where_they_should(tmp_path):
-    table = torch.arange(12.0, device=DEVICE).view(3, 4)
-    table.t()[1:, :2].add_(100)
-    assert table.cpu().tolist() == [[0, 101, 102, 103], [4, 105, 106, 107], [8, 9, 10, 11]]
-    assert torch.add(table, 1, out=torch.empty(0, device=DEVICE)).shape == (3, 4)
-    assert copy.deepcopy(torch.nn.Parameter(table)).device.type == "simgpu"
-    torch.save(table, tmp_path / "table.pt")
-    assert torch.load(tmp_path / "table.pt").device == torch.device("simgpu", 0)
-    assert torch.load(tmp_path / "table.pt", map_location="cpu").device.type == "cpu"
 
 
 def test_counters_are_exact():
@@ -137,7 +123,7 @@ def test_an_observer_is_told_of_collectives(tmp_path):
     assert seen[3][0] == "c10d::barrier"
 
 
-def train(device: str, optimizer: dict, dtype: torch.dtype | None = None) -> list[tuple[float, float]]:
+def train(device: str, optimizer: dict) -> list[tuple[float, float]]:
     """(loss, gradient norm) of five updates of a small network with dropout, its batch drawn on the host."""
     torch.manual_seed(0)
     layers = (torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Dropout(0.1))
@@ -147,8 +133,7 @@ def train(device: str, optimizer: dict, dtype: torch.dtype | None = None) -> lis
     torch.manual_seed(2)
     figures = []
     for _ in range(5):
-        with torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = F.cross_entropy(model(rows), labels)
+        loss = F.cross_entropy(model(rows), labels)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         stepper.step()
@@ -162,36 +147,3 @@ def test_training_has_the_cpus_digits(optimizer):
     figures = train("simgpu", optimizer)
     assert figures == train("cpu", optimizer)
     assert figures[-1][0] < 0.7 * figures[0][0]
-
-
-def test_autocast_computes_as_on_cuda():
-    """Products in bf16 and the softmax in fp32; CUDA's lists differ from the CPU's, and so do the digits."""
-    with torch.autocast("simgpu", torch.bfloat16):
-        assert (ones(4, 4) @ ones(4, 4)).dtype == torch.bfloat16
-        assert ones(4).bfloat16().softmax(0).dtype == torch.float32
-    for ours, theirs in zip(train("simgpu", {}, torch.bfloat16), train("cpu", {}, torch.bfloat16)):
-        assert ours == pytest.approx(theirs, rel=0.02)
-
-
-def test_random_numbers_are_the_cpus_and_the_devices_own():
-    torch.manual_seed(3)
-    expected = torch.randn(5)
-    torch.manual_seed(3)
-    assert torch.equal(torch.randn(5, device=DEVICE).cpu(), expected)
-    assert torch.equal(torch.randn(5), expected), "the device has drawn from a state of its own"
-    generator = torch.Generator(DEVICE).manual_seed(3)
-    assert torch.equal(torch.randn(5, device=DEVICE, generator=generator).cpu(), expected)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_models_have_the_cpus_digits(family, attention):
-    ids = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(1))
-    found = {}
-    for device in ("cpu", "simgpu"):
-        model, batch = tiny_model(family, attention).to(device), ids.to(device)
-        found[device] = loss_and_gradients(model, "full", {"input_ids": batch, "labels": batch})
-    (loss, gradients), (expected, others) = found["simgpu"], found["cpu"]
-    assert loss.item() == expected.item()
-    assert len(gradients) > 10
-    assert all(torch.equal(gradient.cpu(), others[name]) for name, gradient in gradients.items())

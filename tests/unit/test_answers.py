@@ -177,9 +177,7 @@ def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache
 
 @pytest.mark.parametrize(("names", "class_names", "values", "expected"), [
     (("NO", "YES"), None, ["yes", "no", None], (("no", "yes"), None)),  # as the data writes them
-    (("no", "yes", "perhaps"), None, ["yes"], (("no", "yes", "perhaps"), None)),
     (("LABEL_0", "LABEL_1"), None, [0, 1], (("LABEL_0", "LABEL_1"), ("LABEL_0", "LABEL_1"))),
-    (("0", "1"), None, [0, 1], (("0", "1"), None)),
     (("LABEL_0", "LABEL_1"), ("neg", "pos"), [0], (("neg", "pos"), ("neg", "pos"))),
     (None, None, [0.5], (None, None)),
 ])  # fmt: skip

@@ -26,19 +26,6 @@ def no_graphs():
     counters.clear()
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [([], "blocks"), (["true"], "blocks"), (["model"], "model"), (["false"], False)],
-)
-def test_a_flag_and_a_line_of_a_recipe_say_the_same(words, value, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(f"torch_compile: {words[0] if words else 'true'}\n")
-    for given in (["--torch_compile", *words], ["--config", str(tmp_path / "recipe.yaml")]):
-        assert parse_recipe(ClmRecipe, [*given, *START]).torch_compile == value
-    assert "expected blocks, model, true or false" in refusal(
-        parse_recipe, ClmRecipe, [*START, "--torch_compile", "layers"]
-    )
-
-
 def test_zero3_is_refused():
     recipe = parse_recipe(ClmRecipe, [*START, "--torch_compile"])
     assert "torch_compile (--torch_compile): DeepSpeed gathers the weights of each module" in refusal(

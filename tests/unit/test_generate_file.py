@@ -98,16 +98,6 @@ def test_a_run_goes_on_where_it_was(answer, monkeypatch, tmp_path, flags):
     assert f"6 of {len(PROMPTS)} prompts are answered already" in err
 
 
-def test_the_seed_of_the_first_run_holds(answer, monkeypatch):
-    flags = ["--do_sample", "--batch_size", 2]
-    monkeypatch.setattr("os.urandom", lambda size: b"\0\0\7")
-    whole, _ = answer(*flags)
-    stopped(monkeypatch, answer, 2, *flags)
-    monkeypatch.setattr("os.urandom", lambda size: b"\0\0\1")
-    assert answer(*flags)[0] == whole
-    assert answer(*flags)[0] != whole
-
-
 @pytest.mark.parametrize(
     ("flags", "word"),
     [(["--max_new_tokens", 13], "max_new_tokens"), (DRAWN, "temperature")],

@@ -67,3 +67,12 @@ def test_the_cpu_is_asked_for(machine, monkeypatch, name, value):
     refusal(gpus.check_devices)
     monkeypatch.setenv(name, value)
     gpus.check_devices()
+
+
+def test_a_run_asks_before_it_reads_anything(machine, monkeypatch):
+    from zerofit.recipe import ClmRecipe, parse_recipe
+    from zerofit.strategy.read import read_strategy
+
+    put(machine / "dev/nvidia0")
+    recipe = parse_recipe(ClmRecipe, ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "none.txt"])
+    assert "1 NVIDIA GPU," in refusal(read_strategy, recipe)

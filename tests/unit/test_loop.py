@@ -159,27 +159,6 @@ def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
     assert engine.waits.count("counts") == 1
 
 
-def test_each_evaluation_has_its_own_clock():
-    """That of the slowest rank; it is no held-out figure, and no part of the update's seconds."""
-
-    class Slow(Engine):
-        def per_rank(self, values):
-            own = list(values)
-            return [own, [4.0]] if len(own) == 1 else super().per_rank(own)
-
-    task = task_of(eval_steps=2)
-    task.evaluate, task.num_held_out = lambda engine: {"eval_loss": 1.0}, 100
-    state = RunState()
-    lines = run(task, Slow(), state)
-    evaluated = [line for line in lines if "eval_loss" in line]
-    assert [line["update"] for line in evaluated] == [0, 2, 4, 5]
-    assert all(line["evaluation_seconds"] == 4.0 for line in evaluated)
-    assert all(line["evaluation_samples_per_s"] == 25.0 for line in evaluated)
-    assert all("evaluation_seconds" not in line for line in lines if line not in evaluated)
-    assert all(line["seconds"] < 4.0 for line in lines if line["update"])
-    assert state.held_out_before == state.held_out == {"eval_loss": 1.0}
-
-
 def test_a_save_that_failed_stops_where_it_was_asked_for():
     """Also one that failed while training paused for it."""
     quiet = SimpleNamespace(checkpoint_failed=False, stop_reason=StopReason.NONE)
