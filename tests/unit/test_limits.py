@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, refusal
+from helpers import ROOT, Samples, refusal
 
 from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.parse import parse_recipe
@@ -167,21 +167,8 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path):
     assert all(json.loads(line) for line in file.read_text().splitlines())
 
 
-class Samples:
-    lengths = sort_key = None
-
-    def __init__(self, *samples):
-        self.samples = samples
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.samples[index]
-
-
 def worst(longest, collate, size, start, *samples):
-    return worst_case_batch(Task(None, Samples(*samples), collate, None, None, longest=longest), size, start)
+    return worst_case_batch(Task(None, Samples(samples), collate, None, None, longest=longest), size, start)
 
 
 def test_rows_of_text_are_stretched_and_wholly_trained_on():
