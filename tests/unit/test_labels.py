@@ -109,17 +109,6 @@ def test_a_pretrained_models_own_order(ours, theirs, order):
     assert in_model_order(Labels(ours), pretrained(*theirs)).names == order
 
 
-@pytest.mark.parametrize("labels", [Labels(("a", "b", "c")), Labels(None, number="score")])
-@pytest.mark.parametrize("model", [None, "a-body-without-a-head"])
-def test_the_labels_go_into_the_configuration(labels, model):
-    config = BertConfig()
-    assert configure_labels(config, labels, model, False) is None
-    assert config.num_labels == labels.num_outputs
-    assert config.id2label == dict(enumerate(labels.names or ("score",)))
-    assert config.label2id == {name: number for number, name in config.id2label.items()}
-    assert config.problem_type == ("single_label_classification" if labels.names else "regression")
-
-
 @pytest.mark.parametrize(
     ("labels", "ours"), [(Labels(("a", "b", "c")), "3 labels (a, b, c)"), (Labels(None), "one number")]
 )
