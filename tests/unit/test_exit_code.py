@@ -14,6 +14,7 @@ from zerofit.health.shutdown import StopReason
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
 from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.record.run_folder import RunFolder
+from zerofit.tools.launch.restart_rule import queue_again_refused
 
 TYPO = ["--learnin_rate", "1"]
 
@@ -151,9 +152,26 @@ def test_sigterm_of_a_launcher_whose_other_rank_has_died_is_no_stop(tmp_path, de
     assert codes[0] == (143 if dead else 85)
 
 
+def documented() -> dict[str, str]:
+    """{exit code: what a job script does} of the table in docs/resume.md."""
+    page = (ROOT / "docs" / "resume.md").read_text()
+    table = page.partition("| how the run ended |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len(rows) == 9
+    return {code: action for _, code, action in rows}
+
+
 def test_the_page_has_every_code():
     codes = {0, EXIT_USER_ERROR, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_OUT_OF_MEMORY}
     codes |= {reason.exit_code(saved) for reason in StopReason for saved in (False, True)}
-    table = (ROOT / "docs" / "resume.md").read_text().partition("| how the run ended |")[2].partition("\n\n")[0]
-    documented = {line.strip("|").split("|")[1].strip() for line in table.splitlines()[2:]}
-    assert documented == {*map(str, codes), "none"}
+    assert set(documented()) == {*map(str, codes), "none"}
+
+
+def test_a_job_is_queued_again_as_the_table_says(tmp_path):
+    """After five launches that make no update."""
+    expected = {"done": 0, "requeue": 5, "requeue, not after two failures at the same update": 1}
+    for code, action in documented().items():
+        number = 137 if code == "none" else int(code)
+        refused = [queue_again_refused(number, tmp_path / "run", is_first=launch == 0) for launch in range(5)]
+        queued = next((launch for launch, why in enumerate(refused) if why), 5)
+        assert queued == expected[action], code
