@@ -1,4 +1,4 @@
-"""The `zerofit` command: its subcommands, what it says and how it ends."""
+"""The `zerofit` command: its subcommands, and what it says."""
 
 import os
 import subprocess
@@ -7,9 +7,7 @@ import sys
 import pytest
 from helpers import BIN
 
-from zerofit import cli
-from zerofit.cli import COMMANDS, Command, main
-from zerofit.recipe.errors import UserError
+from zerofit.cli import COMMANDS, main
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "deepspeed")
 
@@ -49,30 +47,6 @@ def test_mistakes_are_reported_together_and_speak_of_no_training(capsys):
     assert shown.startswith("error: 2 problems, nothing was done\n")
     assert "--adapter" in shown
     assert "--output" in shown
-
-
-@pytest.fixture
-def ending(monkeypatch):
-    """Lets a subcommand `end` end with an exception."""
-
-    def run(error: BaseException) -> int:
-        def entry(argv):
-            raise error
-
-        monkeypatch.setattr(cli, "entry", entry, raising=False)
-        monkeypatch.setattr(cli, "COMMANDS", (Command("end", "Ends.", "zerofit.cli:entry"),))
-        return main(["end"])
-
-    return run
-
-
-def test_how_it_ends(ending, capsys):
-    assert ending(UserError("wrong = 1: right is 2")) == 2
-    assert capsys.readouterr().err == "error: wrong = 1: right is 2\n"
-    assert ending(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "\n", "the message of training has no place here"
-    with pytest.raises(ZeroDivisionError):
-        ending(ZeroDivisionError())
 
 
 def test_a_reader_that_goes_away():

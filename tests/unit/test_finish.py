@@ -1,22 +1,15 @@
-"""`zerofit compare --finish` without launches: which batch is trained, what is not trained again, and the table."""
+"""`zerofit compare --finish` without launches: which batch is trained, and with which recipe."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT, refusal, write_records
+from helpers import ROOT, refusal
 
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.compare.finish import (
-    batch_to_train,
-    finished_table,
-    read_finished,
-    values_to_finish,
-)
+from zerofit.tools.compare.finish import batch_to_train, values_to_finish
 from zerofit.tools.tool_recipe import read_with_recipe
 
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
@@ -28,28 +21,6 @@ def options(*flags, config=CLS):
 
 def row(size, name="ddp"):
     return SimpleNamespace(name=name, best={"size": size} if size else None)
-
-
-def leave_run(folder: Path, rate: float = 10.0, f1: float = 0.8, **recipe) -> None:
-    """What a finished run of 4 updates of 20 samples over 2 epochs leaves, evaluated before, in between and after."""
-    (folder / "model").mkdir(parents=True)
-    environment = {
-        "finished": True,
-        "zerofit_commit": "0123",
-        "held_out": {"update": 2, "eval_loss": 0.5, "eval_f1": f1},
-    }
-    (folder / "environment.json").write_text(json.dumps(environment))
-    recipe = {"global_batch_size": 20, "per_device_eval_batch_size": 8, **recipe}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    lines = [{"update": 0, "eval_f1": 0.1, "evaluation_seconds": 9.0, "evaluation_samples_per_s": 5.0}]
-    for update in range(1, 5):
-        line = {"update": update, "epoch": update / 2, "consumed_samples": 20 * update, "seconds": 20 / rate,
-                "loss": 3.0 - update / 2, "peak_memory_bytes": 2**30 + update}  # fmt: skip
-        if update % 2 == 0:
-            seconds = float(update)  # 2 and 4
-            line |= {"eval_f1": 0.9, "evaluation_seconds": seconds, "evaluation_samples_per_s": 45 / seconds}
-        lines.append(line)
-    write_records(folder / "metrics.jsonl", lines)
 
 
 @pytest.mark.parametrize(("best", "global_batch", "size"), [
@@ -86,18 +57,3 @@ def test_trials_evaluate_one_batch_on_each_process():
     assert make_recipe(*options("--num_processes", "2")).values["max_eval_samples"] == 2 * 64
     given, cls = options(config=ROOT / "recipes" / "clm" / "compare-small.yaml")
     assert make_recipe(given, cls).values["max_eval_samples"] == given.num_processes, "of text, blocks"
-
-
-def test_the_table_tells_training_and_evaluation_apart(tmp_path):
-    leave_run(tmp_path / "run")
-    run = read_finished("ddp", 5, tmp_path / "run")
-    assert (run.updates, run.epochs, run.training_s, run.samples_per_s) == (4, 2.0, 8.0, 10.0)
-    assert run.evaluation["evaluation_seconds"] == 4.0, "the median of 9, 2 and 4"
-    head, line = finished_table([run])
-    shown = dict(zip(head, line))
-    assert shown["training"] == "8 s"
-    assert shown["an epoch"] == "4 s"
-    assert (shown["an evaluation"], shown["evaluation samples/s"]) == ("4 s", "11.2")
-    assert (shown["f1"], shown["loss"]) == ("0.8000", "0.5000"), "of the weights in model/, not of the last evaluation"
-    assert (shown["training loss"], shown["global batch"], shown["eval batch"]) == ("1.0000", "20", "8")
-    assert shown["peak"] == "1.00 GiB"

@@ -18,8 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter
 from zerofit.model.rows import keep_rows, rows_of
-from zerofit.model.stages import without_weights
-from zerofit.model.tensor_parallel.shares import draw_share
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import BatchSizes
@@ -94,30 +92,6 @@ def test_rows_are_those_of_torch(count, size):
     chunks = [chunk.tolist() for chunk in torch.arange(count).chunk(size)]
     ours = [list(range(*rows_of(count, rank, size))) for rank in range(size)]
     assert ours == [*chunks, *[[]] * (size - len(chunks))]
-
-
-def small_llama(tied: bool = True):
-    config = AutoConfig.for_model(
-        "llama", vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40,
-        tie_word_embeddings=tied,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_rank_keeps_its_rows_of_the_weights_of_one_process(tied):
-    expected = dict(small_llama(tied).named_parameters())
-    shares = [
-        draw_share(lambda: small_llama(tied), lambda model, rank=rank: keep_rows(model, rank, 3)) for rank in range(3)
-    ]
-    for name, weight in expected.items():
-        parts = [dict(share.named_parameters())[name] for share in shares]
-        torch.testing.assert_close(torch.cat([part.detach() for part in parts]), weight.detach(), rtol=0, atol=0)
-        assert parts[0].cut.shape == weight.shape
-    whole = dict(without_weights(shares[0]).named_parameters())
-    assert {name: each.shape for name, each in whole.items()} == {name: p.shape for name, p in expected.items()}
-    assert all(each.is_meta for each in whole.values())
 
 
 class Collectives(TorchDispatchMode):

@@ -1,7 +1,6 @@
 """The parts of `zerofit compare` that launch nothing: the search, the journal, the limits, the options, the report."""
 
 import csv
-import importlib.util
 import json
 from random import Random
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from zerofit.tools.compare.guess import PredictedSize, guess_of
 from zerofit.tools.compare.memory_limits import limit_device
 from zerofit.tools.compare.results import StrategyRow, common_size, fact_of
 from zerofit.tools.compare.search import BATCHES, Fact, SearchState, next_size, next_step
-from zerofit.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK, worst_case_batch
+from zerofit.tools.compare.trial import worst_case_batch
 from zerofit.tools.compare.trial_files import TrialJournal
 from zerofit.tools.compare.trial_launch import TrialLaunch
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits
@@ -395,9 +394,3 @@ def test_the_report_has_all_of_it(tmp_path):
     shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]
-
-
-def test_what_a_trial_imports_first_is_there():
-    names = [*OF_ANY_RUN, *OF_DEEPSPEED, *OF_LORA, *(name for names in OF_TASK.values() for name in names)]
-    assert len(names) >= 9
-    assert [name for name in names if importlib.util.find_spec(name) is None] == []
