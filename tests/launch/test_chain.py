@@ -82,14 +82,3 @@ def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path, strategy
     do("convert", "meta-to-hf", "--input", tmp_path / "meta", "--output", tmp_path / "hf")
     weights = [(folder / "model.safetensors").read_bytes() for folder in (output / "model", tmp_path / "hf")]
     assert weights[0] == weights[1]
-
-
-@pytest.mark.long
-def test_a_corpus_is_evaluated_without_training(chain, tmp_path):
-    model, corpus = chain
-    flags = ["--data_path", corpus, *CONTINUAL]
-    whole = launch(tmp_path / "run", "--model_name_or_path", model, *flags, strategy="single", processes=1)
-    flags += ["--model_name_or_path", tmp_path / "run", "--evaluate_only"]
-    for strategy, processes in (("single", 1), ("zero3", 2)):
-        (line,) = launch(tmp_path / strategy, *flags, strategy=strategy, processes=processes)
-        assert line["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-6)

@@ -180,30 +180,6 @@ def test_pairs_are_generated_from_too(material, tmp_path, cache):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategies", ["ddp", "ddp,zero2"])
-def test_a_limit_below_what_a_process_needs_is_told_after_one_launch(recipe, tmp_path, strategies):
-    code, said = run(recipe, tmp_path / "low", "--strategies", strategies, "--memory_limit", "100MiB")
-    assert code == 2
-    assert "MiB before it has a model or a batch, and the limit is 100 MiB" in said
-    assert len(journal(tmp_path / "low", "launch")) == len(strategies.split(",")), "one for each strategy"
-
-
-def test_mistakes_cost_no_launch(recipe, tmp_path):
-    """Neither one of the recipe, as far as it shows on the disk, nor one of the comparison."""
-    code, said = run(
-        recipe, tmp_path / "no-data", "--strategies", "ddp", "--memory_limit", "1GiB", "--train_file", "nowhere.txt"
-    )
-    assert code == 2
-    assert said == "error: train_file = 'nowhere.txt': there is no such file\n"
-    assert not (tmp_path / "no-data").exists()
-    code, said = run(recipe, tmp_path / "unknown", "--strategies", "zero7")
-    assert code == 2
-    assert "Did you mean zero" in said
-    assert "There are 3d, ddp, " in said
-    assert not (tmp_path / "unknown").exists()
-
-
-@pytest.mark.long
 @pytest.mark.skipif(bool(missing()), reason=f"the simulated device: {missing()}")
 def test_rows_that_are_split_are_longer(tmp_path, cache):
     """On simulated devices. What the plan predicts holds, and the next length does not."""

@@ -59,18 +59,6 @@ def test_a_mistake_in_several_processes_is_the_last_thing_on_the_screen(tmp_path
 
 
 @pytest.mark.long
-def test_a_broken_strategy_is_one_message_with_its_line(tmp_path):
-    (tmp_path / "broken.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: [1\n")
-    code, lines = on_a_screen(
-        zerofit("--strategy", tmp_path / "broken.yaml", "train/clm.py", "--output_dir", tmp_path / "run")
-    )
-    assert code == recorded(tmp_path / "run") == 2
-    assert not any("Traceback" in line for line in lines)
-    assert "broken.yaml" in lines[-2]
-    assert "line 2" in lines[-2]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 def test_so_it_is_under_accelerate_launch(tmp_path, processes):
     strategy = "ddp" if processes > 1 else "single"

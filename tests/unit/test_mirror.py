@@ -254,16 +254,6 @@ def test_a_store_that_never_answers_stops_nothing(scene, faults, monkeypatch):
     assert "0 checkpoints mirrored, 20 not" in summary
 
 
-def test_a_checkpoint_that_is_being_read_stays(scene):
-    for update in (1, 2):
-        scene.save(update)
-    with scene.directory.reading(scene.directory.folder(1)):
-        for update in (3, 4):
-            scene.save(update)
-        assert [folder.name[-1] for folder in scene.directory.folders()] == ["4", "3", "1"]
-    assert [folder.name[-1] for folder in scene.directory.folders()] == ["4", "3"]
-
-
 # ------------------------------------------------------------------------------------------------ two writers
 
 
@@ -431,15 +421,6 @@ def test_manifests_of_strangers_name_no_file_elsewhere():
 
 
 # --------------------------------------------------------------------------------------------------- addresses
-
-
-def test_a_missing_package_and_unknown_stores_are_told_of(monkeypatch):
-    def missing(protocol):
-        raise ImportError("Install s3fs to access S3")
-
-    check_refusal(["mirror = 'what://x'", "s3://"], MirrorStore, "what://x")
-    monkeypatch.setattr(addresses, "get_filesystem_class", missing)
-    check_refusal(["mirror = 's3://b/run'", "pip install s3fs"], MirrorStore, "s3://b/run")
 
 
 def test_inputs_are_downloaded_once_and_again_when_they_change(faults, tmp_path):

@@ -46,11 +46,6 @@ class Resume:
         return [*([self.note] if self.note else []), *plan.notes]
 
 
-def test_the_strategy_is_no_part_of_a_runs_identity(tmp_path):
-    plan = Resume(recipe(), leave_a_run(tmp_path, recipe(), 8, 2), 2)
-    plan.earlier.plan(recipe(), 8, plan.folder).check_is_same_run({**identity(recipe(), 8), "strategy": "zero2"})
-
-
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes, accumulation):
     options = recipe("--gradient_accumulation_steps", "3")
@@ -77,20 +72,6 @@ def test_the_same_command_resumes_it_again_on_what_is_left(tmp_path):
     options = recipe(*flags)
     assert Resume(options, folder, 2).note is None, "back on 2, they are right as they are"
     assert resolve_batches(options, 2).global_batch == 24
-
-
-def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
-    options = recipe("--gradient_accumulation_steps", "3")
-    Resume(options, leave_a_run(tmp_path, options, 24, 2), 4)
-    message = refusal(resolve_batches, options, 4)
-    assert "global_batch_size = 24 (the run that resumes, of 2 processes)" in message
-    assert "per_device_train_batch_size" in message
-
-
-def test_what_the_user_says_of_the_global_batch_is_heeded(tmp_path):
-    options = recipe("--global_batch_size", "16")
-    origin = Resume(options, leave_a_run(tmp_path, options, 24, 2), 1)
-    assert "global_batch_size was 24, now 16" in refusal(origin.plan, 16)
 
 
 def test_a_run_goes_on_with_other_ways_of_watching_it_only(tmp_path):

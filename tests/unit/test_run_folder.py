@@ -109,26 +109,6 @@ def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, flags):
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
-def test_a_model_is_deleted_only_where_that_is_said(tmp_path):
-    folder = a_run(tmp_path, saved=None)
-    with folder.new_model() as place:
-        (place / "config.json").write_text("{}")
-    folder.write_environment({"exit_code": 0})
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert "holds model" in refusal(plan, tmp_path)
-    assert plan(tmp_path, "--overwrite_output_dir") == []
-    restart(tmp_path)
-    assert not (tmp_path / "model").exists()
-
-
-def test_a_run_without_a_readable_recipe_or_checkpoint_is_not_replaced(tmp_path):
-    a_run(tmp_path, saved=None)
-    assert plan(tmp_path) == ["auto"]  # it starts over
-    (tmp_path / "recipe.yaml").unlink()
-    assert "holds metrics.jsonl" in refusal(plan, tmp_path)
-    assert plan(tmp_path, "--overwrite_output_dir") == []
-
-
 def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tmp_path):
     other = a_run(tmp_path / "other").path
     for begun_at, resumed_from in ((0, None), (4, other)):

@@ -1,13 +1,9 @@
 """Which rank is said to be slow, by the seconds that ranks tell each other."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from zerofit.health.slow_ranks import RankSeconds, SlowRanks
-from zerofit.record.metrics import UpdateMetrics
-from zerofit.record.recorder import RunRecorder
 from zerofit.strategy.layout import ParallelLayout
 
 INTERVAL = 10
@@ -73,11 +69,3 @@ def test_what_metrics_have_at_the_end_of_an_interval(layout, figures):
     found = [line for line in added if line is not None]
     assert len(found) == (2 if figures else 0)
     assert added[INTERVAL - 1] is None or added[INTERVAL - 1].items() >= figures.items()
-
-
-def test_trackers_get_a_number_each():
-    logged = []
-    accelerator = SimpleNamespace(trackers=["one"], log=lambda figures, step: logged.append((step, figures)))
-    recorder = RunRecorder(None, SimpleNamespace(accelerator=accelerator, is_main=False), {}, None, None, str)
-    recorder.write(UpdateMetrics(update=11, epoch=0.5, consumed_samples=88, rank_seconds={"slowest_rank": 1}))
-    assert logged == [(11, {"epoch": 0.5, "consumed_samples": 88, "rank_seconds/slowest_rank": 1})]
