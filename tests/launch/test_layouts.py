@@ -67,26 +67,32 @@ def test_a_partition_is_a_machine(runs):
     assert effective["deepspeed"]["zero_optimization"]["zero_hpz_partition_size"] == 2
 
 
+@pytest.fixture
+def go_on(runs, start, tmp_path):
+    """go_on(origin, strategy, more options) -> the folder of a run that was killed after update 2, and goes on."""
+
+    def gone_on(origin, strategy, *more):
+        output = tmp_path / "run"
+        shutil.copytree(runs[origin], output, symlinks=True)
+        shutil.rmtree(output / "checkpoints" / "update_00000004")
+        shutil.rmtree(output / "model")
+        start(strategy, output, *more)
+        check_alike(metrics(output), metrics(runs["single"]))
+        return output
+
+    return gone_on
+
+
 @pytest.mark.long
-def test_partitions_within_a_machine_follow_a_checkpoint(runs, start, tmp_path):
+def test_partitions_within_a_machine_follow_a_checkpoint(go_on):
     """They are copies of the weights that were there before it was read."""
-    output = tmp_path / "run"
-    shutil.copytree(runs["zero3_hpz"], output, symlinks=True)
-    shutil.rmtree(output / "checkpoints" / "update_00000004")
-    shutil.rmtree(output / "model")  # as if it had been killed before
-    start("zero3_hpz", output)
-    check_alike(metrics(output), metrics(runs["single"]))
+    go_on("zero3_hpz", "zero3_hpz")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "2")])
-def test_a_run_goes_on_in_another_layout_with_recomputed_activations(runs, start, tmp_path, strategy, which):
-    output = tmp_path / "run"
-    shutil.copytree(runs["single"], output, symlinks=True)
-    shutil.rmtree(output / "checkpoints" / "update_00000004")
-    shutil.rmtree(output / "model")
-    start(strategy, output, "--gradient_checkpointing", which)
-    check_alike(metrics(output), metrics(runs["single"]))
+def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, strategy, which):
+    go_on("single", strategy, "--gradient_checkpointing", which)
 
 
 def test_gradients_that_are_reduced_once_an_update(runs, cache, tmp_path):
@@ -101,16 +107,11 @@ def test_gradients_that_are_reduced_once_an_update(runs, cache, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
-def test_a_rank_holds_half_of_the_rows_and_goes_on_where_one_process_has_left(runs, start, tmp_path, strategy):
+def test_a_rank_holds_half_of_the_rows_and_goes_on_where_one_process_has_left(runs, go_on, strategy):
     ours, theirs = (json.loads((runs[each] / "environment.json").read_text())["bytes_held_by_rank_0"]
                     for each in (strategy, "single"))  # fmt: skip
     assert ours == pytest.approx({name: size / 2 for name, size in theirs.items()}, rel=0.01)
-    output = tmp_path / "run"
-    shutil.copytree(runs["single"], output, symlinks=True)
-    shutil.rmtree(output / "checkpoints" / "update_00000004")
-    shutil.rmtree(output / "model")
-    start(strategy, output)
-    check_alike(metrics(output), metrics(runs["single"]))
+    output = go_on("single", strategy)
     ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (output, runs["single"]))
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], weight, rtol=1e-3, atol=2e-5) for name, weight in theirs.items())

@@ -405,24 +405,3 @@ def test_the_command_writes_what_can_be_launched(tmp_path, capsys):
     assert zerofit(line) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert zerofit([*line, "--overwrite"]) == 0
-
-
-def test_corpora(tmp_path, capsys):
-    (tmp_path / "a_document.bin").touch()
-    script = tmp_path / "prepare.sh"
-    script.write_text(
-        "python tools/preprocess_data.py --input my.jsonl --output-prefix mine --vocab-file v/vocab.json "
-        "--dataset-impl mmap --tokenizer-type GPT2BPETokenizer --merge-file v/merges.txt --append-eod --workers 4 "
-        "--chunk-size 25\n"
-        f"python tools/merge_datasets.py --input {tmp_path} --output-prefix all\n"
-        f"python tools/merge_datasets.py --input {tmp_path}/later --output-prefix all\n"
-    )
-    assert zerofit(["convert", "megatron-args", str(script)]) == 0
-    shown_text = capsys.readouterr().out
-    assert (
-        "\nzerofit prepare --input my.jsonl --output_prefix mine --vocab_file v/vocab.json --merge_file v/merges.txt "
-        "--workers 4 --append_eod\n" in shown_text
-    )
-    assert f"\nzerofit prepare merge --input {tmp_path} --output_prefix all\n" in shown_text
-    assert "\nzerofit prepare merge --input mine_text_document --output_prefix all\n" in shown_text
-    assert re.search(r"--chunk-size 25 +no counterpart", shown_text)

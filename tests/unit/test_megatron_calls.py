@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
@@ -10,7 +9,6 @@ from test_megatron import typed
 
 from zerofit.cli import main as zerofit
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
-from zerofit.tools.convert.megatron_args.searched import plan_lines
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -133,14 +131,3 @@ def test_a_job_that_searches_its_strategy_becomes_a_recipe_and_a_line_of_plan(tm
     options, _ = read_with_recipe(PlanOptions, shlex.split(plan)[2:], "zerofit plan")
     assert (options.max_global_batch_size, options.global_batch_size, options.min_lr_ratio) == (32, None, 1.0)
     assert [file.name for file in out.iterdir()] == ["recipe.yaml"], "plan writes the pair"
-
-
-def test_a_search_of_a_job_that_is_not_started():
-    flags = f"{FLAGS}--task-type llmacc.megatron.GPT --world-size 64 --local-world-size 8 --global-batch-size 16"
-    done = typed(f"python -m llmacc.pretrain {flags} --tensor-model-parallel-size 2 --micro-batch-size 1")
-    assert not done.flags.problems
-    assert (done.layout.world, done.layout.machines) == (64, 8)
-    assert "per_device_train_batch_size" not in done.recipe
-    assert " ".join(plan_lines(done, Path("o"), {"DEVICE_MEMORY_GB": "80"})).startswith(
-        "zerofit plan --task clm --config o/recipe.yaml --num_gpus 64 --gpus_per_node 8 --gpu_memory 80GB --top 1"
-    )

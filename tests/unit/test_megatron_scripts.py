@@ -175,17 +175,6 @@ def test_processes_are_those_of_the_launcher(script, world):
     assert done.layout.world == world
 
 
-@pytest.mark.parametrize(
-    ("launcher", "said"),
-    [
-        ("torchrun --nproc_per_node gpu", "gpu is as many GPUs as a machine has. Set --num_processes N"),
-        ("torchrun --nproc_per_node $MINE", "$MINE (nothing sets it) is not known"),
-    ],
-)
-def test_processes_that_nothing_states_are_asked_for(launcher, said):
-    assert said in "\n".join(converted(TRAINING.replace("deepspeed", launcher)).flags.problems)
-
-
 # ------------------------------------------------------------------------------------------------------------- attacks
 
 

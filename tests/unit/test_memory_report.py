@@ -13,7 +13,6 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
-from zerofit.estimate.memory_constants import NF4_BYTES
 from zerofit.estimate.remedies import PassSizes, RankStates, Shortage, remedies, state_setup
 from zerofit.health.out_of_memory import RunFacts, explain, take_stock
 from zerofit.health.out_of_memory_errors import is_out_of_memory
@@ -160,24 +159,6 @@ def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pair
     assert all((ROOT / name).is_file() for name in named)
 
 
-def test_offload_is_proposed_where_the_host_has_room():
-    for name, each in (("zero2_offload", 32), ("zero3_offload", 40)):  # four processes, each with a quarter
-        room = shortage(host_free=(each + 1) * GIB)
-        assert pair(name) in options(room)
-        assert pair(name) not in options(replace(room, host_free=(each - 1) * GIB))
-
-
-def test_host_memory_has_remedies_of_its_own():
-    recipe = ClmRecipe(dataloader_num_workers=4)
-    offloading = shortage(
-        strategy_of(3, ranks=4, offload=("optimizer",)), recipe, on_host=True, copied=GIB, activations=0
-    )
-    assert list(options(offloading)) == [
-        "--num_processes 2 --gradient_accumulation_steps 4", pair("zero3"), "--save_async false",
-        "--dataloader_num_workers 0",
-    ]  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------------------------- of a real engine
 
 
@@ -221,20 +202,6 @@ def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
 
 
 # ------------------------------------------------------------------------------------------- before there is an engine
-
-
-def test_while_loading_only_what_makes_weights_smaller_helps():
-    found = options(shortage(phase="load", activations=0))
-    assert found == {
-        pair("zero3_offload"): 8, "--lora --load_in_4bit --precision bf16": pytest.approx(8 - 2 * NF4_BYTES),
-        pair("zero3"): 6, "--lora --precision bf16": 4,
-    }  # fmt: skip
-    half = shortage(strategy_of(3, "bf16"), phase="load", activations=0)
-    assert list(options(half)) == [pair("zero3_offload")]
-    assert list(options(replace(half, on_host=True, on_cpu=True))) == [], "fewer processes would hold more each"
-    assert options(shortage(phase="load", activations=0, on_host=True, on_cpu=True)) == {
-        "--num_processes 2 --gradient_accumulation_steps 4": 16, pair("zero3"): 6, "--lora --precision bf16": 4,
-    }  # fmt: skip
 
 
 def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):

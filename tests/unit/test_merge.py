@@ -254,13 +254,6 @@ def test_settings_of_generation_that_transformers_would_not_save(build):
     assert "temperature" not in written
 
 
-def test_an_adapter_that_was_not_trained_is_told(build, capsys):
-    case = build()
-    case.edit_weights(lambda tensors: [tensor.zero_() for name, tensor in tensors.items() if "lora_B" in name])
-    agree(logits_of(merge(case)), case.alone)
-    assert "changes nothing" in capsys.readouterr().out
-
-
 # -------------------------------------------------------------------------------------------------------- base_weights
 
 
@@ -287,17 +280,6 @@ def test_another_base_of_the_same_shapes_is_refused(build, capsys):
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
-
-
-def test_folders_that_hold_no_adapter(build, tmp_path, capsys):
-    case = build()
-    assert "no such folder" in refusal(case, capsys, adapter=tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    assert "no adapter_config.json" in refusal(case, capsys, adapter=tmp_path / "empty")
-    assert "full model" in refusal(case, capsys, adapter=case.base)
-    (tmp_path / "run").mkdir()
-    shutil.copytree(case.adapter, tmp_path / "run" / "model")
-    assert str(tmp_path / "run" / "model") in refusal(case, capsys, adapter=tmp_path / "run")
 
 
 def file(name: str, content: bytes | None):

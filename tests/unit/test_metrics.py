@@ -17,7 +17,7 @@ from zerofit.data.labelled.samples import HeldOut
 from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
-from zerofit.training.classification import figures_of, per_class, report_classes
+from zerofit.training.classification import per_class, report_classes
 from zerofit.training.evaluation import compute
 from zerofit.training.generation import FIGURES
 
@@ -77,22 +77,6 @@ def test_generation():
     assert set(found) == set(FIGURES)
     assert 20 < found["bleu"] < 100
     assert compute("generation", truth, truth) == pytest.approx(dict.fromkeys(FIGURES, 100.0))
-
-
-def test_the_names_that_are_promised_are_those_that_come():
-    """A metric_for_best_model is checked against the one, and looked up in the other."""
-
-    class Part:
-        suffix = "_mismatched"
-
-    for labels in (Labels(None), Labels(("a", "b")), Labels(("a", "b", "c"))):
-        promised = figures_of(labels, [Part], None)
-        name, options = (
-            ("regression", {}) if labels.names is None else ("classification", {"num_labels": len(labels.names)})
-        )
-        found = compute(name, [0, 1, 1], [0, 1, 0], **options)
-        assert set(promised) == {f"{figure}_mismatched" for figure in (*found, "loss")}
-    assert figures_of(Labels(("a", "b")), [], None) == ("loss",)
 
 
 # ---------------------------------------------------------------------------------------------------------------- best

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import socket
 import threading
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.mirror_store import MirrorStore, files_of
 from zerofit.recipe import addresses
-from zerofit.recipe.errors import UserError
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.record.written_files import NAMES
-from zerofit.training.rank_meeting import RankMeeting
 
 
 class Faults:
@@ -385,33 +382,6 @@ def test_an_outage_at_the_start(lost, faults, monkeypatch):
     monkeypatch.setattr(mirror_restore, "OUTAGE_S", 0.0)
     with pytest.raises(ConnectionError, match="may have checkpoints of this run"):
         lost.restored()
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_rank_0_goes_first_and_its_refusal_is_that_of_all(refused):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks, done = [RankMeeting({**variables, "RANK": str(rank)}) for rank in (0, 1)], []
-
-    def action() -> str:
-        done.append("restored")
-        if refused:
-            raise UserError("mirror: another run writes there")
-        return "the mirror"
-
-    def rank_0() -> None:
-        with contextlib.suppress(UserError):
-            done.append(ranks[0].first_on_rank_0("mirror", action))
-
-    thread = threading.Thread(target=rank_0)
-    thread.start()
-    if refused:
-        check_refusal(["another run writes there"], ranks[1].first_on_rank_0, "mirror", action)
-    else:
-        assert ranks[1].first_on_rank_0("mirror", action) is None
-    thread.join()
-    assert done == ["restored"] + ["the mirror"] * (not refused)
 
 
 def test_manifests_of_strangers_name_no_file_elsewhere():

@@ -1,7 +1,5 @@
 """Mixtures of experts: the auxiliary loss is the model's own, padding does not count, loads are what was chosen."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,10 +11,8 @@ from zerofit.estimate.operations import MATRIX
 from zerofit.estimate.planned_model import make_model
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.tracer import Tracer, TraceSettings
-from zerofit.model.lora import check_expert_targets, split_targets
 from zerofit.model.loss import install_loss
 from zerofit.model.parameters import flops_per_token
-from zerofit.recipe import ClmRecipe
 from zerofit.strategy.expert_parallel import check_experts, experts_of
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -146,19 +142,6 @@ def test_experts_that_are_divided(family):
     message = refusal(check_experts, model.config, 3, "ep.yaml")
     assert "ep.yaml: expert parallelism on 3 processes, and the model has 4 experts" in message
     assert "--num_processes 2, 4, or fsdp2.yaml" in message
-
-
-@pytest.mark.parametrize(("sharding", "options", "words"), [
-    ({"shards_parameters": True}, {}, "needs weights that are not sharded. Use zero2, ddp or single"),
-    ({}, {"lora_dropout": 0.1}, "does not go together with lora_dropout"),
-])  # fmt: skip
-def test_an_adapter_on_experts_is_refused_where_it_cannot_be(sharding, options, words):
-    strategy = SimpleNamespace(**{"shards_parameters": False, "fully_shards": False, **sharding})
-    modules, weights = split_targets(mixture("qwen2_moe"), ["q_proj", "down_proj", "experts.down_proj"])
-    assert (modules, weights) == (["q_proj", "down_proj"], ["experts.down_proj"])  # its shared expert has modules
-    said = refusal(check_expert_targets, weights, strategy, ClmRecipe(**options))
-    assert words in said
-    check_expert_targets([], strategy, ClmRecipe(**options))
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -77,17 +77,6 @@ def test_zero_3_shards_all_but_small_parameters():
     assert states.buffers == 2 * MILLION
 
 
-def test_hierarchical_partitions_are_a_second_copy_within_a_machine():
-    settings = {"stage3_param_persistence_threshold": 1000, "reduce_bucket_size": MILLION}
-    alone, copied = (
-        deepspeed_states(
-            weights(8 * MILLION), zero(3, **settings, **more), 16, torch.bfloat16, False, on_gpu=True
-        ).weights
-        for more in ({}, {"zero_hpz_partition_size": 8})
-    )
-    assert copied == alone + 2 * MILLION
-
-
 def test_offload_moves_the_optimizer_to_the_host():
     settings = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": False})
     states = deepspeed_states(weights(8 * MILLION), settings, 4, torch.bfloat16, False, on_gpu=True)
@@ -99,14 +88,6 @@ def test_offload_moves_the_optimizer_to_the_host():
     pinned = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": True})
     rounded = deepspeed_states(weights(8 * MILLION), pinned, 4, torch.bfloat16, False, on_gpu=True).host
     assert rounded["gradients"] == 2**23  # of 8,000,000 bytes
-
-
-def test_frozen_weights_have_neither_gradients_nor_moments():
-    half = Weights((Weight("frozen", 8 * MILLION, trained=False), Weight("adapter", MILLION)))
-    states = torch_states(half, 2, torch.float32, torch.bfloat16, on_gpu=True)
-    assert states.weights == 2 * 8 * MILLION + 4 * MILLION
-    assert states.optimizer == 8 * MILLION
-    assert backward(states.engine(), "adapter") == [4 * MILLION] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------- the traces
@@ -264,13 +245,6 @@ def test_what_the_allocator_holds_beyond_tensors(blocks, held, needed):
     """MiB; CUDACachingAllocator.cpp's sizes of segments, best fit, splitting and joining, by hand."""
     found = unused_bytes(tuple(int(size * 2**20) for size in blocks))
     assert (found.held, found.needed) == (held * 2**20, needed * 2**20)
-
-
-def test_states_of_the_first_step_lie_where_activations_were():
-    """A block of 4 MiB stays in the segment of 30, so that the next pass has no room for 30 there."""
-    mib = 2**20
-    apart, amid = (unused_bytes((30 * mib, -30 * mib), **{when: (4 * mib,)}) for when in ("before", "between"))
-    assert (apart.held, amid.held) == (16 * mib, 26 * mib)  # of a segment of 20 MiB; of that of 30
 
 
 # --------------------------------------------------------------------------------------------------------- the command

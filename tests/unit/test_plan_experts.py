@@ -6,14 +6,12 @@ import pytest
 import torch
 from helpers import tiny_model
 
-from zerofit.estimate.fully_sharded import FullyShardedMemory
 from zerofit.estimate.operations import ALL_TO_ALL, MATRIX
 from zerofit.estimate.planned_model import make_model
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_shares import divide_experts
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import Tracer, TraceSettings
-from zerofit.estimate.weights import Weight, Weights
 from zerofit.tools.plan.plan import main
 
 LAYERS, CHOICES, HIDDEN = 4, 2 * 16 * 3, 32  # of the model, and of two rows of 16 tokens
@@ -52,36 +50,6 @@ def test_every_choice_travels_and_comes_back(dtype):
     assert all(one.half == (dtype != torch.float32) for one in sent)
     products = [sum(one.flops for one in operations(passes, MATRIX)) for passes in (whole, divided)]
     assert products[0] == products[1], "a rank gets as many choices as it sends"
-
-
-def weights() -> Weights:
-    layer = [Weight("layers.0.w", 48, rows=6), Weight("layers.0.experts", 160, rows=4)]
-    return Weights((Weight("embed", 80, rows=10), *layer), ("layers",))
-
-
-DIVIDED = frozenset({"layers.0.experts"})
-
-
-def at(phase: str, layer: int | None = None) -> TracedStep:
-    return TracedStep(phase, "", None if layer is None else ("layers", layer), 0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("width", [2, 4])
-def test_experts_are_not_gathered_and_their_gradients_stay(width):
-    engine, gradient = FullyShardedMemory(weights(), width, 2, True, DIVIDED), 4 * 160 // 2
-    for first in (True, False):
-        engine.begin(first, not first)
-        for step in (at("forward"), at("forward", 0), at("loss"), at("backward"), at("backward", 0)):
-            engine.enter(step)
-        gathered, before = engine.gathered, engine.gradients
-        assert gathered == width * (80 + 48)
-        engine.complete("layers.0.experts")
-        assert (engine.gathered, engine.gradients) == (gathered, before + gradient * first)
-        engine.complete("layers.0.w")
-        engine.enter(at("backward"))
-        engine.complete("embed")
-        engine.finish()
-        assert engine.by_kind == (0, 4 * (80 + 48) // 2 + gradient, 0)
 
 
 PLAN = ["--task", "clm", "--model_type", "mixtral", "--block_size", "32", "--precision", "bf16", "--gpu",

@@ -109,24 +109,6 @@ def test_each_gradient_of_a_stage_is_completed_once(flags):
         assert sum(step.gradient for step in steps) == pytest.approx(4 * weights.trained, rel=0.02)  # blocks of 512
 
 
-def test_a_pipeline_s_layouts_are_planned(capsys):
-    flags = [*LLAMA, "--num_gpus", "4", "--gpu", "a100-40gb", "--strategies", "tp,pp,3d", "--batch_sizes", "2",
-             "--packing", "none"]  # fmt: skip
-    once, often = (
-        {(one["layout"]["tensor"], one["layout"]["pipeline"]): one
-         for one in planned(capsys, *flags, "--gradient_accumulation_steps", str(count))["predictions"]}
-        for count in (1, 8)
-    )  # fmt: skip
-    assert set(often) == {(2, 1), (4, 1), (1, 2), (2, 2)}
-    peaks = {layout: one["components"]["activations"] for layout, one in often.items() if one["phase"] != "gradients"}
-    assert all(one["layout"]["data"] == 4 // (tensor * stages) for (tensor, stages), one in often.items())
-    assert often[1, 2]["peak_allocated_bytes"] > once[1, 2]["peak_allocated_bytes"]  # two micro-batches in flight
-    assert peaks
-    bubble = often[1, 2]["seconds"]["pipeline bubble"]
-    assert once[1, 2]["seconds"]["pipeline bubble"] == pytest.approx(bubble, rel=0.1)  # (p - 1) micro-batches
-    assert "pipeline bubble" not in often[2, 1]["seconds"]
-
-
 # ------------------------------------------------------------------------------------------------------------- degrees
 
 

@@ -11,9 +11,9 @@ from zerofit.estimate.device_speeds import VERSION, Calibration, cpu_name, key_n
 from zerofit.estimate.exchanges import Exchange, Exchanges, Links, MeasuredLinks, deepspeed_exchanges, torch_exchanges
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, KINDS, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.speeds import Curve, Speeds, attention_efficiency, product_efficiency
-from zerofit.estimate.time_constants import HOST_STEP, SHARED_BY
-from zerofit.estimate.timing import COMMUNICATION, HOST, PassTime, update_time
+from zerofit.estimate.speeds import Curve, Speeds
+from zerofit.estimate.time_constants import SHARED_BY
+from zerofit.estimate.timing import PassTime, update_time
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION as TRACED
 from zerofit.estimate.tracer import Tracer, TraceSettings
@@ -69,17 +69,6 @@ def flat(rate: float = GIGA, **settings) -> Speeds:
     return Speeds(rates, **(common | settings))
 
 
-def test_a_product_reaches_less_where_tiles_waves_depth_or_alignment_are_against_it():
-    whole = product_efficiency((1, 12288, 4096, 4096), 108)
-    assert 0.9 < whole < 1
-    assert product_efficiency((1, 256, 4096, 4096), 108) < 0.6 * whole  # 32 tiles of 108 multiprocessors
-    assert product_efficiency((1, 12288, 4096, 64), 108) < 0.4 * whole  # LoRA's inner width
-    assert product_efficiency((1, 12288, 1800, 4096), 108) < 0.7 * whole  # 14,400 over eight ranks
-    assert product_efficiency((1, 12288, 50257, 4096), 108) < 0.3 * whole  # GPT-2's vocabulary, not padded
-    assert attention_efficiency((64, 512, 512, 128)) < 0.7 * attention_efficiency((64, 8192, 8192, 128))
-    assert attention_efficiency((64, 8192, 8192, 64)) < attention_efficiency((64, 8192, 8192, 128))
-
-
 def test_an_all_reduce_sends_twice_the_buffer_over_the_slowest_link():
     links = Links(link=300 * GIGA, network=25 * GIGA)
     big = Exchange(ALL_REDUCE, 10e9)
@@ -117,16 +106,6 @@ def test_volumes_are_those_of_the_papers():
     assert sums(deepspeed_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
 
 
-def test_offload_goes_down_and_up_and_to_the_hosts_adam():
-    weights = Weights((Weight("a", 8 * MILLION, True, True),))
-    offloaded = zero(2, offload_optimizer={"device": "cpu"})
-    found = deepspeed_exchanges(weights, offloaded, 4, 2, False)
-    assert (found.down, found.step_up, found.adam) == (4 * 2 * MILLION, 2 * 2 * MILLION, 2 * MILLION)
-    assert found.step_moved == 0
-    accumulating = deepspeed_exchanges(weights, offloaded, 4, 2, True)
-    assert (accumulating.down, accumulating.up) == (6 * 2 * MILLION, 2 * 2 * MILLION)
-
-
 def test_an_update_hides_what_runs_beside_it_and_no_more():
     links = MeasuredLinks({(ALL_REDUCE, False): Curve(((1.0, GIGA),))}, 2, GIGA)
     passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
@@ -143,15 +122,6 @@ def test_an_update_hides_what_runs_beside_it_and_no_more():
     assert seconds(1e9, hidden=False) == pytest.approx(4.0)
     assert seconds(5e9, accumulation=4) == pytest.approx(12.0 + 3.0)
     assert seconds(1e9, accumulation=4, pipeline=3) == pytest.approx(12.0 * (1 + 2 / 4))  # Narayanan et al. 2021
-
-
-def test_the_hosts_adam_and_its_copies_are_counted_for_all_processes_of_a_machine():
-    exchanges = Exchanges(step_up=1e9, adam=1e9)
-    links = MeasuredLinks({}, 2, GIGA)
-    found = update_time(PassTime(1.0, 1.0, {MATRIX: 2.0}), exchanges, flat(), links, 1, 4, 4, True)
-    assert found.parts[HOST] == pytest.approx(1.0 + 4.0 * HOST_STEP)
-    assert found.bound == HOST
-    assert COMMUNICATION not in found.parts
 
 
 # --------------------------------------------------------------------------------------------------------- the command

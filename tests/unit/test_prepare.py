@@ -297,24 +297,6 @@ def test_a_tiktoken_file(tmp_path):
         assert found.eos_token == "<|end_of_text|>"
 
 
-def test_gpt2_s_two_files_under_other_names(data, tmp_path):
-    folder = data("tokenizers/gpt2")
-    write_lines(tmp_path / "a.jsonl", ["hello world", "and more"])
-    (tmp_path / "mine").mkdir()
-    files = [tmp_path / "mine" / name for name in ("gpt2-tiny-vocab.json", "gpt2-tiny-merges.txt")]
-    for file, name in zip(files, ("vocab.json", "merges.txt")):
-        file.write_bytes((folder / name).read_bytes())
-    named = ("--vocab_file", files[0], "--merge_file", files[1])
-    words = ("--input", tmp_path / "a.jsonl", "--workers", "1", "--append_eod", "--output_prefix")
-    ways = (("one", ("--tokenizer", folder)), ("two", named), ("three", ("--tokenizer", tmp_path / "mine")))
-    for prefix, tokenizer in ways:
-        assert main(["prepare", *map(str, (*words, tmp_path / prefix, *tokenizer))]) == 0
-    one, *others = ((tmp_path / f"{name}_text_document.bin").read_bytes() for name, _ in ways)
-    assert others == [one, one]
-    trained_with = load_tokenizer(TokenizerOptions("tokenizer_name", str(tmp_path / "mine")), GPT2Config())
-    assert tokenizer_fingerprint(trained_with) == read_card(str(tmp_path / "three_text_document")).fingerprint
-
-
 # --------------------------------------------------------------------------------------------------------------- input
 
 
@@ -637,14 +619,7 @@ def test_which_tokenizers_have_a_memo():
     split = {"type": "Split", "pattern": {"Regex": SPLITS[0]}, "behavior": "Isolated", "invert": False}
     known = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
     metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": "first"}
-    for changes in (
-        {},
-        {"normalizer": {"type": "NFC"}},
-        {"added_tokens": [token]},
-        {"pre_tokenizer": known},
-        {"pre_tokenizer": metaspace},
-    ):
-        assert allows_memo(bpe(**changes)), changes
+    assert all(map(allows_memo, (bpe(), bpe(pre_tokenizer=known), bpe(pre_tokenizer=metaspace))))
     other = {"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": r"\w+"}}, known["pretokenizers"][1]]}
     for parts in (
         bpe(normalizer={"type": "Lowercase"}), bpe(model={"dropout": 0.1}), bpe(model={"type": "Unigram"}),

@@ -9,9 +9,8 @@ import termios
 import pytest
 
 from zerofit.record.metrics import UpdateMetrics
-from zerofit.record.terminal import READABLE, Bar, columns_of, table
+from zerofit.record.terminal import Bar, columns_of, table
 
-LONG = "outputs/corpora/of-a-project-with-a-long-name/wikipedia-2024-06_text_document"
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
 RUN = f"""
 from zerofit.record.terminal import Bar
@@ -78,16 +77,6 @@ def test_a_log_has_whole_lines(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 11
     assert lines[1].startswith("update  10/100  loss 3.2100  0:00 left  1,234,567 tokens/s  lr 3.00e-04")
-
-
-def test_a_long_table_is_narrowed():
-    rows = [("corpus", "documents", "tokens"), (LONG, "1,234", "1,234,567"), ("together", "9", "9")]
-    assert LONG in table(rows)
-    narrow = table(rows, 60).splitlines()
-    assert max(map(len, narrow)) == 60
-    assert narrow[1].startswith("  outputs/cor...")
-    assert narrow[1].endswith("06_text_document      1,234  1,234,567")
-    assert len(table([("corpus", *"a" * 9), ("x" * 90, *"1" * 9)], 30).splitlines()[1].split()[0]) == READABLE
 
 
 def test_columns_are_aligned_below_wide_characters():

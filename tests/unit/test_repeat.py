@@ -9,8 +9,6 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from zerofit.recipe.last_message import is_accelerate_launch, prints_a_traceback
-
 LAUNCHER = """
 import subprocess, sys
 code = subprocess.run([sys.executable, sys.argv[-1]]).returncode
@@ -89,13 +87,3 @@ def test_of_several_processes_torchruns_summary_has_it_or_it_comes_below(tmp_pat
     assert content == ("its message is the last one below" if is_below else last)
     assert lines.count(last) == is_below
     assert [line for line in lines if line][-1] == last or not is_below
-
-
-def test_who_prints_a_traceback():
-    for words, prints in {
-        "python /bin/accelerate launch x.py": True, "accelerate-launch x.py": True, "torchrun x.py": True,
-        "python -m torch.distributed.run x.py": True, "accelerate-launch -q x.py": False, "bash x.sh": False,
-        "python /zerofit/zerofit/tools/launch/agent.py x.py": False,
-    }.items():  # fmt: skip
-        assert prints_a_traceback(words.split()) == prints, words
-    assert is_accelerate_launch(["python", "/zerofit/zerofit/tools/launch/agent.py", "x.py"])

@@ -1,7 +1,6 @@
 """A run's folder: what is never removed, what is read where a part of the record is lost, and links in it."""
 
 import contextlib
-import errno
 import json
 import os
 from pathlib import Path
@@ -265,29 +264,6 @@ def test_a_line_that_is_none_is_passed_over(tmp_path, text):
     file = JsonlFile(tmp_path / "metrics.jsonl")
     file.path.write_bytes(b'{"update": 1}\n' + text.encode("latin-1") + b'\n{"update": 2}\n')
     assert [line["update"] for line in file.read()] == [1, 2]
-
-
-def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, monkeypatch):
-    file = JsonlFile(tmp_path / "metrics.jsonl")
-    file.start()
-    file.add({"update": 1})
-    real, room = file._file, iter([3])
-
-    class Full:
-        def write(self, data: bytes) -> int:
-            size = next(room, 0)
-            if not size:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real.write(data[:size])
-
-    file._file = Full()
-    file.add({"update": 2})
-    file.add({"update": 3})
-    assert [line["update"] for line in file.read()] == [1]
-    file._file = real
-    file.add({"update": 4})
-    file.close()
-    assert [line["update"] for line in file.read()] == [1, 2, 3, 4]
 
 
 def test_the_table_of_fields_is_current():

@@ -57,25 +57,6 @@ def test_weights_are_not_read(tmp_path):
     assert trial_machine.without_weights({"config_name": "gpt2"}) == {"config_name": "gpt2"}
 
 
-def test_the_report_says_that_it_is_simulated(tmp_path):
-    untimed = [replace(row, trials=[with_rates_of(line, []) for line in row.trials]) for row in rows()]
-    real = machine([Device("simulated device", GIB, GIB)])
-    ours = replace(real, kind="npu", simulated=VARIABLES)
-    comparison = comparison_of(rows=lambda: untimed, machine=ours)
-    report = ComparisonReport(comparison, "zerofit compare --simulate 1GiB", [trial_machine.NOT_COUNTED])
-    report.write(tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert text.startswith("# Batch sizes, simulated: x\n")
-    assert "The devices are simulated." in text
-    assert "Not in the peaks: workspaces of kernels" in text
-    assert "zero2 holds the largest batch, 40 per process, 5 times the 8 of ddp.\n" in text
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 1
-    for file in (text, page, (tmp_path / "results.csv").read_text().partition("\n")[2], report.for_terminal()):
-        assert "samples/s" not in file
-        assert "12.0" not in file, "a rate"
-
-
 def test_speeds_that_were_timed_stand_beside_simulated_sizes(tmp_path):
     """Rates come from this machine and never from the simulation, in fp32 where bf16 is slow."""
     timed = [{"size": 8, "samples_per_s": 21.0, "tokens_per_s": 2100.0}]

@@ -6,8 +6,6 @@ import pytest
 from zerofit.health.slow_ranks import RankSeconds, SlowRanks
 from zerofit.strategy.layout import ParallelLayout
 
-INTERVAL = 10
-
 
 def seconds(data: float = 0.01, own: float = 0.5, positions: float = 512, total: float = 1.0) -> RankSeconds:
     return RankSeconds(total, data, own / 3, 2 * own / 3, total - data - own, own, positions)
@@ -52,20 +50,3 @@ def test_stages_of_a_pipeline_do_other_work():
     assert said(layout, [[seconds(), seconds(), seconds(own=0.9), seconds(own=0.9)]] * 40) == []
     (line,) = said(layout, [[seconds(), seconds(own=0.8), seconds(own=0.9), seconds(own=0.9)]] * 40)
     assert "rank 1 on" in line
-
-
-@pytest.mark.parametrize(
-    ("layout", "figures"),
-    [
-        (ParallelLayout(3), {"slowest_rank": 2, "slowest_forward": 0.3, "others_forward": 0.2, "slowest_data": 0.01}),
-        (ParallelLayout(1), None),
-        (ParallelLayout(3, pipeline=3), None),
-    ],
-)
-def test_what_metrics_have_at_the_end_of_an_interval(layout, figures):
-    slow = SlowRanks(layout, 1, str, "forward")
-    ranks = [seconds(own=0.6), seconds(own=0.6), seconds(own=0.9)][: layout.world_size]
-    added = [slow.add(update, ranks) for update in range(1, 2 * INTERVAL + 1)]
-    found = [line for line in added if line is not None]
-    assert len(found) == (2 if figures else 0)
-    assert added[INTERVAL - 1] is None or added[INTERVAL - 1].items() >= figures.items()

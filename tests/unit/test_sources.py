@@ -5,7 +5,7 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers import ROOT, load_texts, read_data, refusal, write_records
+from helpers import ROOT, load_texts, refusal, write_records
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
@@ -187,17 +187,6 @@ def test_records_under_a_key(tmp_path, cache):
     assert "has no key 'data'; its keys are version, all" in message
     assert "has no list of records there" in refusal(records, cache, tmp_path / "a.json", field="version")
     assert "field = 'data'" in refusal(records, cache, write(tmp_path, "a.csv"), field="data")
-
-
-def test_columns_in_any_capitals(tmp_path, cache):
-    (tmp_path / "a.csv").write_text("Text, Label\na,1\nb,2\n")
-    table = read_data(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
-    assert table.column_names == ["text", "label"]
-    named = ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache, text_column="Text")
-    assert read_data(named).parts["train"].column_names == ["Text", "label"]
-    (tmp_path / "b.csv").write_text("Text,text\na,1\n")
-    both = ClmRecipe(train_file=[str(tmp_path / "b.csv")], cache_dir=cache)
-    assert read_data(both).parts["train"].column_names == ["Text", "text"]
 
 
 def test_of_a_long_text_the_end_is_held_out_at_a_line():

@@ -167,17 +167,6 @@ def job(written, tmp_path):
     return run
 
 
-def test_after_which_exit_codes_a_job_is_queued_again(job, tmp_path):
-    again = {code: job(code)[:2] for code in (0, 2, 85, 86, 87, 130, 137)}
-    assert again == {
-        code: (code, is_again)
-        for code, is_again in {0: False, 2: False, 85: True, 86: False, 87: False, 130: False, 137: True}.items()
-    }
-    words = (tmp_path / "srun.words").read_text().splitlines()
-    assert words[:3] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60"]
-    assert words[-4:] == ["launch", str(ROOT / RECIPE), "--output_dir", "run"]
-
-
 def test_two_failures_at_the_same_update(job):
     assert job(137, update=7)[1]
     assert job(85, restarts=1)[1], "it saved in between"

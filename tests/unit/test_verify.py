@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from random import Random
 
 import pytest
 from helpers import ROOT, refusal
@@ -15,7 +14,7 @@ from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
 from zerofit.tools.launches import RunningLaunch, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.killing import Killed, spread_moments
+from zerofit.tools.verify.killing import Killed
 from zerofit.tools.verify.proof import Outcome
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
 from zerofit.tools.verify.shorten import shorten
@@ -192,31 +191,6 @@ def test_what_is_not_a_proof_is_not_replaced(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------- kills, launches
-
-
-class FakeLaunch:
-    def __init__(self):
-        self.newest_update, self.seconds, self.is_saving = 0, 0.0, False
-
-
-def test_moments_are_spread_over_the_run():
-    *moments, starting = spread_moments(4, 13, 1.0, 8.0, Random(1))
-    launch, came = FakeLaunch(), []
-    for moment in moments:
-        launch.newest_update = 0
-        assert not moment(launch)
-        while not moment(launch):
-            launch.seconds += 0.25
-            launch.is_saving = not launch.is_saving
-            launch.newest_update = int(launch.seconds)
-            assert launch.seconds < 100
-        came.append(launch.newest_update)
-        launch.seconds = 0.0
-    assert came == sorted(came)
-    assert all(1 + 3 * index <= update <= 5 + 3 * index for index, update in enumerate(came))
-    assert not starting(launch)
-    launch.seconds = 8.0
-    assert starting(launch)
 
 
 SLEEPER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); " \

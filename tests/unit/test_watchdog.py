@@ -157,20 +157,6 @@ def test_who_waits_for_a_stopped_rank_names_it():
     assert "SIGSTOP" in done.stderr
 
 
-@LINUX
-def test_a_stopped_rank_is_named_where_it_stands():
-    program = """
-import subprocess
-time.sleep(0.7)  # so that the phase has been heard
-subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    done = run(program, limit=1.0)
-    assert done.returncode == 0
-    assert done.stderr.count("rank 3") == 1
-    assert f"kill -CONT {done.stdout.split()[0]}" in done.stderr
-
-
 def test_training_goes_on_without_a_watchdog():
     done = run(
         "watchdog._child.kill(); watchdog._child.wait()\nwatchdog.phase('update', 18); watchdog.leave(); print('on')"
@@ -244,19 +230,6 @@ def test_a_rank_that_was_asked_to_end_is_not_reported():
     assert crash_report(1, 42, RankMessages(), signal.SIGTERM, [PLENTY], PLENTY) == ""
     assert crash_report(1, 42, RankMessages(), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
     assert crash_report(1, 42, RankMessages(), None, [PLENTY], PLENTY)
-
-
-def test_want_of_memory_brings_the_remedies():
-    messages = (
-        RankMessages().after("phase\tload\t\t1").after("advice\t--dataloader_num_workers 0: two fewer processes")
-    )
-    message = crash_report(1, 42, messages, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
-    assert "rank 1 (pid 42) ended without a message in phase load\n" in message
-    assert "--dataloader_num_workers 0: two fewer" in message
-    later = messages.after("advice\t").after("advice\t--lora: less")
-    message = crash_report(1, 42, later, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
-    assert "--lora: less" in message
-    assert "two fewer" not in message, "what is said later holds in its place"
 
 
 # ------------------------------------------------------------------------------------------------------------- cgroups
