@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from helpers import launch
 
 
@@ -35,6 +36,7 @@ def test_a_run_outlives_what_happens_to_it(job, machines, tmp_path):
     assert sorted(run.losses()) == list(range(1, made + 1))
 
 
+@pytest.mark.long  # on one machine: launch/test_exits.py; how machines agree on a code: unit/test_machine_group.py
 def test_a_mistake_ends_all_machines_with_its_code_once(job):
     run = job("run", options=["--train_file", "none.txt"], flags=["--max_restarts", 3]).start_all()
     assert run.ends(120) == [2, 2]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from zerofit.cli import main as zerofit
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
+pytestmark = pytest.mark.long  # in parts: unit/test_convert.py and unit/test_prepare.py
 
 CONTINUAL = [
     "--split", "90,10,0", "--block_size", "128", "--reset_position_ids", "true", "--reset_attention_mask", "true",
@@ -48,7 +49,6 @@ def test_the_converted_model_is_the_one_that_it_was(chain, llama):
     assert (ours - theirs).abs().max() < 1e-5
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "processes", "then"), [("ddp", 2, "single"), ("zero3", 2, "single"), ("zero2", 1, "zero3")]
 )

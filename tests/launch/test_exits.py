@@ -10,9 +10,7 @@ import sys
 
 import psutil
 import pytest
-from helpers import ROOT, environment, launch_command
-
-from zerofit.record.jsonl import LineReader
+from helpers import ROOT, environment, launch_command, metrics, updates
 
 
 def zerofit(*words) -> list[str]:
@@ -92,17 +90,8 @@ def test_a_signal_reaches_the_ranks_and_the_code_comes_back(options, tmp_path):
 @pytest.mark.long
 def test_a_rank_that_is_killed_is_started_again(options, tmp_path):
     """The losses are those of a run that nobody has disturbed. A restart leaves no code of the failure."""
-    short = [
-        *options[:-4],
-        *options[-2:],
-        "--cache_dir",
-        options[-3],
-        "--max_train_steps",
-        "150",
-        "--save_steps",
-        "25",
-    ]
-    program = ["--num_processes", "2", "train/clm.py", *short, "--output_dir"]
+    short = ["--max_train_steps", "150", "--save_steps", "25"]
+    program = ["--num_processes", "2", "train/clm.py", *options, *short, "--output_dir"]
     assert subprocess.run(zerofit(*program, tmp_path / "whole"), cwd=ROOT, env=environment()).returncode == 0
     command = zerofit("--max_restarts", "2", *program, tmp_path / "run")
     said, killed = "", False
@@ -120,14 +109,7 @@ def test_a_rank_that_is_killed_is_started_again(options, tmp_path):
     assert "rank 1 was killed by SIGKILL" in said
     assert said.count("restart 1 of 2") == 1
     assert said.count("resumed   ") == 1
-    whole, run = (
-        {
-            line["update"]: line["loss"]
-            for line in LineReader(tmp_path / name / "metrics.jsonl").poll()
-            if "loss" in line
-        }
-        for name in ("whole", "run")
-    )
+    whole, run = ([line["loss"] for line in updates(metrics(tmp_path / name))] for name in ("whole", "run"))
     assert run == whole
     assert len(run) == 150
 

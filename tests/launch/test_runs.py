@@ -163,9 +163,8 @@ def test_options_that_change_the_cost_and_not_the_curve(scratch, text, cache, tm
     assert ours == pytest.approx(expected[: len(ours)], rel=tolerance)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2", *(pytest.param(name, marks=LONG) for name in ("ddp", "zero1", "zero2", "tp", "pp"))]
-)
+@LONG  # in one process: unit/test_compilation.py
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "zero1", "zero2", "tp", "pp"])
 def test_blocks_are_compiled_under_a_strategy(scratch, text, cache, tmp_path, strategy):
     """Layers of one kind run one graph: of rows with a mask, without one, and without gradients."""
     done = completed(

@@ -247,15 +247,7 @@ def run_published(command: str, folder: Path, *launcher: str) -> None:
     """The command as it was published; names resolve to folders under `folder`, as the hub cannot be reached."""
     words = shlex.split(command)
     assert words[:2] == ["accelerate", "launch"]
-    words = [
-        str(BIN / "accelerate"),
-        "launch",
-        "--main_process_port",
-        "0",
-        *launcher,
-        str(ROOT / words[2]),
-        *words[3:],
-    ]
+    words = [str(BIN / "accelerate"), "launch", "--main_process_port", "0", *launcher, ROOT / words[2], *words[3:]]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=400, env=environment())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 

@@ -40,7 +40,7 @@ def exhaustively(planner: Planner, names: list[str]) -> float:
     return max(speeds)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 20), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seed", [3, pytest.param(range(20), marks=pytest.mark.long)], ids=str)
 def test_the_search_finds_what_trying_everything_finds(seed, monkeypatch):
     monkeypatch.setattr(joint_search, "usable_cores", lambda: 1)
     for number in seed if isinstance(seed, range) else [seed]:
