@@ -58,28 +58,12 @@ class WriterOptions(Recipe):
 class FileOptions(Recipe):
     """How the prompts of a file are answered: with --prompt_file and --output"""
 
-    batch_size: int = option(8, "Prompts that are answered at once in a process.", positive=True)
-    num_processes: int | None = option(
-        None, "Processes that share the prompts; by default as many as share a layer.", positive=True
-    )
-    tensor_parallel: int = option(1, "Processes that share each layer of the model.", positive=True)
-
-    @property
-    def processes(self) -> int:
-        return self.num_processes or self.tensor_parallel
+    batch_size: int = option(8, "Prompts that are answered at once.", positive=True)
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        for name in ("batch_size", "num_processes", "tensor_parallel"):
-            if self.is_changed(name) and not (self.prompt_file and self.output):
-                problems.append(f"{name} = {getattr(self, name)}: it goes with --prompt_file and --output")
-        if self.processes % self.tensor_parallel:
-            few, many = (self.processes // self.tensor_parallel + more for more in (0, 1))
-            usable = " or ".join(str(each * self.tensor_parallel) for each in (few, many) if each)
-            problems.append(
-                f"num_processes = {self.processes}: tensor_parallel = {self.tensor_parallel} does not divide it. Use "
-                f"--num_processes {usable}"
-            )
+        if self.is_changed("batch_size") and not (self.prompt_file and self.output):
+            problems.append(f"batch_size = {self.batch_size}: it goes with --prompt_file and --output")
         return problems
 
 

@@ -1,7 +1,6 @@
 """The model of `zerofit generate`: found and checked without its weights first, then loaded onto its device."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Generation
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.folders import is_adapter, model_folder
-from zerofit.model.pretrained_io import DTYPES, read_config, read_model, read_tokenizer
-from zerofit.model.tensor_parallel.shares import read_share
-from zerofit.model.tensor_parallel.split import split_model, split_problem
+from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
@@ -61,23 +58,8 @@ def find_model(options: GenerateOptions) -> ModelSource:
     return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
 
 
-def check_shares(source: ModelSource, options: GenerateOptions) -> None:
-    """Raises UserError unless the processes of tensor_parallel can share the layers of the model."""
-    degree, instead = options.tensor_parallel, f"Use --num_processes {options.processes} without it"
-    problem = split_problem(source.config, degree, instead)
-    if source.adapter:
-        problem = f": an adapter's layers cannot be shared. Merge it first (zerofit merge), or: {instead.lower()}"
-    elif getattr(source.config, "quantization_config", None) is not None:
-        problem = f": quantised layers cannot be shared. {instead}"
-    if problem:
-        raise UserError(f"tensor_parallel = {degree}{problem}")
-
-
-def load(source: ModelSource, options: GenerateOptions, tensor=None):
+def load(source: ModelSource, options: GenerateOptions):
     """The model on its device, with its adapter if there is one.
-
-    Args:
-        tensor: the ranks that share each layer (a TensorGroup): this one keeps its share.
 
     Raises:
         UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
@@ -101,8 +83,6 @@ def load(source: ModelSource, options: GenerateOptions, tensor=None):
         model = adapted.model.get_base_model()
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
-    elif tensor is not None:
-        model = _read_share(source, tensor, **how)
     else:
         model = _read(source, **how)
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
@@ -120,13 +100,6 @@ def _read(source: ModelSource, **how):
             f"{missing[0]}, or has them in another shape: it would write random texts"
         )
     return model
-
-
-def _read_share(source: ModelSource, tensor, precision: str | None, trust_remote_code: bool):
-    """Read the weights as they are stored, which takes no memory yet, and keep this rank's share of them."""
-    model = _read(source, precision=None, trust_remote_code=trust_remote_code)
-    dtype = model.dtype if precision is None else getattr(torch, DTYPES[precision])
-    return read_share(lambda _: model, partial(split_model, tensor=tensor), model.dtype, dtype)
 
 
 def _auto_class(config, name: str):

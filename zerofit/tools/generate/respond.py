@@ -19,12 +19,8 @@ from zerofit.tools.generate.generation_model import find_model, load
 from zerofit.tools.generate.text_writer import Writer, complete
 
 
-def respond(options: GenerateOptions, argv: list[str]) -> int:
-    """Answer. Returns the exit code.
-
-    Args:
-        argv: the command line, for processes that are launched.
-    """
+def respond(options: GenerateOptions) -> int:
+    """Answer. Returns the exit code."""
     silence_libraries()
     asked = find(options)  # finds every mistake that does not need the weights, which take long
     source, renderer, prompts = asked.source, asked.renderer, asked.prompts
@@ -34,7 +30,7 @@ def respond(options: GenerateOptions, argv: list[str]) -> int:
         say_aside("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
     check_output(options.output)
     if options.prompt_file and options.output:
-        return answer_file(asked, options, argv)
+        return answer_file(asked, options)
     output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
     if options.chat:
