@@ -7,7 +7,7 @@ from datasets import Dataset, Features, Translation
 from helpers import read_data, refusal, write_records
 
 from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
-from zerofit.data.pairs.conversation_files import read_conversation_files, read_keyed_conversations
+from zerofit.data.pairs.conversation_files import read_keyed_conversations
 from zerofit.data.pairs.prepare import (
     PairEncoder,
     SourceFormat,
@@ -313,28 +313,6 @@ def test_questions_about_a_text():
     assert columns.read(record) == [Pair(["question: Who? context: Ann did."], "Ann")]
     with pytest.raises(BadRecord, match="the answers is empty"):
         columns.read({**record, "answers": {"text": []}})
-
-
-def test_parlais_text(tmp_path):
-    """Exchanges of an episode are one conversation; each label is a reply to all that was said before it."""
-    lines = [
-        "text:your persona: I ski.\\nHi.\tlabels:Hello.|Hey.\tlabel_candidates:a|b\tepisode_done:False",
-        "id:x\ttext:How are you?\tlabels:Well__PIPE__fine.\tepisode_done:True",
-        "",
-        "text:Bye.\teval_labels:See you.\tepisode_done:True",
-    ]
-    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
-    table = read_conversation_files([tmp_path / "a.txt"])
-    columns = find_columns(PairColumns(), table)
-    assert [pair for record in table for pair in columns.read(record)] == [
-        Pair(["your persona: I ski.\nHi."], "Hello."),
-        Pair(["your persona: I ski.\nHi.", "Hello.", "How are you?"], "Well|fine."),
-        Pair(["Bye."], "See you."),
-    ]
-    (tmp_path / "a.txt").write_text("\n".join([*lines, "text:no answer"]))
-    assert "a.txt, line 5: a line of ParlAI's text has" in refusal(read_conversation_files, [tmp_path / "a.txt"])
-    (tmp_path / "plain.txt").write_text("text of no form\n")
-    assert read_conversation_files([tmp_path / "plain.txt"]) is None
 
 
 # -------------------------------------------------------------------------------------------------------- translations

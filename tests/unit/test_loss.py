@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import TINY, loss_and_gradients, tiny_model
 
 import zerofit.model.chunked_loss as chunked_module
-from zerofit.model.loss import choose_loss, install_loss
+from zerofit.model.loss import install_loss
 from zerofit.model.preflight import loss_difference, random_tokens
 
 
@@ -235,12 +235,3 @@ def test_a_model_that_scales_its_logits_is_found_out():
         install_loss(model, "chunked")
         difference = loss_difference(model, partial(setattr, model, "loss_kind"), "chunked", inputs_of_the_check())
         assert difference > 1e-2 if is_wrong else difference < 1e-5
-
-
-def test_the_run_says_which_loss_and_why():
-    kind, why = choose_loss("full", torch.device("cpu"))
-    assert kind == "full"
-    assert "as the recipe says" in why
-    kind, why = choose_loss("auto", torch.device("cpu"))
-    assert kind == "chunked"
-    assert kind in why

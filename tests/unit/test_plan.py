@@ -406,7 +406,7 @@ def test_a_model_without_a_configuration_at_hand(capsys):
 
 def test_a_published_model_is_planned_without_network_or_kernels(capsys):
     flags = ["--task", "clm", "--precision", "bf16", "--gpu", "a100-80gb", "--strategies", "single", "--batch_sizes",
-             "1", "--attn_implementation", "flash_attention_2", "--loss", "liger"]  # fmt: skip
+             "1", "--attn_implementation", "flash_attention_2"]  # fmt: skip
     assert main(["plan", *flags, "--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct"]) == 0
     assert "494,032,768 parameters" in capsys.readouterr().out
     assert main(["plan", *flags, "--model_name_or_path", "Qwen/Qwen2.5-05B"]) == 2

@@ -9,7 +9,7 @@ from zerofit.data.chat.instructions import FormOptions, find_form
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
 from zerofit.data.pairs.columns import PairColumns, find_columns
-from zerofit.data.pairs.conversation_files import read_conversation_files
+from zerofit.data.pairs.conversation_files import read_keyed_conversations
 from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, chosen_widths, split_translation_columns
 from zerofit.data.records import read_parts
 from zerofit.data.rendering import Prompt, Renderer
@@ -58,7 +58,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
         UserError: no column of sources is found, a text is empty.
     """
     options = DataOptions.of(recipe)
-    source = read_source(options, sample_by=lambda files: "line", reader=read_conversation_files)
+    source = read_source(options, sample_by=lambda files: "line", reader=read_keyed_conversations)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(PairColumns.of(recipe), source.first)
     parts, notes = read_parts(source, {PREDICT: columns}, options)

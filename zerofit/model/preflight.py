@@ -14,7 +14,7 @@ import torch
 from zerofit.model.attention import choose_attention, takes_lengths, use_masks
 from zerofit.model.compilation import uncompiled
 from zerofit.model.families import family_of
-from zerofit.model.loss import choose_loss, has_separate_body, install_loss
+from zerofit.model.loss import has_separate_body, install_loss
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import ModelOptions
 from zerofit.recipe.tasks import LossOptions
@@ -46,8 +46,8 @@ def safe_precision(strategy, config) -> tuple[str, str | None]:
 
 
 def install_chosen_loss(model, recipe: LossOptions) -> None:
-    """Install the loss that the recipe names and this machine has."""
-    install_loss(model, _choose(model, recipe, _device())[0])
+    """Install the loss that the recipe names and the model can have."""
+    install_loss(model, _choose(model, recipe)[0])
 
 
 def choose_packed_attention(model, recipe: ModelOptions, precision: str) -> str:
@@ -69,7 +69,7 @@ def check_loss(engine, recipe: LossOptions) -> str:
         UserError: the recipe names a loss that is not this model's.
     """
     config = engine.module.config
-    kind, reason = _choose(engine.module, recipe, engine.device)
+    kind, reason = _choose(engine.module, recipe)
     if kind != "full":
         engine.model.eval()
         tokens = random_tokens(*_sizes(engine), count=2)
@@ -205,7 +205,7 @@ def _leaks(engine, collate) -> bool:
     return leak
 
 
-def _choose(model, recipe: LossOptions, device: torch.device) -> tuple[str, str]:
+def _choose(model, recipe: LossOptions) -> tuple[str, str]:
     """(kind of loss, reason for the log)."""
     head_has_adapter = hasattr(model.get_output_embeddings(), "lora_A")
     if (head_has_adapter or not has_separate_body(model)) and recipe.loss != "full":
@@ -215,7 +215,9 @@ def _choose(model, recipe: LossOptions, device: torch.device) -> tuple[str, str]
         if recipe.loss != "auto":
             raise UserError(f"loss = {recipe.loss}: {reason}. Use --loss auto")
         return "full", f"full: {reason}"
-    return choose_loss(recipe.loss, device)
+    if recipe.loss == "full":
+        return "full", "full: all logits are held, as the recipe says"
+    return "chunked", "chunked: logits are never held all at once, and their sums are in fp32"
 
 
 def _device() -> torch.device:
