@@ -297,7 +297,7 @@ def test_a_prompt_without_room(writer, cache, tmp_path):
     (tmp_path / "a.txt").write_text("a cat sat on a mat " * 40 + "\nshort\n")
     data = text_data(writer, cache, "--predict_file", tmp_path / "a.txt", "--max_new_tokens", "54")
     assert [len(ids) for ids in data.prompts.ids] == [10, len(data.tokenizer("short")["input_ids"])]
-    assert any("1 of 2 prompts are cut at their beginning" in note for note in data.notes)
+    assert any("1 of 2 prompts lose their beginning" in note for note in data.notes)
     message = refusal(text_data, writer, cache, "--predict_file", tmp_path / "a.txt", "--max_new_tokens", "64")
     assert "max_new_tokens = 64:" in message
 

@@ -259,9 +259,9 @@ def test_a_file_that_would_execute_code(material, tmp_path, meta, capsys):
     [
         ({"n_heads": None}, "n_heads = None"),
         ({"n_layers": 3}, "n_layers = 3, and the weights have 2 layers"),
-        ({"dim": 64}, "does not go with wq of 32 x 32"),
-        ({"n_kv_heads": 4}, "layers.0.attention.wk.weight has the shape (16, 32)"),
-        ({"vocab_size": 500}, "vocab_size = 500, and the embeddings have 512 rows"),
+        ({"dim": 64}, "wq is 32 x 32"),
+        ({"n_kv_heads": 4}, "layers.0.attention.wk.weight has (16, 32)"),
+        ({"vocab_size": 500}, "vocab_size = 500 is not 512"),
         ({"sliding_window": 4096}, "not a Llama: params.json has sliding_window"),
     ],
 )

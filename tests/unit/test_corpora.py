@@ -414,9 +414,9 @@ def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "flags", "said"),
     [
-        ({"eod": 7}, ["{corpus}"], "end with different tokens"),
-        ({"fingerprint": "another", "tokenizer": "gpt2"}, [], "another tokenizer (gpt2)"),
-        ({"eod": None}, ["--reset_attention_mask"], "reset_attention_mask: no effect"),
+        ({"eod": 7}, ["{corpus}"], "end differently"),
+        ({"fingerprint": "another", "tokenizer": "gpt2"}, [], "was made with gpt2"),
+        ({"eod": None}, ["--reset_attention_mask"], "reset_attention_mask: no token ends"),
     ],
 )
 def test_a_card_that_contradicts(tokenised, damaged, tmp_path, changes, flags, said):

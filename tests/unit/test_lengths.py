@@ -66,7 +66,7 @@ def test_the_longest_rows_fit_and_the_next_do_not(capsys, tmp_path, monkeypatch)
     ("flags", "words"),
     [
         (["--lengths", "8x"], "lengths = '8x': expected auto, or lengths of rows in tokens, such as 8k,16k,32k"),
-        (["--lengths", "2k,4k"], "the model has 3000 positions (max_position_embeddings), and 4096 is more"),
+        (["--lengths", "2k,4k"], "the model has 3000 positions"),
         (["--lengths", "1k", "--block_size", "64"], "--block_size and --lengths: keep one of the two"),
         (["--lengths", "1k", "--batch_sizes", "2"], "batch_sizes has no effect with lengths = 1k"),
         (

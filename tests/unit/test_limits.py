@@ -372,7 +372,7 @@ CONTEXT = 640 * MIB
 
 def test_more_than_the_machine_has_is_refused():
     """Contexts of processes that share a device are counted: the allocator's limit knows nothing of them."""
-    assert "Use --memory_limit 384MiB" in refusal(choose_limits, machine(), 64, GIB)
+    assert "at most 384MiB" in refusal(choose_limits, machine(), 64, GIB)
     limit = choose_limits(machine([GPU]), 4, None).device
     assert limit == int(0.9 * (80 * GIB - 4 * CONTEXT) / 4)
     exact = 20 * GIB - CONTEXT

@@ -97,7 +97,7 @@ def test_the_report_says_that_it_is_simulated(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert text.startswith("# Batch sizes, simulated: x\n")
     assert "The devices are simulated." in text
-    assert "Not in the peaks: workspaces of kernels" in text
+    assert "not in the peaks are workspaces of kernels" in text
     assert "zero2 holds the largest batch, 40 per process, 5 times the 8 of ddp.\n" in text
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 1

@@ -102,6 +102,5 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
     if form is not None and recipe.packing == "concatenate":
         raise UserError(
-            f"packing = concatenate: the data is {KINDS[form.kind]} a record (column {form.question}), and without "
-            "boundaries there is no loss on the answers alone. Use --packing documents or none"
+            "packing = concatenate: only documents stay whole for the loss on answers. Use --packing documents or none"
         )

@@ -92,9 +92,7 @@ def check_fields(path: Path, kwargs: dict) -> None:
         raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
     if len(record) > len(header):
         raise UserError(
-            f"{path}: its first record has {len(record)} fields and there are {len(header)} columns "
-            f"({', '.join(header)}). Put quotes around texts that contain the separator, or name another separator "
-            "with --delimiter"
+            f"{path}: {len(record)} fields, {len(header)} columns ({', '.join(header)}). Quote texts, or set delimiter"
         )
 
 

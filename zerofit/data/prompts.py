@@ -113,8 +113,7 @@ def read_causal_prompts(
     ids, cut_tokens = _with_room(ids, longest, config)
     if cut := sum(map(bool, cut_tokens)):
         notes.append(
-            f"warning   {cut:,} of {len(ids):,} prompts are cut at their beginning: {usable_positions(config):,} "
-            f"positions less max_new_tokens = {longest} are too few for them"
+            f"warning   {cut:,} of {len(ids):,} prompts lose their beginning, to leave max_new_tokens = {longest}"
         )
     prompts = Prompts(ids, records, form is not None, ends, sum(cut_tokens))
     kind = f"answered with at most {longest} tokens each"
@@ -143,10 +142,7 @@ def longest_answer(max_new_tokens: int, is_set: bool, config) -> int:
     if positions and not is_set:
         return min(max_new_tokens, positions // 2)
     if positions and max_new_tokens >= positions:
-        raise UserError(
-            f"max_new_tokens = {max_new_tokens}: the model has {positions:,} positions, for prompts as well. "
-            "Choose fewer"
-        )
+        raise UserError(f"max_new_tokens = {max_new_tokens}: the model has {positions:,} positions. Choose fewer")
     return max_new_tokens
 
 

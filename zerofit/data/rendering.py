@@ -65,10 +65,7 @@ class Renderer:
 
     @property
     def _no_template(self) -> str:
-        return (
-            f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; name one with --chat_template, a "
-            ".jinja file or a known name"
-        )
+        return f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; name one with --chat_template"
 
     def check_conversations(self) -> None:
         """Raises UserError if this model cannot take part in a conversation."""

@@ -185,15 +185,13 @@ def prepare_text(
         sets[part] = PackedBlocks(documents, block_size, packing == "documents", padding_token(tokenizer), limit)
         if not len(sets[part]):
             raise UserError(
-                f"block_size = {block_size} leaves no {part} sample: there are {documents.num_tokens} tokens. "
-                "Choose a smaller one, or --packing documents, which fills the last block up"
+                f"block_size = {block_size} leaves no {part} sample of {documents.num_tokens} tokens. Make it smaller"
             )
     stats = next(iter(sets.values())).stats
     mean, notes = stats.tokens / stats.documents, []
     if packing == "documents" and mean < block_size / 4:
         notes.append(
-            f"hint      a document has {mean:.0f} tokens on average, and attention stays inside it. Lines of longer "
-            "texts? --packing concatenate, or another --document_separator"
+            f"hint      a document has {mean:.0f} tokens on average. Lines of longer texts? --packing concatenate"
         )
     return TextData(sets.get("train"), sets.get("validation"), tokenizer, block_size, notes)
 
@@ -232,8 +230,7 @@ def _ids_of(tokenizer, texts: list[str]) -> list[np.ndarray]:
     needed, free = BYTES_PER_CHARACTER * longest, psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"a text has {longest:,} characters: to tokenise it takes {needed / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free. Cut it into several records, or name a --document_separator"
+            f"a text has {longest:,} characters, too many for {free / 2**30:.1f} GiB of free memory. Cut it up"
         )
     rows = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
     return [np.array(row, np.int32) for row in rows]

@@ -9,7 +9,6 @@ from typing import Any
 from datasets import Dataset, Value
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import columns_present
 from zerofit.recipe.errors import UserError
 
 DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
@@ -37,10 +36,7 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     for good, bad in PREFERENCES:
         if {good, bad} <= set(table.column_names):
             raise UserError(
-                f"the records are preferences: two answers each, of which one is better ({good}, {bad}). train/clm.py "
-                "trains on them with --preference_loss dpo (the columns chosen and rejected). To train on the better "
-                "answers alone, write them into "
-                f"a file of prompts and answers, or name columns with {remedy}; {columns_present(table)}"
+                f"the records are preferences ({good}, {bad}): train/clm.py takes --preference_loss dpo, or name {remedy}"
             )
     verdicts = [name for name in VERDICTS if name in table.column_names and table.features[name] == Value("bool")]
     return verdicts[0] if verdicts else None

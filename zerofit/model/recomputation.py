@@ -68,20 +68,12 @@ def check_recomputation(model: torch.nn.Module, which: bool | str | int) -> None
     """Raises UserError where a model (not a stage of it) cannot recompute what gradient_checkpointing says."""
     name, option = f"a {model.config.model_type} ({type(model).__name__})", "gradient_checkpointing"
     if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"{option}: the code of {name} cannot compute its blocks again. Remove this option; a smaller "
-            "--per_device_train_batch_size also saves activations"
-        )
+        raise UserError(f"{option}: {name} cannot compute blocks again. Remove it, or use a smaller batch")
     layers = count_layers(model)
     if which is not True and not layers:
-        raise UserError(
-            f"{option} = {which}: the code of {name} computes all blocks again, or none. Use --{option} full"
-        )
+        raise UserError(f"{option} = {which}: {name} computes all blocks again, or none. Use --{option} full")
     if type(which) is int and which > layers:
-        raise UserError(
-            f"{option} = {which}: every {which}-th layer is to be computed again, and {name} has {layers} layers. Use "
-            f"--{option} N with an N of at most {layers}, full or selective"
-        )
+        raise UserError(f"{option} = {which}: {name} has {layers} layers. Choose at most that, full or selective")
 
 
 def count_layers(model: torch.nn.Module) -> int:

@@ -75,15 +75,10 @@ def possible_lengths(given: list[str], config) -> list[int]:
     positions = usable_positions(config)
     if given == ["auto"]:
         if positions is None:
-            raise UserError(
-                f"lengths = auto: positions do not limit the rows of a {config.model_type}. Set --lengths 8k,16k,32k"
-            )
+            raise UserError(f"lengths = auto: a {config.model_type} has no limit. Set --lengths 8k,16k,32k")
         return sorted({*range(STEP, positions + 1, STEP), positions})
     lengths = read_lengths(given)
     beyond = [str(length) for length in lengths if positions and length > positions]
     if beyond:
-        raise UserError(
-            f"lengths = {' '.join(given)}: the model has {positions} positions (max_position_embeddings), and "
-            f"{', '.join(beyond)} {'are' if len(beyond) > 1 else 'is'} more. Choose {positions} or less"
-        )
+        raise UserError(f"lengths = {' '.join(given)}: the model has {positions} positions. Choose less")
     return lengths

@@ -115,10 +115,7 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
     if task not in TASKS:
         if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)
-        raise UserError(
-            "the task is unknown: recipes in folders called clm, cls or seq2seq have one; for others, and without "
-            f"--config, set --task to one of {', '.join(TASKS)}"
-        )
+        raise UserError(f"the task is unknown: set --task to one of {', '.join(TASKS)}")
     return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
 

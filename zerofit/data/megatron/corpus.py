@@ -205,10 +205,7 @@ def _mapped(prefix: str) -> Corpus:
     width, num_bytes = corpus.dtype().itemsize, content.stat().st_size
     tokens = int(lengths.sum(dtype=np.int64))
     if num_bytes != tokens * width:
-        raise ValueError(
-            f"{content} has {num_bytes:,} bytes, and {tokens:,} tokens of {width} bytes in {index}: it is truncated, "
-            "or from another corpus"
-        )
+        raise ValueError(f"{content}: {num_bytes:,} bytes, and {tokens:,} tokens of {width} bytes in {index}")
     portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
     if int(pointers[-1]) + int(lengths[-1]) * width != num_bytes or not rises:
@@ -229,10 +226,7 @@ def read_card(prefix: str) -> Card | None:
         card = parse_json(path.read_text(encoding="utf-8"))
         return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not a file of `zerofit prepare` ({type(error).__name__}: {first_line(error)}). Remove it, or "
-            "prepare the corpus again"
-        ) from None
+        raise UserError(f"{path} is no file of `zerofit prepare` ({type(error).__name__}). Remove it") from None
 
 
 def tokenizer_fingerprint(tokenizer) -> str:

@@ -162,10 +162,7 @@ class PairEncoder:
         text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
         self.prefix_size, self.separator_size = prefixed - text, two - 2 * text
         if self.prefix_size >= self.room:
-            raise UserError(
-                f"source_prefix = {self.prefix!r} and max_source_length = {widths[0]}: the prefix leaves no room for "
-                "the source. Make it shorter, or max_source_length larger"
-            )
+            raise UserError(f"source_prefix = {self.prefix!r} fills max_source_length = {widths[0]}: shorten it")
 
     def _marks(self, **text: str) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""

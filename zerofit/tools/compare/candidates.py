@@ -63,12 +63,7 @@ def read_candidates(names: list[str]) -> list[Candidate]:
     parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
     wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
     if wrong:
-        raise UserError(
-            [
-                f"strategy {name!r}: {text!r} sets nothing. Write STRATEGY:option=value, e.g. zero2:lora=true"
-                for name, text in wrong
-            ]
-        )
+        raise UserError([f"strategy {name!r}: {text!r} sets nothing, as zero2:lora=true does" for name, text in wrong])
     configs = find_strategies([strategy for strategy, *_ in parts.values()])
     return [
         Candidate(name, configs[strategy], dict(_pair(text) for text in pairs))
@@ -109,10 +104,7 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     values["max_eval_samples"] = one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
-        notes.append(
-            f"global_batch_size = {options.global_batch_size} is ignored, since batch sizes are compared; updates "
-            "accumulate 2 micro-batches, so that gradients are held while the second is computed"
-        )
+        notes.append(f"global_batch_size = {options.global_batch_size} is ignored: batch sizes are compared")
     return TrialRecipe(values, notes)
 
 

@@ -53,8 +53,7 @@ class AnswerJournal:
         differing = [name for name in asked if self.lines and self.header.get(name) != asked[name]]
         if differing:
             raise UserError(
-                f"output = {str(self.output)!r}: {self.path.name} holds {len(self.lines)} answers of a run with other "
-                f"{', '.join(differing)}. Repeat its command to complete it, remove that file, or name another output"
+                f"output = {str(self.output)!r}: {self.path.name} has another {', '.join(differing)}. Remove it"
             )
         try:
             if self.lines:

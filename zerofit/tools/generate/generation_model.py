@@ -43,16 +43,11 @@ def find_model(options: GenerateOptions) -> ModelSource:
         return ModelSource(name, None, config, read_tokenizer("model", name, config, trust))
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
-        raise UserError(
-            f"model = {name!r} is an adapter itself, and adapter = {options.adapter!r} another: name the base as "
-            "--model, or remove --adapter"
-        )
+        raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
     adapter = open_adapter(name if names_adapter else options.adapter, "model" if names_adapter else "adapter")
     option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
     if adapter.settings.get("task_type") == "SEQ_CLS":
-        raise UserError(
-            f"{str(adapter.path)!r} is the adapter of a classifier: it classifies texts and does not write any"
-        )
+        raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
     _auto_class(config, base)
     where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
     return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
@@ -95,10 +90,7 @@ def load(source: ModelSource, options: GenerateOptions):
 def _read(source: ModelSource, **how):
     model, missing = read_model(_auto_class(source.config, source.name), "model", source.name, source.config, **how)
     if missing:
-        raise UserError(
-            f"model = {source.name!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
-            f"{missing[0]}, or has them in another shape: it would write random texts"
-        )
+        raise UserError(f"model = {source.name!r} lacks {len(missing)} weights, such as {missing[0]}")
     return model
 
 
@@ -109,8 +101,5 @@ def _auto_class(config, name: str):
     unknown = type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map")
     if non_writers or unknown:
         kind = non_writers[0] if non_writers else config.model_type
-        raise UserError(
-            f"model = {name!r} is a {kind}: it classifies or represents texts, and does not write any. Name a causal "
-            "language model or an encoder-decoder"
-        )
+        raise UserError(f"model = {name!r} is a {kind}, which writes no text. Name one for CAUSAL_LM or SEQ_2_SEQ_LM")
     return auto_class

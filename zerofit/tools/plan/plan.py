@@ -160,15 +160,12 @@ def make_budget(options, gpu: Gpu | None, on_gpu: bool) -> Budget:
     elif host:
         device = host // min(options.num_gpus, options.gpus_per_node)
     else:
-        raise UserError(
-            "gpu = cpu: its memory is not known. Set --gpu_memory (of one process), e.g. --gpu_memory 4GiB"
-        )
+        raise UserError("gpu = cpu: set the memory of one process, e.g. --gpu_memory 4GiB")
     taken, by = (CUDA_CONTEXT_BYTES, "the CUDA context") if on_gpu else (CPU_PROGRAM_BYTES, "buffers of its libraries")
     if device <= taken:
         raise UserError(
             f"{stated[1] if stated else f'host_memory = {options.host_memory}'}: a process takes about {size(taken)} "
-            f"before there is a model ({by}). Set --gpu_memory to what one {'GPU' if on_gpu else 'process'} has, e.g. "
-            f"--gpu_memory {'24GiB' if on_gpu else '2GiB'}"
+            f"without a model ({by}). Set --gpu_memory, e.g. to {'24GiB' if on_gpu else '2GiB'}"
         )
     return Budget(device, host, options.num_gpus, options.gpus_per_node)
 

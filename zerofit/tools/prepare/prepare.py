@@ -35,9 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         with _ended_in_order():
             return (join if argv[0] == "merge" else info)(options)
     if argv and not argv[0].startswith("-"):
-        raise UserError(
-            f"zerofit prepare {argv[0]}: type zerofit prepare --input ..., or zerofit prepare merge or info"
-        )
+        raise UserError(f"zerofit prepare {argv[0]}: use zerofit prepare --input ..., merge or info")
     try:
         options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
     except SystemExit:

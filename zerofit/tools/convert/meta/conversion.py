@@ -96,9 +96,7 @@ def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
     """
     source = Path(model_folder(options.input))
     if not (source / "config.json").is_file():
-        raise UserError(
-            f"input = {options.input!r} is not a folder with a config.json. Name a model's folder, or a run's"
-        )
+        raise UserError(f"input = {options.input!r} has no config.json. Name a model's folder, or a run's")
     config = read_config("input", str(source))
     says = f"input = {str(source)!r}"
     check_config(config, says, options.shards)
@@ -165,8 +163,5 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
             raise RuntimeError(f"{weight.meta} converted back differs from {unlike[0]}. Nothing is written")
     lines = [f"proven       shapes, and {len(meta.weights)} weights there and back, bit for bit"]
     if unlike_copies:
-        lines.append(
-            f"warning: {len(unlike_copies)} weights, such as {unlike_copies[0]}, should be the same in all of Meta's "
-            "files and are not: those of the first are taken"
-        )
+        lines.append(f"warning: {len(unlike_copies)} weights, such as {unlike_copies[0]}, differ; the first are taken")
     return lines
