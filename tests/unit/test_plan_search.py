@@ -85,26 +85,15 @@ def test_the_rows_were_predicted_by_this_tree():
     assert planner.speed(outcome.resolved, row.micro_batch).time.seconds == pytest.approx(row.predicted, rel=1e-3)
 
 
-def test_a_machine_states_what_no_option_does(tmp_path):
+def test_a_machine_states_what_no_option_does():
     def stated(*flags) -> PlanOptions:
         return read_with_recipe(PlanOptions, [*RECIPE, *map(str, flags)], prog="plan")[0]
 
     named = stated("--machine", "p4d.24xlarge", "--num_gpus", 16, "--network_bandwidth", 3)
     assert (named.gpu, named.gpus_per_node, named.num_gpus) == ("a100-40gb", 8, 16)
     assert (named.network_bandwidth, named.host_memory) == (3, "1152GiB")
-    file = tmp_path / "mine.yaml"
-    file.write_text("gpu: l4-24gb\ngpus_per_node: 4\nnetwork_bandwidth: 2.5\n")
-    mine = stated("--machine", file)
-    assert (mine.gpu, mine.num_gpus, mine.network_bandwidth) == ("l4-24gb", 4, 2.5)
 
 
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [("gpus: 4\n", "gpus is not one"), ("gpus_per_node: two\n", "gpus_per_node"), ("- 1\n", "expected some of")],
-)
-def test_a_wrong_topology_is_named(content, named, tmp_path, capsys):
-    (tmp_path / "mine.yaml").write_text(content)
-    assert main(["plan", *RECIPE, "--machine", str(tmp_path / "mine.yaml")]) == 2
-    assert named in capsys.readouterr().err
+def test_a_machine_that_is_not_known_is_named(capsys):
     assert main(["plan", *RECIPE, "--machine", "dgx-h10"]) == 2
     assert "dgx-h100" in capsys.readouterr().err

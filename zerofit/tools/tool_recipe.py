@@ -4,7 +4,9 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import yaml
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError
@@ -68,6 +70,17 @@ class LaunchedStrategiesOptions(StrategiesOptions):
     """Which strategies are launched"""
 
     num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
+
+
+@dataclass(frozen=True)
+class ToolRecipe:
+    """The recipe of a tool's launches: its options, and notes on what differs from the user's recipe."""
+
+    values: dict[str, Any]
+    notes: list[str]
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
 
 
 def parse_bytes(text: str) -> int:

@@ -64,13 +64,13 @@ def main(argv: list[str] | None = None) -> int:
     find = (
         LengthPlanner(planner, lengths).find
         if lengths
-        else partial(planner.find, sizes=options.sizes, max_batch_size=options.max_batch_size)
+        else partial(planner.find, sizes=options.micro_batches, max_batch_size=options.max_batch_size)
     )
     with doing() as say_now:
         find_all(model, outcomes, find, lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"))
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
-    report = PlanReport(outcomes, planner, lengths, bool(options.sizes))
+    report = PlanReport(outcomes, planner, lengths, bool(options.micro_batches))
     scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
     found = json.dumps(report.to_json(), indent=2)
     if options.json == "-":

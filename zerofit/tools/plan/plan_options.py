@@ -2,14 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
-from zerofit.recipe.parsing import read_yaml
-from zerofit.tools.lengths_option import length_problems
+from zerofit.tools.lengths_option import SizesOptions, length_problems
 from zerofit.tools.tool_recipe import StrategiesOptions, parse_bytes
 
 # Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
@@ -33,36 +31,19 @@ MACHINES: dict[str, dict[str, Any]] = {
     "1x-rtx4090": {"gpu": "rtx4090-24gb", "gpus_per_node": 1, "host_memory": "64GiB", "network_bandwidth": 1.25},
     "2x-rtx4090": {"gpu": "rtx4090-24gb", "gpus_per_node": 2, "host_memory": "128GiB", "network_bandwidth": 1.25},
 }
-KEYS = ("gpu", "gpus_per_node", "gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth",
-        "memory_bandwidth", "peak_tflops")  # fmt: skip
 
 
 def find_machine(name: str) -> dict[str, Any]:
-    """The options of a machine by its name, or of a topology file (NAME.yaml) with some of KEYS.
+    """The options of a machine by its name.
 
     Raises:
-        UserError: there is no such machine or file; a key or value that the plan does not have.
+        UserError: there is no such machine.
     """
     if name.lower() in MACHINES:
         return MACHINES[name.lower()]
-    if not name.endswith((".yaml", ".yml")):
-        close = nearest(name.lower(), MACHINES)
-        suggestion = f"Did you mean {close}? " if close else ""
-        raise UserError(
-            f"machine = {name!r} is not known. {suggestion}Known are {', '.join(MACHINES)}. For another one name a "
-            f".yaml file with {', '.join(KEYS)}"
-        )
-    found = read_yaml(Path(name))
-    if not isinstance(found, dict) or not found or not set(found) <= set(KEYS):
-        unknown = sorted(map(str, set(found) - set(KEYS))) if isinstance(found, dict) else []
-        named = f" ({', '.join(unknown)} is not one)" if unknown else ""
-        raise UserError(f"machine = {name}: expected some of {', '.join(KEYS)}{named}")
-    for key, value in found.items():
-        is_text = key in ("gpu", "gpu_memory", "host_memory")
-        kinds = str if is_text else int if key == "gpus_per_node" else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or (not is_text and value <= 0):
-            raise UserError(f"machine = {name}: {key} = {value!r} is no {'text' if is_text else 'number above 0'}")
-    return found
+    close = nearest(name.lower(), MACHINES)
+    suggestion = f"Did you mean {close}? " if close else ""
+    raise UserError(f"machine = {name!r} is not known. {suggestion}Known are {', '.join(MACHINES)}")
 
 
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
@@ -105,7 +86,7 @@ class SpeedOptions(Recipe):
 
 
 @dataclass
-class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
+class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions):
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
     strategies: list[str] = option(  # noqa: RUF009
@@ -117,10 +98,7 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
     )
     machine: str | None = option(
-        None,
-        "A known machine, such as dgx-h100 or p5.48xlarge, or a .yaml file: what it states of gpu, gpus_per_node, "
-        "gpu_memory, host_memory, link_bandwidth, network_bandwidth, memory_bandwidth and peak_tflops.",
-        common=True,
+        None, "A known machine, such as dgx-h100 or p5.48xlarge: its GPUs, host memory and network.", common=True
     )
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
     gpu_memory: str | None = option(
@@ -131,24 +109,12 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
     host_memory: str | None = option(
         None, "Memory of one machine, e.g. 1TiB; by default host memory is predicted and not checked.", common=True
     )
-    batch_sizes: list[str] = option(  # noqa: RUF009
-        ["auto"], "auto: find the largest micro-batch; or the micro-batches to predict: 1,8,40.", common=True
-    )
-    lengths: list[str] | None = option(  # noqa: RUF009
-        None,
-        "Find the longest rows that fit with the recipe's per_device_train_batch_size, or 1: auto (multiples of "
-        "1024 up to the model's positions), or the lengths to try: 8k,16k,32k.",
-        common=True,
-    )
     max_batch_size: int = option(4096, "The largest micro-batch to try.", positive=True)
     max_global_batch_size: int | None = option(
         None, "Find each strategy's fastest global batch of at most this many samples.", positive=True, common=True
     )
     tokens: float | None = option(
         None, "Add the days and GPU-hours of training on this many tokens: 100e9.", positive=True, common=True
-    )
-    price: float | None = option(
-        None, "Of a GPU-hour: with --tokens, the report adds what the training costs.", positive=True, common=True
     )
     mean_length: float | None = option(
         None,
@@ -186,12 +152,6 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
             self.adopt("num_gpus", self.gpus_per_node, f"--machine {self.machine}")
 
     @property
-    def sizes(self) -> list[int] | None:
-        """The micro-batches that were named, in order; None: auto."""
-        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
-        return None if texts == ["auto"] else sorted({int(text) for text in texts})
-
-    @property
     def device_memory(self) -> tuple[str, str] | None:
         """(size of one device, what states it); None: it is that of the named GPU."""
         told = os.environ.get(MEMORY_VARIABLE)
@@ -205,13 +165,6 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
             f"{source}: expected a size such as {example}"
             for text, source, example in self._sizes_of_memory() if not _is_size(text)
         ]  # fmt: skip
-        given = " ".join(self.batch_sizes)
-        try:
-            is_wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
-        except ValueError:
-            is_wrong = True
-        if is_wrong:
-            found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
         if not self.gpu and not self.device_memory:
             found.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
@@ -220,8 +173,6 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
         found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
-        if self.price and not self.tokens:
-            found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
         if self.mean_length and not self._pads:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found

@@ -38,13 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     options.tolerance = options.tolerance or TOLERANCES[precision]
     say(
         f"recipe    {source or 'of flags'}",
-        *(f"changed   {change}" for change in short.changes),
+        *(f"changed   {change}" for change in short.notes),
         f"compared  to {options.tolerance:g}, in {precision}",
         f"folder    {output}",
     )
     output.mkdir(parents=True, exist_ok=True)
     (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
-    proof = Proof(options, configs, output, output / RECIPE, short.save_steps)
+    proof = Proof(options, configs, output, output / RECIPE, options.save_steps or max(1, options.updates // 6))
     with ending_in_order():
         proof.run()
     (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
