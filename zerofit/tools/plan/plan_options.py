@@ -127,12 +127,6 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
         "The model's shape, where the recipe's weights are not at hand: a name that is known offline, or a folder "
         "with a config.json.",
     )
-    search: bool = option(
-        False,
-        "Find the fastest of all layouts, micro-batches, ways of recomputing, losses and optimizers together; its "
-        "pair, recipe and command are written into --write (by default outputs/plan).",
-        common=True,
-    )
     top: int = option(10, "Rows of the table.", positive=True)
     write: str | None = option(
         None,
