@@ -79,7 +79,7 @@ def test_partitions_within_a_machine_follow_a_checkpoint(runs, start, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "2")])
+@pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "full")])
 def test_a_run_goes_on_in_another_layout_with_recomputed_activations(runs, start, tmp_path, strategy, which):
     output = tmp_path / "run"
     shutil.copytree(runs["single"], output, symlinks=True)

@@ -155,7 +155,6 @@ def test_every_launcher_makes_the_same_run(text, cache, tmp_path):
         ("--loss full", 1e-5),
         ("--gradient_checkpointing", 1e-5),
         ("--gradient_checkpointing selective", 1e-5),
-        ("--gradient_checkpointing 2", 1e-5),
         ("--attn_implementation eager", 1e-5),
         ("--dataloader_num_workers 1", 1e-5),
         ("--precision bf16", 2e-2),

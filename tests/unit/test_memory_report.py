@@ -161,7 +161,6 @@ def test_every_layer_can_be_recomputed_where_some_are():
         found = remedies(shortage(recipe=ClmRecipe(gradient_checkpointing=which, lora=True), host_free=0))
         return next((one.saves for one in found if one.option == "--gradient_checkpointing full"), 0)
 
-    assert saved(2) / GIB == pytest.approx(26 - 1 - (26 - 0.5) / 12)  # 12 layers are whole
     assert saved("selective") is None
     assert saved(True) == 0
 

@@ -15,7 +15,7 @@ from zerofit.estimate.model_states import deepspeed_states, torch_states
 from zerofit.estimate.peak import find_peak, pinned, training_moments
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
-from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings
+from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model import chunked_loss
 from zerofit.strategy.gpu_table import GPUS
@@ -216,25 +216,6 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
         for steps in (composed, every)
     ]
     assert completed[0] == completed[1]
-
-
-def test_every_nth_layer_is_put_together_from_two_traces(monkeypatch):
-    rows, every = Rows("clm", 48), 2
-    of = {which: tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=which) for which in (True, False)}
-    composed = EveryNth(of[True], of[False], every).steps(2)
-    full, none = (of[which].steps(2) for which in (True, False))
-    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
-    traced = tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=every).steps(2)
-    completed = [
-        [(one.completed, one.place, one.start, one.rise, one.gradient) for one in steps if one.completed]
-        for steps in (composed, traced)
-    ]
-    assert len(completed[0]) > 50
-    assert completed[0] == completed[1]
-    most = [max(one.start + one.rise for one in steps) for steps in (full, composed, traced, none)]
-    assert most[0] < most[1] == most[2] < most[3]
-    operations = [sum(len(one.operations) for one in steps) for steps in (none, composed, traced, full)]
-    assert operations[0] < operations[1] == operations[2] < operations[3]
 
 
 def test_every_gradient_is_counted_once():

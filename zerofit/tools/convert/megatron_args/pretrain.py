@@ -224,7 +224,7 @@ def _memory(done: ConvertedScript) -> None:
             if flags.has(name):
                 carry(done, name, "gradient_checkpointing", True)
     if flags.text("recompute_method") == "block":
-        flags.none("recompute_method", "all layers are recomputed; --gradient_checkpointing K takes every K-th")
+        flags.none("recompute_method", "all layers are recomputed")
     if flags.has("checkpoint_in_cpu"):
         if "gradient_checkpointing" in done.recipe:
             carry(done, "checkpoint_in_cpu", "activation_offload", True)
