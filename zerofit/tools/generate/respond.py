@@ -28,15 +28,13 @@ def respond(options: GenerateOptions) -> int:
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
         say_aside("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
-    check_output(options.output)
-    if options.prompt_file and options.output:
+    if options.output:
         return answer_file(asked, options)
-    output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
     if options.chat:
         converse(writer, renderer, lines_of_stdin())
     else:
-        complete(writer, renderer, prompts, output)
+        complete(writer, renderer, prompts)
     return 0
 
 
@@ -48,24 +46,6 @@ def find(options: GenerateOptions) -> Asked:
     source = find_model(options)
     renderer = Renderer(source.tokenizer, source.config, options.chat_template, options.raw, options.system_prompt)
     return Asked(source, renderer, prompts)
-
-
-def check_output(name: str | None) -> None:
-    """Raises UserError unless it is the name of a .jsonl file."""
-    if name is not None and Path(name).suffix != ".jsonl":
-        raise UserError(f"output = {name!r}: expected the name of a .jsonl file")
-
-
-def _open(name: str | None):
-    """The file for generated texts, opened before the model is loaded; None if there is none."""
-    if name is None:
-        return None
-    path = Path(name).expanduser()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"output = {name!r} cannot be written: {error.strerror}") from None
 
 
 ROLES = ("system", "user", "assistant")

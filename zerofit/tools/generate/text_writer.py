@@ -1,8 +1,6 @@
 """Writing: a model continues one prompt after another, token by token onto stdout, or several at once."""
 
-import json
 import sys
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -163,21 +161,17 @@ class Writer(Positions):
         return [(self.tokenizer.decode(ids, skip_special_tokens=True), len(ids)) for ids in new]
 
 
-def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=None) -> None:
-    """Continue each prompt by itself, and write a record of each to `output` if there is one.
+def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt]) -> None:
+    """Continue each prompt by itself.
 
     Raises:
         UserError: a prompt is too long; raised before any is continued.
     """
     rows, cut = writer.rows(prompts, renderer)
-    with output or nullcontext():
-        for number, (prompt, ids) in enumerate(zip(prompts, rows)):
-            if len(prompts) > 1:
-                shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
-                say_aside(f"[{number + 1}/{len(prompts)}] {shown}")
-            if cut[number]:
-                say_aside(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
-            text = writer.write(ids, number)
-            if output:
-                output.write(json.dumps({**prompt.record, "generated": text}, ensure_ascii=False) + "\n")
-                output.flush()
+    for number, (prompt, ids) in enumerate(zip(prompts, rows)):
+        if len(prompts) > 1:
+            shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
+            say_aside(f"[{number + 1}/{len(prompts)}] {shown}")
+        if cut[number]:
+            say_aside(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
+        writer.write(ids, number)
