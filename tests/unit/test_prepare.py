@@ -625,37 +625,6 @@ def test_what_is_not_joined(data, tokenizers, small, tmp_path, made, capsys):
     )
 
 
-def edit(path: Path, place: int, kind: type, number: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(np.array([number], kind).tobytes())
-
-
-def test_info_on_damaged_corpora(small, tmp_path, capsys):
-    source = write_lines(tmp_path / "a.jsonl", ["one", "two and two", "three"])
-    made = prepared(tmp_path, source, small)
-    binary, index, card = (Path(f"{made}{ending}") for ending in (".bin", ".idx", ".json"))
-    whole = {path: path.read_bytes() for path in (binary, index, card)}
-    lengths = np.frombuffer(whole[index], np.int32, 3, 34)
-    damages = [
-        (lambda: edit(index, 34 + 12 + 8, np.int64, 2), "does not begin where the one before it ends"),
-        (lambda: edit(binary, 0, np.uint16, 60_000), "ids are below 300"),
-        (lambda: card.write_text(whole[card].decode().replace('"documents": 3', '"documents": 4')), "documents = 4"),
-        (
-            lambda: (edit(index, 34, np.int32, 0), edit(index, 38, np.int32, lengths[1] + lengths[0])),
-            "has the length 0",
-        ),
-    ]
-    for damage, said in damages:
-        damage()
-        assert prepare("info", "--input", made) == 2
-        shown = capsys.readouterr()
-        assert said in shown.out + shown.err, said
-        for path, held in whole.items():
-            path.write_bytes(held)
-    assert prepare("info", "--input", made) == 0
-
-
 def test_the_order_is_that_of_the_inputs(small, tmp_path):
     for name in ("b", "a", "c"):
         write_lines(tmp_path / f"{name}.jsonl", [name])
@@ -711,12 +680,3 @@ def test_which_tokenizers_have_a_memo():
         bpe(pre_tokenizer=metaspace, model={"ignore_merges": True, "vocab": {"\u2581": 0}}),
     ):  # fmt: skip
         assert not allows_memo(parts), parts
-
-
-def test_info_on_a_good_corpus(made, texts, tokenizers, capsys):
-    assert prepare("info", "--input", f"{made['gpt2'][0]}.idx") == 0
-    said = capsys.readouterr().out
-    assert f"{len(texts):,} (1 empty), {len(texts) - 1:,} sequences" in said
-    assert tokenizer_fingerprint(tokenizers["gpt2"])[:16] in said
-    assert f"end          id {tokenizers['gpt2'].eos_token_id}" in said
-    assert "document 0   ' \\n<|endoftext|>'" in said

@@ -62,31 +62,19 @@ class PrepareOptions(Recipe):
 
 
 @dataclass
-class CorporaOptions(Recipe):
-    """What corpora hold, and whether they are complete"""
+class JoinOptions(Recipe):
+    """Several corpora, one after another, as one"""
 
     input: list[str] | None = option(  # noqa: RUF009
         None, "Prefixes of corpora, what stands before .bin; or folders of them, taken in the order of their names."
     )
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not self.input:
-            problems.append(
-                "no input: set --input to the prefixes of corpora, what stands before .bin, or to a folder"
-            )
-        return problems
-
-
-@dataclass
-class JoinOptions(CorporaOptions):
-    """Several corpora, one after another, as one"""
-
     output_prefix: str | None = option(None, "What the new corpus is called, without .bin.")
     overwrite: bool = option(False, "Replace a corpus of that name.")
 
     def problems(self) -> list[str]:
         problems = super().problems()
+        if not self.input:
+            problems.append("no input: set --input to prefixes of corpora, what stands before .bin, or to a folder")
         if not self.output_prefix:
             problems.append("no output: set --output_prefix to what the new corpus is to be called")
         return problems
