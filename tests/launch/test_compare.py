@@ -184,7 +184,7 @@ def test_pairs_are_generated_from_too(material, tmp_path, cache):
 def test_a_limit_below_what_a_process_needs_is_told_after_one_launch(recipe, tmp_path, strategies):
     code, said = run(recipe, tmp_path / "low", "--strategies", strategies, "--memory_limit", "100MiB")
     assert code == 2
-    assert "MiB before it has a model or a batch, and the limit is 100 MiB" in said
+    assert "memory_limit: 100 MiB, of which an empty process takes" in said
     assert len(journal(tmp_path / "low", "launch")) == len(strategies.split(",")), "one for each strategy"
 
 

@@ -277,7 +277,7 @@ def test_bad_records_are_named_or_left_out(tmp_path, prepare):
     assert any("2 of 22 records" in note for note in data.notes)
     only_bad = write_records(tmp_path / "bad.jsonl", [talk(0, 1)])
     said = refusal(prepare, only_bad, "--skip_bad_records")
-    assert "has no record that can be used" in said
+    assert "has no usable record" in said
     assert "--dialogue_column or --source_column or --target_column" in said
 
 

@@ -86,8 +86,9 @@ def edit_weights(folder: Path, change, number: int = 0) -> None:
 # ----------------------------------------------------------------------------------------- weights that know something
 
 
-def test_metas_weights_give_transformers_logits(data, tmp_path, capsys):
-    run("meta-to-hf", data("models/llama/meta"), tmp_path / "hf", "--max_shard_size", "300kB")
+def test_metas_weights_give_transformers_logits(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(conversion, "LARGEST_FILE", 300_000)
+    run("meta-to-hf", data("models/llama/meta"), tmp_path / "hf")
     assert "47 weights there and back" in capsys.readouterr().out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4
     assert max(file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")) < 310_000
@@ -197,7 +198,7 @@ def test_norms_that_differ_between_files_are_told(tmp_path, capsys):
     run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", "2")
     edit_weights(tmp_path / "meta", lambda tensors: tensors["norm.weight"].add_(1), number=1)
     run("meta-to-hf", tmp_path / "meta", tmp_path / "two", "--tokenizer", "none")
-    assert "1 weights, such as norm.weight, should be the same" in capsys.readouterr().out
+    assert "1 weights, such as norm.weight, differ" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------- tokenizers
@@ -234,9 +235,7 @@ def test_missing_files(tmp_path, capsys):
     run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", "4")
     for number in (2, 3):
         (tmp_path / "meta" / f"consolidated.0{number}.pth").unlink()
-    assert "has 2 consolidated files, and their weights are cut for 4" in refused(
-        capsys, tmp_path / "meta", tmp_path / "hf"
-    )
+    assert "has 2 consolidated files, cut for 4" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
     (tmp_path / "meta" / "consolidated.00.pth").unlink()
     assert "lacks consolidated.00.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
     (tmp_path / "meta" / "consolidated.01.pth").unlink()
@@ -283,9 +282,7 @@ def test_weights_that_are_not_a_llamas(tmp_path, meta, capsys):
 def test_folders_and_options_that_do_not_fit(tmp_path, meta, capsys):
     assert "no tokenizer.model. Name it with --tokenizer FILE" in refused(capsys, meta, tmp_path / "hf")
     none = ("--tokenizer", "none")
-    assert "rope_scaling_factor = 8" in refused(capsys, meta, tmp_path / "hf", *none, "--rope_scaling_factor", "8")
     assert "is not empty" in refused(capsys, meta, tmp_path / "small", *none)
-    assert "max_shard_size = 'big'" in refused(capsys, meta, tmp_path / "hf", "--max_shard_size", "big")
     (meta / "tokenizer.model").write_bytes(b"\x00nothing")
     assert "neither sentencepiece's nor tiktoken's" in refused(capsys, meta, tmp_path / "hf")
     assert main(["convert", "back", "--input", "x"]) == 2

@@ -267,7 +267,7 @@ def test_the_schedule_is_megatrons(flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--swiglu", "there is no family with swiglu, layernorm"),
+        ("--swiglu", "no family has swiglu, layernorm"),
         ("--disable-bias-linear", "no biases"),
         (OF_LLAMA + "--hidden-dropout 0.1", "a Llama of transformers always has 0"),
         ("--num-experts 8", "a mixture of experts"),
@@ -302,10 +302,10 @@ def test_replicas_share_the_global_batch():
     assert (done.recipe["per_device_train_batch_size"], done.layout.world, done.layout.strategy) == (2, 8, "zero3")
     few = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 4 --pipeline-model-parallel-size 3")
     assert (few.layout.world, few.recipe["per_device_train_batch_size"]) == (4, 1)
-    assert "4 processes and not to 8" in few.notes[0]
+    assert "4 processes, not 8" in few.notes[0]
     halved = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 2 --tensor-model-parallel-size 2")
     assert (halved.layout.world, halved.recipe["per_device_train_batch_size"]) == (4, 1)
-    assert "2 replicas of 2 processes and not to 4" in halved.notes[0]
+    assert "2 replicas of 2 processes, not 4" in halved.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_nothing_is_written_where_something_is_wrong(tmp_path, capsys):
     arguments = ["convert", "megatron-args", "--output", str(tmp_path / "x"), "--", *shlex.split(MINIMAL), "--swiglu"]
     assert zerofit(arguments) == 2
     assert not (tmp_path / "x").exists()
-    assert "there is no family" in capsys.readouterr().err
+    assert "no family has" in capsys.readouterr().err
     assert zerofit(["convert", "megatron-args"]) == 2
     assert "name a script" in capsys.readouterr().err
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
-from zerofit.tools.tool_recipe import parse_bytes
 
 
 @dataclass
@@ -30,23 +29,6 @@ class FromMetaOptions(ConvertOptions):
     tokenizer: str | None = option(
         None, "Meta's tokenizer.model; by default that of the input folder or of the one above. none: weights only."
     )
-    max_position_embeddings: int | None = option(
-        None,
-        "Longest text of the model, which Meta's files do not tell; by default that of its version.",
-        positive=True,
-    )
-    rope_scaling_factor: float | None = option(
-        None, "Of use_scaled_rope; by default 8 (Llama 3.1), and 32 with tied embeddings (3.2).", positive=True
-    )
-    max_shard_size: str = option("4GiB", "Largest .safetensors file; about as much memory is taken.")
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        try:
-            parse_bytes(self.max_shard_size)
-        except ValueError:
-            problems.append(f"max_shard_size = {self.max_shard_size!r}: expected a size such as 4GiB, 800MiB or 5GB")
-        return problems
 
 
 @dataclass
