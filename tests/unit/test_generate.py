@@ -128,9 +128,7 @@ def test_greedy_is_what_transformers_writes(tmp_path, tokenizer, generate, famil
 def test_the_streamed_text_is_the_text(model, generate, tmp_path):
     """Piece by piece, with what it keeps back until a word is whole."""
     file = tmp_path / "out.jsonl"
-    asked = ("--model", model, "--prompt", "a", "b c", "--max_new_tokens", 40)
-    done = generate(*asked)
-    generate(*asked, "--output", file)
+    done = generate("--model", model, "--prompt", "a", "b c", "--max_new_tokens", 40, "--output", file)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == ["a", "b c"]
     assert [len(line["generated"]) > 10 for line in lines] == [True, True]
@@ -176,11 +174,11 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
     records.write_text(json.dumps({"prompt": "one", "id": 3}) + "\n" + json.dumps({"messages": turns}) + "\n")
     output = tmp_path / "out.jsonl"
     generate("--model", model, "--prompt_file", records, "--max_new_tokens", 2, "--chat_template", template,
-             "--output", output, "--batch_size", 1)  # fmt: skip
+             "--output", output)  # fmt: skip
     assert [tokenizer.decode(ids) for ids in given.ids[3:]] == [
-        "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>",
         "<user>one<assistant>",
-    ], "the longest first"
+        "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>",
+    ]
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [sorted(line) for line in written] == [["generated", "prompt"], ["generated", "messages"]]
     assert written[1]["messages"] == turns[:3]
@@ -241,10 +239,11 @@ def test_it_ends_at_the_end_token(tmp_path, tokenizer, generate, given):
     end = next(token for place, token in enumerate(new) if place > 5 and token not in new[:place])
     settings = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [end, 5]}))
-    done = generate(*flags)
+    output = tmp_path / "out.jsonl"
+    generate(*flags, "--output", output)
     assert given.settings[1]["eos_token_id"] == sorted([0, 5, end])
     assert given.written[1][len(given.ids[1]) :] == new[: new.index(end) + 1]
-    assert done.out == tokenizer.decode(new[: new.index(end) + 1]) + "\n"
+    assert json.loads(output.read_text())["generated"] == tokenizer.decode(new[: new.index(end) + 1])
 
 
 def test_the_mark_after_a_turn_ends_it(tmp_path, tokenizer, generate, given):
@@ -260,13 +259,15 @@ def test_the_mark_after_a_turn_ends_it(tmp_path, tokenizer, generate, given):
 
 
 @pytest.mark.parametrize("on_a_terminal", [True, False])
-def test_an_empty_answer_is_a_word_where_a_person_reads(model, generate, monkeypatch, on_a_terminal):
+def test_an_empty_answer_is_a_word_where_a_person_reads(model, generate, monkeypatch, tmp_path, on_a_terminal):
     from transformers import GenerationMixin
 
     monkeypatch.setattr(GenerationMixin, "generate", lambda self, inputs, **settings: inputs)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: on_a_terminal)
-    done = generate("--model", model, "--prompt", "a", "--num_beams", 2)
+    output = tmp_path / "out.jsonl"
+    done = generate("--model", model, "--prompt", "a", "--num_beams", 2, "--output", output)
     assert done.out == ("[empty]\n" if on_a_terminal else "\n")
+    assert json.loads(output.read_text())["generated"] == ""
 
 
 def test_it_never_asks_for_more_than_the_models_positions(model, generate, given):

@@ -44,8 +44,6 @@ class WriterOptions(Recipe):
             problems.append("nothing to continue: give --prompt TEXT, --prompt_file FILE or --chat")
         if len(given) > 1:
             problems.append(f"{' and '.join(f'--{name}' for name in given)}: keep one of them")
-        if self.output and not self.output.endswith(".jsonl"):
-            problems.append(f"output = {self.output!r}: expected the name of a .jsonl file")
         if self.output and self.chat:
             problems.append(f"output = {self.output!r}: it goes with --prompt and --prompt_file, not with --chat")
         for name in ("chat", "system_prompt", "chat_template"):
@@ -53,19 +51,6 @@ class WriterOptions(Recipe):
                 problems.append(
                     f"--raw takes prompts as they are, and --{name} the chat template: keep one of the two"
                 )
-        return problems
-
-
-@dataclass
-class FileOptions(Recipe):
-    """How answers come into a file: with --output"""
-
-    batch_size: int = option(8, "Prompts that are answered at once.", positive=True)
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.is_changed("batch_size") and not self.output:
-            problems.append(f"batch_size = {self.batch_size}: it goes with --output")
         return problems
 
 
@@ -112,5 +97,5 @@ class SamplingOptions(Recipe):
 
 
 @dataclass
-class GenerateOptions(SamplingOptions, FileOptions, WriterOptions):
+class GenerateOptions(SamplingOptions, WriterOptions):
     """Let a model write."""

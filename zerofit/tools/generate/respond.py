@@ -13,39 +13,55 @@ from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
 from zerofit.record.terminal import say_aside
-from zerofit.tools.generate.answers import Asked, answer_file
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.generate.generation_model import find_model, load
+from zerofit.tools.generate.generation_model import ModelSource, find_model, load
 from zerofit.tools.generate.text_writer import Writer, complete
 
 
 def respond(options: GenerateOptions) -> int:
     """Answer. Returns the exit code."""
     silence_libraries()
-    asked = find(options)  # finds every mistake that does not need the weights, which take long
-    source, renderer, prompts = asked.source, asked.renderer, asked.prompts
+    source, renderer, prompts = find(options)  # every mistake that does not need the weights, which take long
     if options.chat or any(prompt.messages for prompt in prompts):
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
         say_aside("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
-    if options.output:
-        return answer_file(asked, options)
+    check_output(options.output)
+    output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
     if options.chat:
         converse(writer, renderer, lines_of_stdin())
     else:
-        complete(writer, renderer, prompts)
+        complete(writer, renderer, prompts, output)
     return 0
 
 
-def find(options: GenerateOptions) -> Asked:
-    """The prompts, and the model without its weights."""
+def find(options: GenerateOptions) -> tuple[ModelSource, Renderer, list[Prompt]]:
+    """The model without its weights, what renders prompts for it, and the prompts."""
     prompts = read_prompts(options)
     if options.chat_template:
         named_template(options.chat_template)
     source = find_model(options)
     renderer = Renderer(source.tokenizer, source.config, options.chat_template, options.raw, options.system_prompt)
-    return Asked(source, renderer, prompts)
+    return source, renderer, prompts
+
+
+def check_output(name: str | None) -> None:
+    """Raises UserError unless it is the name of a .jsonl file."""
+    if name is not None and Path(name).suffix != ".jsonl":
+        raise UserError(f"output = {name!r}: expected the name of a .jsonl file")
+
+
+def _open(name: str | None):
+    """The file for generated texts, opened before the model is loaded; None if there is none."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"output = {name!r} cannot be written: {error.strerror}") from None
 
 
 ROLES = ("system", "user", "assistant")

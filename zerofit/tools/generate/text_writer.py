@@ -1,12 +1,12 @@
-"""Writing: a model continues one prompt after another, token by token onto stdout, or several at once."""
+"""Writing: a model continues one prompt after another, token by token onto stdout."""
 
+import json
 import sys
+from contextlib import nullcontext
 
-import numpy as np
 import torch
 from transformers import TextStreamer
 
-from zerofit.data.collate import PromptCollator, multiple_for
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.model.configuration import usable_positions
 from zerofit.model.tokenizer import padding_token
@@ -17,47 +17,7 @@ from zerofit.tools.generate.generate_options import GenerateOptions
 EMPTY = "[empty]"  # shown to a person in place of an empty answer
 
 
-class Positions:
-    """The room that a model has for a prompt and for what it writes.
-
-    Args:
-        config: the model's.
-    """
-
-    def __init__(self, config):
-        self.positions, self.has_encoder = usable_positions(config), config.is_encoder_decoder
-
-    def room(self, length: int) -> int | None:
-        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
-        prompt is too long."""
-        if self.positions is None:
-            return None
-        if self.has_encoder:
-            return self.positions - 1 if length <= self.positions else 0
-        return self.positions - length
-
-    def too_long(self, length: int) -> str:
-        return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
-
-    def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
-        """(token ids of each prompt, number of tokens that were cut from each).
-
-        Raises:
-            UserError: a prompt is too long.
-        """
-        rows, cut = [], []
-        for prompt in prompts:
-            rows.append(renderer.ids(prompt))
-            cut.append(renderer.left_out)
-        for number, ids in enumerate(rows, 1):
-            room = self.room(len(ids))
-            if room is not None and room <= 0:
-                which = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
-                raise UserError(f"{which}{self.too_long(len(ids))}")
-        return rows, cut
-
-
-class Writer(Positions):
+class Writer:
     """Lets a model write.
 
     Args:
@@ -65,7 +25,7 @@ class Writer(Positions):
     """
 
     def __init__(self, model, tokenizer, options: GenerateOptions, stops: list[int]):
-        super().__init__(model.config)
+        self.positions, self.has_encoder = usable_positions(model.config), model.config.is_encoder_decoder
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens = options.max_new_tokens
         defaults = model.generation_config
@@ -96,6 +56,35 @@ class Writer(Positions):
             say_aside(
                 f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
             )
+
+    def room(self, length: int) -> int | None:
+        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
+        prompt is too long."""
+        if self.positions is None:
+            return None
+        if self.has_encoder:
+            return self.positions - 1 if length <= self.positions else 0
+        return self.positions - length
+
+    def too_long(self, length: int) -> str:
+        return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
+
+    def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
+        """(token ids of each prompt, number of tokens that were cut from each).
+
+        Raises:
+            UserError: a prompt is too long.
+        """
+        rows, cut = [], []
+        for prompt in prompts:
+            rows.append(renderer.ids(prompt))
+            cut.append(renderer.left_out)
+        for number, ids in enumerate(rows, 1):
+            room = self.room(len(ids))
+            if room is not None and room <= 0:
+                which = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
+                raise UserError(f"{which}{self.too_long(len(ids))}")
+        return rows, cut
 
     def limit(self, length: int) -> int:
         """The most tokens that are written after a prompt of `length`."""
@@ -137,41 +126,22 @@ class Writer(Positions):
             print(EMPTY if empty else printable(text) if sys.stdout.isatty() else text, flush=True)
         return text
 
-    def write_batch(self, rows: list[list[int]], number: int) -> list[tuple[str, int]]:
-        """Continue prompts for which `limit` is the same, all at once. Returns (text, its tokens) for each.
 
-        Args:
-            number: of the first one, which gives the seed.
-        """
-        if self.settings["do_sample"]:
-            torch.manual_seed(self.seed + number)
-        device, left = self.model.device, not self.has_encoder
-        collate = PromptCollator(self.settings["pad_token_id"], left=left, multiple=multiple_for(device))
-        inputs = collate([({"input_ids": np.array(ids)}, index) for index, ids in enumerate(rows)]).to(device).inputs
-        with torch.no_grad():
-            written = self.model.generate(
-                inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=self.limit(len(rows[0])),
-                **self.settings,
-            )[:, 1 if self.has_encoder else inputs["input_ids"].shape[1] :].tolist()
-        new = [
-            row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), None)] for row in written
-        ]
-        return [(self.tokenizer.decode(ids, skip_special_tokens=True), len(ids)) for ids in new]
-
-
-def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt]) -> None:
-    """Continue each prompt by itself.
+def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=None) -> None:
+    """Continue each prompt by itself, and write a record of each to `output` if there is one.
 
     Raises:
         UserError: a prompt is too long; raised before any is continued.
     """
     rows, cut = writer.rows(prompts, renderer)
-    for number, (prompt, ids) in enumerate(zip(prompts, rows)):
-        if len(prompts) > 1:
-            shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
-            say_aside(f"[{number + 1}/{len(prompts)}] {shown}")
-        if cut[number]:
-            say_aside(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
-        writer.write(ids, number)
+    with output or nullcontext():
+        for number, (prompt, ids) in enumerate(zip(prompts, rows)):
+            if len(prompts) > 1:
+                shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
+                say_aside(f"[{number + 1}/{len(prompts)}] {shown}")
+            if cut[number]:
+                say_aside(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
+            text = writer.write(ids, number)
+            if output:
+                output.write(json.dumps({**prompt.record, "generated": text}, ensure_ascii=False) + "\n")
+                output.flush()
