@@ -63,7 +63,7 @@ def test_columns_that_are_found(record, options, expected):
     [
         ({"a": "x", "b": "y", "c": "z"}, {}, "name --source_column and --target_column"),
         ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences (chosen, rejected)"),
-        ({"a": "x", "b": "y", "c": "z"}, {"source_column": "a"}, "no conversation, source or target"),
+        ({"a": "x", "b": "y", "c": "z"}, {"source_column": "a"}, "no pairs"),
         ({"a": "x", "b": "y"}, {"target_column": "z"}, "target_column = 'z': there is no such column"),
         ({"a": "x", "b": "y"}, {"dialogue_column": "a"}, "dialogue_column = 'a' holds no list of turns"),
         ({"a": TURNS, "b": "y"}, {"source_column": "a", "target_column": "b"}, "source_column = 'a' holds no text"),

@@ -101,6 +101,4 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
     if form is not None and recipe.packing == "concatenate":
-        raise UserError(
-            "packing = concatenate: only documents stay whole for the loss on answers. Use --packing documents or none"
-        )
+        raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

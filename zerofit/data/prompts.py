@@ -71,9 +71,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     form = replace(form, **{name: value for name, value in overrides.items() if value is not None})
     ids, cut_tokens = PairEncoder(tokenizer, form, widths[1]).sources(histories)
     if cut := sum(map(bool, cut_tokens)):
-        notes.append(
-            f"note      {cut:,} of {len(ids):,} sources are cut at {form.max_length} tokens (max_source_length)"
-        )
+        notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {form.max_length}")
     notes.insert(0, f"data      {columns.describe}")
     read = [{"source": tokenizer.decode(row, skip_special_tokens=True).strip()} for row in ids]
     return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
@@ -112,9 +110,7 @@ def read_causal_prompts(
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     ids, cut_tokens = _with_room(ids, longest, config)
     if cut := sum(map(bool, cut_tokens)):
-        notes.append(
-            f"warning   {cut:,} of {len(ids):,} prompts lose their beginning, to leave max_new_tokens = {longest}"
-        )
+        notes.append(f"warning   {cut:,} of {len(ids):,} prompts lose their beginning to max_new_tokens = {longest}")
     prompts = Prompts(ids, records, form is not None, ends, sum(cut_tokens))
     kind = f"answered with at most {longest} tokens each"
     return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)

@@ -59,9 +59,7 @@ class Renderer:
         try:
             return PairEncoder(self.tokenizer, replace(form, prefix=before), positions)
         except UserError:
-            raise UserError(
-                f"system_prompt = {self.system!r} leaves no room in a source of {form.max_length} tokens: shorten it"
-            ) from None
+            raise UserError(f"system_prompt = {self.system!r} fills {form.max_length} tokens: shorten it") from None
 
     @property
     def _no_template(self) -> str:

@@ -35,9 +35,8 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     """
     for good, bad in PREFERENCES:
         if {good, bad} <= set(table.column_names):
-            raise UserError(
-                f"the records are preferences ({good}, {bad}): train/clm.py takes --preference_loss dpo, or name {remedy}"
-            )
+            what = f"the records are preferences ({good}, {bad}): train/clm.py takes --preference_loss dpo"
+            raise UserError(f"{what}. Or name columns with {remedy}")
     verdicts = [name for name in VERDICTS if name in table.column_names and table.features[name] == Value("bool")]
     return verdicts[0] if verdicts else None
 

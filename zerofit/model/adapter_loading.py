@@ -111,18 +111,14 @@ def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name:
     """Raises UserError if weights are missing from the base, or have another shape there, and the adapter has none."""
     lacking = [weight for weight in missing if weight not in folder.shapes]
     if lacking:
-        raise UserError(
-            f"{where} and {name!r} lack {name_some(lacking)}. Name the base that the adapter was trained on"
-        )
+        raise UserError(f"{where} and {name!r} lack {name_some(lacking)}. Name the adapter's own base")
 
 
 def _dequantize(model, option: str, name: str):
     try:
         model = model.dequantize()
     except (NotImplementedError, ValueError, ImportError) as error:
-        raise UserError(
-            f"--dequantize: {option} = {name!r} cannot be converted: {first_line(error)}. Name a --base"
-        ) from None
+        raise UserError(f"--dequantize: {name!r} cannot be converted: {first_line(error)}. Set --base") from None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     # The steps that read quantised weights cannot be reversed, and writing would try to.

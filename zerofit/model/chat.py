@@ -71,9 +71,7 @@ def install_template(tokenizer, requested: str | None, default: str | None = Non
     template_of_tokenizer = _own_template(tokenizer) if not requested else tokenizer.chat_template
     name = requested or (None if template_of_tokenizer else default)
     if not (template_of_tokenizer or name):
-        raise UserError(
-            f"{tokenizer.name_or_path!r} has no chat template: set --chat_template ({', '.join(known_templates())})"
-        )
+        raise UserError(f"no chat template: set --chat_template ({', '.join(known_templates())}, or a .jinja file)")
     tokenizer.chat_template = _for_tokenizer(name, tokenizer) if name else template_of_tokenizer
     origin = f"chat_template = {name!r}" if name else "the tokenizer's own chat template"
     aside = " (the tokenizer has no template of its own)" if name != requested else ""
@@ -89,9 +87,7 @@ def _own_template(tokenizer) -> str | None:
         return tokenizer.get_chat_template() if tokenizer.chat_template else None
     except ValueError:  # several, and none is called default
         names = ", ".join(tokenizer.chat_template)
-        raise UserError(
-            f"{tokenizer.name_or_path!r} has several chat templates ({names}): name a .jinja file with --chat_template"
-        ) from None
+        raise UserError(f"several chat templates ({names}): name a .jinja file with --chat_template") from None
 
 
 def _for_tokenizer(name: str, tokenizer) -> str:
@@ -124,9 +120,7 @@ def apply_template(tokenizer, messages: list[Message], add_generation_prompt: bo
         with limited():
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except BeyondLimits as error:
-        raise UserError(
-            f"the chat template of {tokenizer.name_or_path!r} {error}. Name another one with --chat_template"
-        ) from None
+        raise UserError(f"chat template of {tokenizer.name_or_path!r}: {error}. Set --chat_template") from None
     except Exception as error:  # an expression in a template can raise anything
         line, syntax = getattr(error, "lineno", None), isinstance(error, TemplateSyntaxError)
         frames = [

@@ -78,9 +78,7 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
 def check_auxiliary_loss(config) -> None:
     """Raises UserError if the configuration asks for an auxiliary loss that is not computed for such a model."""
     if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
-        raise UserError(
-            "output_router_logits = true: not supported here. Use --config_overrides output_router_logits=false"
-        )
+        raise UserError("output_router_logits = true: set --config_overrides output_router_logits=false")
 
 
 def check_task(recipe: ModelOptions, config, auto_class) -> None:
@@ -125,9 +123,7 @@ def _check_kernels(option: str, name: str, config) -> None:
     parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
     for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
         if kernel not in ATTENTION:
-            raise UserError(
-                f"{option} = {name!r}: config.json names the code {kernel!r} as attn_implementation. Remove it there"
-            )
+            raise UserError(f"{option} = {name!r}: remove the code {kernel!r} from its config.json")
 
 
 @cache
@@ -193,9 +189,7 @@ def _override(config, text: str | None) -> None:
             continue
         current = getattr(config, name)
         if isinstance(current, (bool, int, float)) and not _fits(value, current):
-            problems.append(
-                f"config_overrides: {name} = {value!r}; expected {type(current).__name__}, as in {name}={current}"
-            )
+            problems.append(f"config_overrides: {name} = {value!r}; expected as in {name}={current}")
             continue
         setattr(config, name, value)
     if problems:

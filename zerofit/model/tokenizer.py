@@ -178,9 +178,7 @@ def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
         return None
     if from_scratch and not vocab_size_is_set:
         config.vocab_size = tokens
-        return (
-            f"note      vocabulary: {tokens:,} tokens, as the tokenizer has (the published architecture has {rows:,})"
-        )
+        return f"note      vocabulary: {tokens:,} tokens, as the tokenizer has (published: {rows:,})"
     option = "config_overrides vocab_size" if vocab_size_is_set else "the model"
     raise UserError(
         f"vocabulary: {tokenizer.name_or_path!r} has {tokens:,} tokens, {option} {rows:,} rows. Set tokenizer_name"

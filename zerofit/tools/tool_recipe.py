@@ -48,9 +48,7 @@ class StrategiesOptions(Recipe):
         common=True,
     )
     strategies: list[str] = option(  # noqa: RUF009
-        ["ddp", "zero2", "zero3"],
-        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3.",
-        common=True,
+        ["ddp", "zero2", "zero3"], "Names in accelerate_configs/, or .yaml files: zero2,zero3.", common=True
     )
 
     @property

@@ -240,9 +240,7 @@ def truncation_notes(allow_data_loss: bool, config, table: Dataset, part: str, b
     skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
     if skipped == len(table):
         longest = columns["truncated"].max(initial=0)
-        raise UserError(
-            f"block_size = {block_size}: no answer lies within it. Choose a larger one (up to {longest:,})"
-        )
+        raise UserError(f"block_size = {block_size}: no answer lies within it. Choose up to {longest:,}")
     of, beyond = f"{PARTS[part]} samples", f"block_size = {block_size} tokens"
     lengths = Documents(table).lengths + columns["truncated"]
     notes = []

@@ -56,9 +56,7 @@ def megatron() -> SimpleNamespace:
                 indexed_dataset,
             )
         except ImportError as error:
-            raise UserError(
-                f"corpora in Megatron's format take megatron-core ({first_line(error)}): pip install '.[megatron]'"
-            ) from None
+            raise UserError(f"pip install '.[megatron]' for megatron-core ({first_line(error)})") from None
     for module in (blended_dataset, gpt_dataset):
         module.numpy = _NumpyWithoutPickles()
     return SimpleNamespace(
@@ -81,9 +79,7 @@ class _NumpyWithoutPickles:
         try:
             return np.lib.format.open_memmap(path, mode="r")
         except ValueError as error:
-            raise UserError(
-                f"{path} is not an index of megatron-core's: {first_line(error)}. Remove its folder; it is made again"
-            ) from None
+            raise UserError(f"{path} is no index: {first_line(error)}. Remove its folder; it is made again") from None
 
 
 @dataclass(frozen=True)

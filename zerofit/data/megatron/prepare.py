@@ -91,22 +91,16 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
         if card is not None:
             fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
             if card.fingerprint != fingerprint:
-                problems.append(
-                    f"data_path: {corpus.prefix} was made with {card.tokenizer}. Set tokenizer_name to that"
-                )
+                problems.append(f"data_path: {corpus.prefix} is of {card.tokenizer}. Set tokenizer_name to that")
             elif card.eod is None:
-                notes.append(
-                    f"hint      {corpus.prefix} was made without --append_eod: nothing marks where a document ends"
-                )
+                notes.append(f"hint      {corpus.prefix} has no --append_eod: nothing marks where a document ends")
             continue
         one_of = max(1, corpus.tokens // LOOKED_AT)
         smallest, largest = corpus.id_range(one_of)
         if smallest < 0 or largest >= rows:
             problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
         checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
-        notes.append(
-            f"note      {corpus.prefix} has no .json that tells its tokenizer; {checked} below {largest + 1:,}"
-        )
+        notes.append(f"note      {corpus.prefix} has no .json; {checked} below {largest + 1:,}")
     if problems:
         raise UserError(problems)
     return notes

@@ -98,26 +98,17 @@ def main(argv: list[str] | None = None) -> int:
 class CompareOptions(SizesOptions, LaunchedStrategiesOptions):
     """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
-    memory_limit: str | None = option(
-        None,
-        "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a share of its memory).",
-        common=True,
-    )
+    memory_limit: str | None = option(None, "Memory of one process' device: 24GiB; else all it has.", common=True)
     simulate: str | None = option(
         None,
-        "Without a GPU: on simulated devices of this size (24GiB) or of a known GPU's (a100-80gb). The launches are "
-        "real, and tensors hold no data. With --steps, updates are timed on this machine after that.",
+        "Without a GPU: on simulated ones of this size: 24GiB, a100-80gb. --steps times the CPU.",
         common=True,
     )
 
     granularity: int = option(1, "The largest batch is found as a multiple of this, up to 4096.", positive=True)
     steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
     trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
-    finish: bool = option(
-        False,
-        "Then train each strategy at its best batch, as the recipe says, and compare times and held-out figures.",
-        common=True,
-    )
+    finish: bool = option(False, "Then train each strategy at its best batch, and compare.", common=True)
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
 
     @property

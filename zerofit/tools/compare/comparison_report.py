@@ -277,9 +277,7 @@ _ABOUT_RUNS = (
     "Training is the sum of all updates' seconds, an evaluation the one of median duration."
 )
 _ABOUT_PREDICTED = "`zerofit plan` predicted the size that the first launch of each strategy begins with."
-_ABOUT_TRIALS = (
-    "Peaks of the process that needs most. Allocated by torch; reserved, which is limited; total of the device."
-)
+_ABOUT_TRIALS = "Peaks of the process that needs most: allocated by torch, reserved (limited), total of the device."
 _ABOUT_HOST = " Host: what the process' floating-point tensors there would take."
 _LIMIT_OF_CPU = "RLIMIT_DATA: of what the process has asked for and not given back, the program included"
 _LIMIT_OF_DEVICE = "of what the allocator reserves; what the driver takes for each process (CUDA: 640 MiB) is extra"

@@ -26,9 +26,7 @@ class ConvertOptions(Recipe):
 class FromMetaOptions(ConvertOptions):
     """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
 
-    tokenizer: str | None = option(
-        None, "Meta's tokenizer.model; by default that of the input folder or of the one above. none: weights only."
-    )
+    tokenizer: str | None = option(None, "tokenizer.model; by default the input's or the folder's above. none: no.")
 
 
 @dataclass
@@ -45,7 +43,5 @@ class MegatronArgsOptions(Recipe):
     output: str | None = option(None, "The folder to write; by default outputs/ and the script's name.")
     overwrite: bool = option(False, "Replace files of an earlier conversion.")
     tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, instead of the script's files.")
-    model_name_or_path: str | None = option(
-        None, "Weights to begin with: a transformers folder, instead of Megatron's --load."
-    )
+    model_name_or_path: str | None = option(None, "Weights to begin with, instead of Megatron's --load.")
     num_processes: int | None = option(None, "Processes; by default as many as the script starts.", positive=True)

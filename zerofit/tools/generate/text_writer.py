@@ -45,9 +45,7 @@ class Writer:
                 self.max_new_tokens = defaults.max_new_tokens
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
-                say_aside(
-                    f"note: a search with {defaults.num_beams} beams, the model's default; --num_beams 1 is faster"
-                )
+                say_aside(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
         self.seed = options.seed
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed

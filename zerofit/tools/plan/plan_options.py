@@ -62,10 +62,7 @@ class DevicesOptions(Recipe):
         common=True,
     )
     calibrate: bool = option(
-        False,
-        "Measure this machine first (matrix products, memory, links, the host's Adam; under a minute), with num_gpus "
-        "processes. Later plans for this device use the result. It needs no recipe.",
-        common=True,
+        False, "Measure this machine first, with num_gpus processes, for later plans. It needs no recipe.", common=True
     )
 
 
@@ -74,14 +71,9 @@ class SpeedOptions(Recipe):
     """What the device reaches beside peak_tflops, where its maker's figures are not known or not wanted"""
 
     memory_bandwidth: float | None = option(None, "Bandwidth of the GPU's memory, GB/s.", positive=True)
-    link_bandwidth: float | None = option(
-        None, "Bandwidth of one GPU to the others of its machine, in one direction, GB/s.", positive=True
-    )
+    link_bandwidth: float | None = option(None, "Of one GPU to others of its machine, one way, GB/s.", positive=True)
     network_bandwidth: float | None = option(
-        None,
-        "Bandwidth of one GPU to other machines, in one direction, GB/s; by default that of the machine which the "
-        "GPU's maker builds, else 12.5 (100 Gbit/s).",
-        positive=True,
+        None, "Of one GPU to other machines, one way, GB/s; by default its maker's, else 12.5.", positive=True
     )
 
 
@@ -90,50 +82,24 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
     strategies: list[str] = option(  # noqa: RUF009
-        ["all"],
-        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3; all: every pair there is.",
-        common=True,
+        ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True
     )
     gpus_per_node: int = option(
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
     )
-    machine: str | None = option(
-        None, "A known machine, such as dgx-h100 or p5.48xlarge: its GPUs, host memory and network.", common=True
-    )
+    machine: str | None = option(None, "A known machine: dgx-h100, p5.48xlarge, ...", common=True)
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
-    gpu_memory: str | None = option(
-        None,
-        "Memory of one GPU, e.g. 80GiB; by default the environment's DEVICE_MEMORY_GB, else that of --gpu.",
-        common=True,
-    )
-    host_memory: str | None = option(
-        None, "Memory of one machine, e.g. 1TiB; by default host memory is predicted and not checked.", common=True
-    )
+    gpu_memory: str | None = option(None, "Of one GPU: 80GiB; else DEVICE_MEMORY_GB, or --gpu's.", common=True)
+    host_memory: str | None = option(None, "Of one machine: 1TiB; without it, it is not checked.", common=True)
     max_batch_size: int = option(4096, "The largest micro-batch to try.", positive=True)
     max_global_batch_size: int | None = option(
-        None, "Find each strategy's fastest global batch of at most this many samples.", positive=True, common=True
+        None, "Find the fastest global batch of at most this many samples.", positive=True, common=True
     )
-    tokens: float | None = option(
-        None, "Add the days and GPU-hours of training on this many tokens: 100e9.", positive=True, common=True
-    )
-    mean_length: float | None = option(
-        None,
-        "Mean length of rows that are padded, for the time; memory takes the recipe's maximum. Of pairs: source and "
-        "target together.",
-        positive=True,
-    )
-    architecture: str | None = option(
-        None,
-        "The model's shape, where the recipe's weights are not at hand: a name that is known offline, or a folder "
-        "with a config.json.",
-    )
+    tokens: float | None = option(None, "Add days and GPU-hours of so many tokens: 100e9.", positive=True, common=True)
+    mean_length: float | None = option(None, "Mean length of rows that are padded, for the time.", positive=True)
+    architecture: str | None = option(None, "The model's shape, without its weights: a known name, or a folder.")
     top: int = option(10, "Rows of the table.", positive=True)
-    write: str | None = option(
-        None,
-        "Write an accelerate YAML, a DeepSpeed JSON (of ZeRO) and the command of each row of the table into this "
-        "folder.",
-        common=True,
-    )
+    write: str | None = option(None, "Write pairs and commands of the table's rows into this folder.", common=True)
     json: str | None = option(None, "Write the predictions to this file; - for standard output.")
 
     def settle(self) -> None:

@@ -248,9 +248,7 @@ def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
         elif load == save and not flags.has("finetune"):
             flags.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
         else:
-            flags.wrong(
-                "load", "Megatron's checkpoints are not read: set a transformers folder as --model_name_or_path"
-            )
+            flags.wrong("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
     elif flags.has("finetune") and not options.model_name_or_path and not flags.problems:
         flags.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
     carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))

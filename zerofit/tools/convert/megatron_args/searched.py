@@ -49,9 +49,7 @@ def read_batches(done: ConvertedScript) -> None:
         flags.carried(name, f"zerofit plan --max_global_batch_size {done.batch}")
         counted = [unit for unit in flags.flags if unit.endswith(("_samples", "_tokens"))]
         if counted:
-            done.notes.append(
-                f"updates of --{counted[0].replace('_', '-')} are counted with {done.batch} samples each"
-            )
+            done.notes.append(f"updates of --{counted[0].replace('_', '-')} have {done.batch} samples each")
     if flags.has("micro_batch_size"):
         flags.none("micro_batch_size", "zerofit plan chooses it")
 

@@ -84,9 +84,7 @@ class MetaFolder:
         ]
         foreign = [name for name in FOREIGN if params.get(name)]
         if foreign:
-            problems.append(
-                f"{self.says} is not a Llama: params.json has {foreign[0]}. Only Llama 1, 2 and 3 are supported"
-            )
+            problems.append(f"{self.says} is not a Llama: params.json has {foreign[0]}")
         if problems:
             raise UserError(problems)
         return params
@@ -168,9 +166,7 @@ class MetaFolder:
             first, second = (shard["tok_embeddings.weight"] for shard in self.shards[:2])
             stored = rows if same_bits(first, second) else rows * number
         if _is_count(given) and given != stored:
-            raise UserError(
-                f"{self.path / 'params.json'}: vocab_size = {given} is not {stored}. Correct it, or write -1"
-            )
+            raise UserError(f"{self.says}: vocab_size = {given} is not {stored}. Correct it, or write -1")
         return stored
 
     def _cut(self, weight: MetaWeight) -> ShardCut:
