@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from folders import save_base, save_blenderbot, save_writer, small_tokenizer
 from helpers import refusal, write_records
 from transformers import AutoConfig
@@ -16,7 +15,7 @@ from transformers import AutoConfig
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import PromptCollator
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.labelled.glue import TASKS, numbers, submission
+from zerofit.data.labelled.glue import TASKS
 from zerofit.data.labelled.labels import trained_labels
 from zerofit.data.order import FILLER
 from zerofit.data.pairs.prepare import prepare_pairs
@@ -127,18 +126,17 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
 
 # --------------------------------------------------------------------------------------------- GLUE's files and labels
 
-TESTED = {  # the columns of test.tsv, a record of it, and what is submitted for the first class of the model
-    "cola": ("index\tsentence", "0\ta cat", "CoLA", "0"),
-    "mnli": ("index\tpromptID\tpairID\tsentence1_binary_parse\tsentence1\tsentence2", "0\t1\t2\t(a)\ta\tb", "MNLI-m",
-             "entailment"),
-    "mrpc": ("index\t#1 ID\t#2 ID\t#1 String\t#2 String", "0\t4\t5\ta\tb", "MRPC", "0"),
-    "qnli": ("index\tquestion\tsentence", "0\ta\tb", "QNLI", "entailment"),
-    "qqp": ("id\tquestion1\tquestion2", "0\ta\tb", "QQP", "0"),
-    "rte": ("index\tsentence1\tsentence2", "0\ta\tb", "RTE", "entailment"),
-    "sst2": ("index\tsentence", "0\ta", "SST-2", "0"),
+TESTED = {  # the columns of test.tsv, and a record of it
+    "cola": ("index\tsentence", "0\ta cat"),
+    "mnli": ("index\tpromptID\tpairID\tsentence1_binary_parse\tsentence1\tsentence2", "0\t1\t2\t(a)\ta\tb"),
+    "mrpc": ("index\t#1 ID\t#2 ID\t#1 String\t#2 String", "0\t4\t5\ta\tb"),
+    "qnli": ("index\tquestion\tsentence", "0\ta\tb"),
+    "qqp": ("id\tquestion1\tquestion2", "0\ta\tb"),
+    "rte": ("index\tsentence1\tsentence2", "0\ta\tb"),
+    "sst2": ("index\tsentence", "0\ta"),
     "stsb": ("index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
-             "0\tg\tf\t1\t2\ts\tt\ta\tb", "STS-B", "2.500"),
-    "wnli": ("index\tsentence1\tsentence2", "0\ta\tb", "WNLI", "0"),
+             "0\tg\tf\t1\t2\ts\tt\ta\tb"),
+    "wnli": ("index\tsentence1\tsentence2", "0\ta\tb"),
 }  # fmt: skip
 
 
@@ -163,9 +161,9 @@ def asked(config, tokenizer: str, cache: str, *flags: str):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_test_file_of_each_task_is_read_and_submitted(tmp_path, cache, tokenizer_folder, task):
+def test_the_test_file_of_each_task_is_read(tmp_path, cache, tokenizer_folder, task):
     assert TESTED.keys() == TASKS.keys()
-    header, row, name, answer = TESTED[task]
+    header, row = TESTED[task]
     file = tmp_path / "test.tsv"
     rows = [str(number + 7) + row[1:] for number in range(3)]
     file.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8-sig")
@@ -174,21 +172,7 @@ def test_the_test_file_of_each_task_is_read_and_submitted(tmp_path, cache, token
     (part,) = data.held_out
     assert data.train is None
     assert len(part.samples) == 3
-    assert part.numbers == [7, 8, 9]
     assert list(part.texts[0].values()) == row.split("\t")[-len(TASKS[task].texts) :]
-    said = 2.5 if data.labels.names is None else data.labels.names[0]
-    told, text = submission(task, file, part.numbers, [said] * 3)
-    assert told == f"{name}.tsv"
-    assert text == f"index\tprediction\n7\t{answer}\n8\t{answer}\n9\t{answer}\n"
-
-
-def test_what_else_is_submitted():
-    for file, name in (("test_mismatched.tsv", "MNLI-mm.tsv"), ("diagnostic.tsv", "AX.tsv")):
-        assert submission("mnli", Path(file), [0], ["neutral"]) == (name, "index\tprediction\n0\tneutral\n")
-    scores = submission("stsb", Path("x"), [0, 1], [-0.3, 5.4])[1]
-    assert scores == "index\tprediction\n0\t0.000\n1\t5.000\n"
-    assert submission("mrpc", Path("x"), [3], ["equivalent"])[1].endswith("3\t1\n")
-    assert numbers(Dataset.from_dict({"text": ["a", "b"]})) == [0, 1]
 
 
 def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache, tokenizer_folder):

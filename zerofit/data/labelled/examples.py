@@ -93,9 +93,7 @@ def _prepare_unlabelled(
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
     with one_process_at_a_time(options.cache.folder):
         source = read_source(options, sample_by=lambda files: "line")
-        files, table = options.patterns[PREDICT], source.first
-        if task and len(files) > 1:
-            raise UserError(f"predict_file = {' '.join(files)}: a GLUE task's files are answered one by one")
+        table = source.first
         texts, _ = _columns(named, table, task, task_name, labelled=False)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
         columns = LabelledColumns(texts, None, in_model_order(labels, config))
@@ -105,7 +103,7 @@ def _prepare_unlabelled(
     data.notes.insert(0, f"data      texts {' and '.join(texts)}")
     if empty := sum(all(map(blank, rows[0])) for rows, _ in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
-    data.held_out = [replace(data.held_out[0], suffix="", numbers=glue.numbers(table))]
+    data.held_out = [replace(data.held_out[0], suffix="")]
     return data
 
 
