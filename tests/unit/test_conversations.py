@@ -62,7 +62,7 @@ def test_columns_that_are_found(record, options, expected):
     ("record", "options", "words"),
     [
         ({"a": "x", "b": "y", "c": "z"}, {}, "name --source_column and --target_column"),
-        ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences (chosen, rejected)"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences"),
         ({"a": "x", "b": "y", "c": "z"}, {"source_column": "a"}, "no pairs"),
         ({"a": "x", "b": "y"}, {"target_column": "z"}, "target_column = 'z': there is no such column"),
         ({"a": "x", "b": "y"}, {"dialogue_column": "a"}, "dialogue_column = 'a' holds no list of turns"),

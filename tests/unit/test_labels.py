@@ -136,7 +136,7 @@ def test_the_labels_go_into_the_configuration(labels, model):
 )
 def test_another_number_of_labels(labels, ours):
     message = refusal(configure_labels, pretrained("no", "yes"), labels, "some/model", False)
-    assert "model_name_or_path = 'some/model' was trained for 2 labels (no, yes)" in message
+    assert "'some/model' has 2 labels (no, yes)" in message
     assert ours in message
     assert "--ignore_mismatched_sizes" in message
     config = pretrained("no", "yes")

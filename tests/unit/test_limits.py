@@ -530,7 +530,7 @@ def test_the_report_has_all_of_it(tmp_path):
     assert [line["outcome"] for line in lines].count("out_of_memory") == 3
     assert lines[1]["peak_with_evaluation_bytes"] == str(600 * MIB)
     assert "zero2" in report.for_terminal()
-    assert "(16 samples together)" in text
+    assert "one batch of 16 samples" in text
     shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]

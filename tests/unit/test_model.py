@@ -198,7 +198,7 @@ def test_vocabulary_files_of_another_kind_are_refused(data):
     """GPT-2's, read as a Llama's, make nothing of a sentence, and a corpus would become a handful of tokens."""
     recipe = ClmRecipe(tokenizer_name=str(data("tokenizers/gpt2")))
     message = refusal(load_tokenizer, TokenizerOptions.of(recipe), AutoConfig.for_model("llama"))
-    assert "they make 0 tokens of 'The quick brown fox" in message
+    assert "has vocabulary files of another tokenizer" in message
     tokenizer = load_tokenizer(TokenizerOptions.of(recipe), AutoConfig.for_model("gpt2"))
     assert len(tokenizer("The quick brown fox")["input_ids"]) >= 4
 
