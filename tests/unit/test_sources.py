@@ -187,6 +187,17 @@ def test_an_encoding_that_would_corrupt_is_refused(tmp_path, cache):
     assert "there is no such encoding" in ClmRecipe(train_file=["a.txt"], encoding="sjiss").problems()[-1]
 
 
+def test_records_under_a_key(tmp_path, cache):
+    rows = [{"text": row} for row in ROWS]
+    (tmp_path / "a.json").write_text(json.dumps({"version": "1", "all": {"data": rows}}))
+    found = records(cache, tmp_path / "a.json", field="all.data", validation_split_percentage=0)
+    assert found.train["text"][:] == ROWS
+    message = refusal(records, cache, tmp_path / "a.json", field="data")
+    assert "has no key 'data'; its keys are version, all" in message
+    assert "has no list of records there" in refusal(records, cache, tmp_path / "a.json", field="version")
+    assert "field = 'data'" in refusal(records, cache, write(tmp_path, "a.csv"), field="data")
+
+
 def test_columns_in_any_capitals(tmp_path, cache):
     (tmp_path / "a.csv").write_text("Text, Label\na,1\nb,2\n")
     table = read_data(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]

@@ -1,11 +1,13 @@
 """The formats of data files, by their endings, and what is wrong with a file that cannot be read.
 
-Files in another encoding are converted to UTF-8 for the readers, and cached."""
+Files in another encoding, and JSON objects with the records under a key are converted for the readers: to UTF-8, to
+the records alone. The converted file is cached."""
 
 import csv
 import io
 import json
 import sys
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -105,27 +107,50 @@ def text_features(path: Path, kwargs: dict) -> Features:
 
 
 def plain_files(paths: list[Path], kind: str, data: DataOptions) -> list[Path]:
-    """The files themselves, or copies in UTF-8.
+    """The files themselves, or converted copies.
 
     Raises:
-        UserError: a file is not in that encoding; the option is not for such files.
+        UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
     """
     for option, value, kinds in (
         ("encoding", data.encoding, ("json", "csv", "tsv", "text")),
         ("delimiter", data.delimiter, ("csv", "tsv")),
+        ("field", data.field, ("json",)),
     ):
         if value and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
-    return [_converted(path, data) for path in paths] if data.encoding else paths
+    return [_converted(path, data) for path in paths] if data.encoding or data.field else paths
 
 
 def _converted(path: Path, data: DataOptions) -> Path:
-    """The file in UTF-8 in the cache, which is written once."""
+    """The converted file in the cache, which is written once."""
     file_stat = path.stat()
-    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, data.encoding)
-    place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending_of(path)}"
+    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, data.encoding, data.field)
+    ending = ".jsonl" if data.field else ending_of(path)
+    place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if place.exists():
         return place
     with atomic_file(place, "wb") as written, open_bytes(path) as file:
-        written.writelines(as_utf8(file, data.encoding, path))
+        portions = as_utf8(file, data.encoding, path) if data.encoding else file
+        written.writelines(_records(portions, data.field, path) if data.field else portions)
     return place
+
+
+def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
+    """The records under a key of one JSON object, one record per line."""
+    try:
+        held = parse_json(b"".join(portions))
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not valid JSON: {error}. (field = {field!r} is for files of one JSON object)"
+        ) from None
+    for key in field.split("."):
+        if not isinstance(held, dict) or key not in held:
+            keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
+            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {keys}")
+        held = held[key]
+    if not isinstance(held, list) or not held:
+        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
+    for record in held:
+        row = record if isinstance(record, dict) else {"text": record}
+        yield json.dumps(row, ensure_ascii=False).encode() + b"\n"

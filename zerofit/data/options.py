@@ -36,6 +36,7 @@ class DataOptions:
     dataset_config_name: str | None
     encoding: str | None
     delimiter: str | None
+    field: str | None
     cache: TableCache
     hub_cache: Path | None
     named_columns: frozenset[str]
@@ -59,6 +60,7 @@ class DataOptions:
             dataset_config_name=recipe.dataset_config_name,
             encoding=recipe.encoding,
             delimiter=recipe.separator,
+            field=recipe.field,
             cache=cache,
             hub_cache=cache.folder if recipe.cache_dir else None,
             named_columns=frozenset(chain.from_iterable([name] if isinstance(name, str) else name for name in named)),

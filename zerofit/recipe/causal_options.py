@@ -10,7 +10,7 @@ from zerofit.recipe.growth import growth_problems
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
 TEXT_OPTIONS = (  # options of text data, without effect on corpora
-    "dataset_name", "dataset_config_name", "train_file", "validation_file", "encoding", "delimiter",
+    "dataset_name", "dataset_config_name", "train_file", "validation_file", "encoding", "delimiter", "field",
     "validation_split_percentage", "allow_data_loss",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
     "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",

@@ -45,6 +45,10 @@ class SourceOptions(Recipe):
         "What separates the fields of .csv and .tsv files: one character, or tab; by default a comma or a tab, or "
         "the semicolon, tab or | that the header has.",
     )
+    field: str | None = option(
+        None,
+        'Key of the records in a .json file that holds one object: data for {"data": [...]}; a.b for a nested key.',
+    )
     validation_split_percentage: float = option(
         5.0, "Percentage of the training data to hold out if there is no validation data.", minimum=0
     )
@@ -90,7 +94,7 @@ class SourceOptions(Recipe):
         problems += unknown_encoding(self.encoding)
         if self.delimiter and len(self.separator) != 1:
             problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")
-        for name in ("validation_file", "validation_mismatched_file", "encoding", "delimiter"):
+        for name in ("validation_file", "validation_mismatched_file", "encoding", "delimiter", "field"):
             if self.dataset_name and getattr(self, name, None):
                 problems.append(
                     f"{name} goes with train_file; with dataset_name = {self.dataset_name!r} it has no effect"
