@@ -13,6 +13,7 @@ agrees with runs.
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,23 +27,25 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import configs
-from zerofit.record.terminal import doing, say, screen_width, size, wrapped
+from zerofit.record.terminal import doing, rounded, say, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.lengths_option import possible_lengths
 from zerofit.tools.plan.calibrate import calibrate
+from zerofit.tools.plan.joint_search import find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.plan.plan_report import PlanReport
 from zerofit.tools.plan.planner import LengthPlanner, Planner
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
-from zerofit.tools.plan.write import write_pairs
+from zerofit.tools.plan.write import write_pairs, write_recipe
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
 
 SINGLE = "single"  # the pair of one process
+SEARCHED = "outputs/plan"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,8 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
     if options.calibrate:
         _calibrate(options)
-    planner, outcomes, known = prepare(options)
+    planner, names, check, outcomes, known = prepare(options)
     model, budget = planner.model, planner.budget
+    if options.search:
+        return _search(planner, options, recipe, names, check, known)
     lengths = possible_lengths(options.lengths, model.config) if options.lengths else None
     find = (
         LengthPlanner(planner, lengths).find
@@ -87,8 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def prepare(options: PlanOptions) -> tuple[Planner, list[LayoutOutcome], str]:
-    """(the planner with its timing, the layouts of the strategies, what the speed rests on), of options with a task.
+def prepare(options: PlanOptions) -> tuple[Planner, list[str], Callable, list[LayoutOutcome], str]:
+    """(the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests on), of
+    options with a task.
 
     Raises:
         UserError: anything that is unknown, or cannot be.
@@ -102,12 +108,41 @@ def prepare(options: PlanOptions) -> tuple[Planner, list[LayoutOutcome], str]:
     check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
     outcomes = [one for name in names for one in planner.layouts(name, check)]
     planner.timing, known = make_timing(options, model, budget, gpu, _halves(outcomes))
-    return planner, outcomes, known
+    return planner, names, check, outcomes, known
 
 
 def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
     """Whether strategies compute in half precision."""
     return {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
+
+
+def _search(
+    planner: Planner, options: PlanOptions, recipe: type, names: list[str], check: Callable, known: str
+) -> int:
+    """Print the fastest combinations, and write the first one."""
+    found = find_best(planner, names, check, options.top)
+    if not found:
+        raise UserError("search: nothing fits. Set a larger --num_gpus or another --gpu, or say --lora")
+    folder = Path(options.write or SEARCHED)
+    (best, prediction), *_ = found
+    file = write_recipe(folder, best.planner.recipe, recipe)
+    (script,) = write_pairs([prediction], folder, best.planner.recipe, recipe, file)
+    if options.json:
+        content = [{**one.to_dict(), "options": combination.options} for combination, one in found]
+        text = json.dumps(content, indent=2)
+        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n", encoding="utf-8")
+        if options.json == "-":
+            return 0
+    report = PlanReport([], planner)
+    say(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
+    head = ("strategy", "batch", "memory", "s/update", "tokens/s", "with")
+    rows = [
+        (one.label, f"{one.micro_batch} x {one.accumulation}", size(one.peak.needed), rounded(one.speed.time.seconds),
+         rounded(one.speed.tokens_per_s), " ".join(words_of(combination.options)) or "-")
+        for combination, one in found
+    ]  # fmt: skip
+    say(table([head, *rows], screen_width()), "", *report.trust(prediction), f"written   {script}")
+    return 0
 
 
 def make_budget(options, gpu: Gpu | None, on_gpu: bool) -> Budget:

@@ -96,8 +96,12 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
         None, "Find the fastest global batch of at most this many samples.", positive=True, common=True
     )
     tokens: float | None = option(None, "Add days and GPU-hours of so many tokens: 100e9.", positive=True, common=True)
+    price: float | None = option(None, "Of a GPU-hour: --tokens adds what training costs.", positive=True, common=True)
     mean_length: float | None = option(None, "Mean length of rows that are padded, for the time.", positive=True)
     architecture: str | None = option(None, "The model's shape, without its weights: a known name, or a folder.")
+    search: bool = option(
+        False, "Find the fastest of all layouts, batches and options that save memory; --write has it.", common=True
+    )
     top: int = option(10, "Rows of the table.", positive=True)
     write: str | None = option(None, "Write pairs and commands of the table's rows into this folder.", common=True)
     json: str | None = option(None, "Write the predictions to this file; - for standard output.")
@@ -133,6 +137,8 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
         found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
+        if self.price and not self.tokens:
+            found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
         if self.mean_length and not self._pads:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found

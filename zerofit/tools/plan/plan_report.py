@@ -16,7 +16,7 @@ DAY_S = 86400
 LOWERS = {  # the moment of the peak: the option that lowers it
     "evaluation": "--per_device_eval_batch_size", "generation": "--per_device_eval_batch_size",
 }  # fmt: skip
-_TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours")
+_TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours", "cost")
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 
@@ -81,13 +81,13 @@ class PlanReport:
 
     def _table(self, rows: list[Prediction], width: int | None, tokens: float | None) -> str:
         timed, hosted = any(one.is_timed for one in rows), any(one.host_bytes for one in rows)
-        spans = tokens if timed else None
+        spans, price = tokens if timed else None, self.planner.recipe.price
         head = ("strategy", *["longest rows"] * bool(self.lengths), "batch", "memory", *["host"] * hosted,
-                *_TIMES * timed, *_SPANS * bool(spans))  # fmt: skip
+                *_TIMES * timed, *_SPANS[: 2 + bool(price)] * bool(spans))  # fmt: skip
         cells = [
             (one.label, *[f"{one.length:,}"] * bool(self.lengths), f"{one.micro_batch} x {one.accumulation}",
              _size(one.peak.needed), *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
-             *_times(one) * timed, *(_span(one, spans) if spans else ()))
+             *_times(one) * timed, *(_span(one, spans, price) if spans else ()))
             for one in rows
         ]  # fmt: skip
         legend = "  batch: micro-batch x accumulation; memory: of one device"
@@ -231,11 +231,12 @@ def _times(one: Prediction) -> tuple[str, ...]:
     return rounded(one.speed.time.seconds), rounded(one.speed.tokens_per_s), mfu
 
 
-def _span(one: Prediction, tokens: float) -> tuple[str, ...]:
-    """(days, GPU-hours) until so many tokens."""
+def _span(one: Prediction, tokens: float, price: float | None) -> tuple[str, ...]:
+    """(days, GPU-hours, and at a price of a GPU-hour the cost) until so many tokens."""
     seconds = tokens / one.speed.tokens_per_s
     hours = seconds / 3600 * one.layout.world_size
-    return rounded(seconds / DAY_S), rounded(hours)
+    cost = (rounded(price * hours),) if price else ()
+    return rounded(seconds / DAY_S), rounded(hours), *cost
 
 
 def _listed(parts: dict[str, float], text) -> str:

@@ -1,8 +1,11 @@
 """`zerofit plan --write DIR`: the pair and the command of what was predicted, to be launched as they are."""
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import rounded, size
@@ -18,23 +21,43 @@ RENDEZVOUS = (
 SET_HERE = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 
-def write_pairs(predictions: list[Prediction], folder: Path, options: Any, recipe: type) -> list[Path]:
+def write_recipe(folder: Path, options: Any, recipe: type) -> Path:
+    """recipe.yaml with each option of the task that was set, in place of a recipe's file and flags."""
+    names = [
+        field.name for field in dataclasses.fields(recipe) if options.source(field.name) and field.name != "config"
+    ]
+    file = make_folder(folder) / "recipe.yaml"
+    content = {name: getattr(options, name) for name in names if name not in SET_HERE}
+    file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return file
+
+
+def make_folder(folder: Path) -> Path:
+    """Raises UserError: the folder cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"write = {str(folder)!r}: {error.strerror}. Set --write to a folder") from None
+    return folder
+
+
+def write_pairs(
+    predictions: list[Prediction], folder: Path, options: Any, recipe: type, recipe_file: Path | None = None
+) -> list[Path]:
     """NAME.yaml, NAME.json (of ZeRO) and NAME.sh of each prediction; NAME has the degrees of parallelism: tp_x4.
 
     Args:
         options: of the plan and the recipe, whose flags go into the command.
         recipe: the type of the task's recipe.
+        recipe_file: has all options; None: the command has those that were given.
 
     Returns: the scripts.
 
     Raises:
         UserError: the folder cannot be made.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"write = {str(folder)!r}: {error.strerror}. Set --write to a folder") from None
-    flags = options.flags_given(recipe, without=SET_HERE)
+    make_folder(folder)
+    flags = ["--config", str(recipe_file)] if recipe_file else options.flags_given(recipe, without=SET_HERE)
     return [_write_pair(prediction, folder, options, flags) for prediction in predictions]
 
 

@@ -48,7 +48,7 @@ def planned_words(options: SubmitOptions, words: list[str]) -> tuple[int, list[s
 
 def _fastest(plan: PlanOptions) -> Prediction | None:
     """Of the strategies as they stand in their files; None: none fits."""
-    planner, outcomes, _ = prepare(plan)
+    planner, _, _, outcomes, _ = prepare(plan)
     possible = [one for one in outcomes if one.degrees == read_pair(one.strategy).degrees]
     find = partial(planner.find, sizes=plan.sizes, max_batch_size=plan.max_batch_size)
     find_all(planner.model, possible, find, lambda done, count: None)

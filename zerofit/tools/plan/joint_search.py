@@ -1,0 +1,158 @@
+"""`zerofit plan --search`: the fastest of all layouts, micro-batches and options that save memory, together.
+
+Every combination gets a bound first: the speed of its fastest micro-batch, whatever memory that takes. Then memory is
+asked in the order of the bounds, and the search ends when no bound left is above what was found; so the result is that
+of trying everything (tests/unit/test_plan_search.py), as far as memory grows with the micro-batch.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zerofit.estimate.read_model import rows_of
+from zerofit.model.recomputation import check_recomputation
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.options import OPTIMIZERS
+from zerofit.strategy.host_memory import usable_cores
+from zerofit.tools.plan.parallel import in_processes
+from zerofit.tools.plan.planner import Planner
+from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
+from zerofit.tools.plan.size_search import search
+
+EACH = 64  # micro-batches are tried one by one up to here, then powers of two
+Options = dict[str, Any]
+
+
+@dataclass
+class Combination:
+    """A layout with options of the recipe.
+
+    Attributes:
+        options: {name: value} that differ from the recipe.
+        bound: tokens/s of its fastest micro-batch, fitting or not.
+    """
+
+    options: Options
+    planner: Planner
+    outcome: LayoutOutcome
+    bound: float = 0.0
+
+    def best(self) -> Prediction | None:
+        """The fastest micro-batch that fits; None: not even the smallest does."""
+        planner, outcome = self.planner, self.outcome
+        sizes = candidates_of(planner, outcome)
+        made = search(sizes, lambda size: planner.predict(outcome.resolved, size), planner.budget.device)
+        largest = max((one.micro_batch for one in made if one.fits), default=0)
+        if not largest:
+            return None
+        speeds = {size: planner.speed(outcome.resolved, size).tokens_per_s for size in sizes if size <= largest}
+        for size in sorted(speeds, key=lambda size: (-speeds[size], -size)):
+            found = planner.predict(outcome.resolved, size)
+            if found.fits:  # accumulation takes gradients that a larger micro-batch may not have
+                return found
+        return None
+
+
+def variants(recipe: Any) -> Iterator[Options]:
+    """What is tried: recomputation, its inputs on the host, the loss, and the optimizer where none is named."""
+    recomputed = [False, "selective", True]
+    optimizers = [recipe.optim] if recipe.source("optim") else OPTIMIZERS
+    for again, loss, optim in itertools.product(recomputed, ("chunked", "full"), optimizers):
+        for offloaded in (False, True) if again is True else (False,):
+            if recipe.task == "cls" and loss == "full":
+                continue
+            options = {"gradient_checkpointing": again, "activation_offload": offloaded, "optim": optim}
+            options |= {"loss": loss} if recipe.task != "cls" else {}
+            yield {name: value for name, value in options.items() if getattr(recipe, name) != value}
+
+
+def words_of(options: Options) -> list[str]:
+    """As they are typed."""
+    words = []
+    for name, value in options.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value).lower()]
+    return words
+
+
+def candidates_of(planner: Planner, outcome: LayoutOutcome) -> list[int]:
+    most = planner.recipe.max_batch_size
+    sizes = [*range(1, min(EACH, most) + 1)]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    return planner.possible(sizes, outcome.resolved.layout.data_size)
+
+
+def combinations(planner: Planner, names: list[str], check: Callable) -> list[list[Combination]]:
+    """Every combination that is possible, without bounds; those with the same options together. A strategy is resolved
+    once for each optimizer: the other options change the passes alone."""
+    resolved: dict[str, list[LayoutOutcome]] = {}
+    found = []
+    for options in variants(planner.recipe):
+        changed = _changed(planner, options)
+        if changed is None:
+            continue
+        if changed.recipe.optim not in resolved:
+            several = [outcome for name in names for outcome in changed.layouts(name, check)]
+            resolved[changed.recipe.optim] = [one for one in several if not one.refused]
+        outcomes = [replace(outcome, predictions=[]) for outcome in resolved[changed.recipe.optim]]
+        group = [Combination(options, changed, one) for one in outcomes if candidates_of(changed, one)]
+        found += [group] if group else []
+    return found
+
+
+def _changed(planner: Planner, options: Options) -> Planner | None:
+    """The planner with these options; None: they do not go together, or the model does not have them."""
+    recipe, model, timing = planner.recipe.draft(), planner.model, planner.timing
+    for name, value in options.items():
+        recipe.adopt(name, value, f"--{name}")
+    try:
+        if recipe.problems():
+            return None
+        if recipe.gradient_checkpointing:
+            check_recomputation(model.full, recipe.gradient_checkpointing)
+    except UserError:
+        return None
+    rows = rows_of(recipe, model.task, model.config, model.full)
+    model = model.with_options(recipe, rows)
+    return Planner(recipe, model, planner.budget, timing.of(model))
+
+
+def find_best(
+    planner: Planner, names: list[str], check: Callable, top: int = 1
+) -> list[tuple[Combination, Prediction]]:
+    """The fastest combinations that fit, the fastest first.
+
+    Args:
+        planner: with a timing.
+        check: as that of Planner.layouts.
+        top: how many.
+    """
+    groups = combinations(planner, names, check)
+    for group, bounds in zip(groups, in_processes(_bounds, groups, usable_cores()), strict=True):
+        for one, bound in zip(group, bounds, strict=True):
+            one.bound = bound
+    found: list[tuple[Combination, Prediction]] = []
+    for one in sorted(itertools.chain(*groups), key=lambda one: -one.bound):
+        if len(found) >= top and one.bound <= found[-1][1].speed.tokens_per_s:
+            break
+        best = one.best()
+        if best is not None and _is_possible(one, check):
+            found = sorted([*found, (one, best)], key=lambda pair: -pair[1].speed.tokens_per_s)[:top]
+    return found
+
+
+def _bounds(group: list[Combination]) -> list[float]:
+    return [
+        max(
+            one.planner.speed(one.outcome.resolved, size).tokens_per_s
+            for size in candidates_of(one.planner, one.outcome)
+        )
+        for one in group
+    ]
+
+
+def _is_possible(one: Combination, check: Callable) -> bool:
+    """Whether the strategy, resolved with all options, is what it was without them."""
+    again = one.planner.layouts(one.outcome.strategy, check)
+    return any(outcome.degrees == one.outcome.degrees and not outcome.refused for outcome in again)
