@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.collate import ExampleCollator, multiple_for
     from zerofit.data.labelled.examples import prepare_examples
     from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
+    from zerofit.data.order import easiest_first
     from zerofit.data.pack import stats_rows
     from zerofit.model.configuration import check_task
     from zerofit.model.load import head_weights
@@ -110,6 +111,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         unit="example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
+        easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: best_constant(data.labels, data.held_out),
         report=lambda: report_classes(session.folder, data.labels, data.held_out),

@@ -118,7 +118,7 @@ CASES = {
         "--max_length", "64", "--max_eval_samples", "11",
     ), learning_rate=1e-4),
     "blenderbot": Case("seq2seq", 12, (
-        "--model_name_or_path", "{blenderbot}", *PAIRS,
+        "--model_name_or_path", "{blenderbot}", *PAIRS, "--difficulty_warmup", "length@6",
     ), ("zero2",)),
     "t5": Case("seq2seq", 6, ("--model_name_or_path", "{t5}", *PAIRS)),
     "lora": Case("clm", 14, (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
-from zerofit.recipe.growth import growth_problems
+from zerofit.recipe.growth import Difficulty, difficulty_problems, growth_problems, read_difficulty
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
@@ -42,6 +42,11 @@ class BatchOptions(Recipe):
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
         "global batch, which those after UPDATES have.",
     )
+    difficulty_warmup: str | None = option(
+        None,
+        "FIELD@UPDATES, as length@2000: in the first epoch the easiest samples come first, and after UPDATES all are "
+        "mixed. FIELD is a column of numbers in the records, or length.",
+    )
     num_train_epochs: float = option(
         3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
     )
@@ -58,8 +63,14 @@ class BatchOptions(Recipe):
         None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
     )
 
+    @property
+    def difficulty(self) -> Difficulty | None:
+        """The meaning of difficulty_warmup; None without it, and without training."""
+        text = self.difficulty_warmup if self.trains else None
+        return None if text is None else read_difficulty(text, self.source("difficulty_warmup"))
+
     def problems(self) -> list[str]:
-        return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000")
+        return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000") + difficulty_problems(self)
 
 
 @dataclass

@@ -60,7 +60,7 @@ def prepare_chat(
     for name, part in parts.items():
         table = _encode(part, encoder, options.cache)
         notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
-        sets[name] = Conversations(table)
+        sets[name] = Conversations(table, part.scores)
     shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
     filler = padding_token(tokenizer)
     packed: dict[str, SampleSet] = dict(sets)
@@ -143,12 +143,14 @@ class Conversations:
     Args:
         table: input_ids and labels, both empty for a skipped conversation; truncated, the number of tokens cut from
             each; trained, the number of labels that are trained on.
+        scores: how difficult each is, where a column of the records says so.
     """
 
-    def __init__(self, table: Dataset):
+    def __init__(self, table: Dataset, scores: np.ndarray | None = None):
         self.ids, self.labels = Documents(table), Documents(table, "labels")
         self.rows = np.flatnonzero(self.ids.lengths)
         self.lengths = self.sort_key = self.ids.lengths[self.rows]
+        self.scores = scores if scores is None else scores[self.rows]
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
         self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
         self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))

@@ -62,7 +62,7 @@ def encode_parts(
     columns, sets, notes = tuple(padding_values(tokenizer)), {}, []
     for name, part in parts.items():
         table = _encode(part, tokenizer, length, options.cache, labels.names is None)
-        sets[name] = TokenizedDataset(table, (*columns, "sizes") if labels.choices else columns)
+        sets[name] = TokenizedDataset(table, (*columns, "sizes") if labels.choices else columns, part.scores)
         what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())

@@ -21,7 +21,7 @@ from zerofit.recipe.tasks import Seq2SeqRecipe
 
 COLUMNS = ("input_ids", "labels")
 FORMAT = "source_format"  # in tokenizer_config.json
-NUMBERS = ("truncated", "source_tokens", "target_tokens")
+NUMBERS = ("record", "truncated", "source_tokens", "target_tokens")
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
 )
@@ -88,7 +88,10 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     notes.insert(0, f"data      {columns.describe}")
     for name, table in tables.items():
         notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
-    sets = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
+    sets = {}
+    for name, table in tables.items():
+        scores = parts[name].scores
+        sets[name] = TokenizedDataset(table, COLUMNS, scores if scores is None else scores[table["record"][:]])
     validation = None
     if "validation" in tables:
         most_common = Counter(tables["train"]["target"][:]).most_common(1)[0][0] if "train" in tables else None
@@ -175,7 +178,7 @@ class PairEncoder:
         """Columns input_ids, labels, target (the full text), truncated (tokens cut), and the numbers of tokens of the
         full source and target."""
         if not pairs:
-            return {name: [] for name in TABLE}
+            return {name: [] for name in TABLE if name != "record"}
         sources, lost = self.sources([pair.source for pair in pairs])
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)
@@ -233,6 +236,7 @@ class PairEncoder:
 
 def _encode(part: Part, encoder: PairEncoder, cache: TableCache) -> Dataset:
     def encode(records: list[list[Pair]], places: list[int]) -> dict:
-        return encoder.encode([pair for pairs in records for pair in pairs])
+        of_each = [place for place, pairs in zip(places, records) for _ in pairs]
+        return {**encoder.encode([pair for pairs in records for pair in pairs]), "record": of_each}
 
     return part.encode(encode, TABLE, encoder.key, cache)
