@@ -1,7 +1,7 @@
 """The formats of data files, by their endings, and what is wrong with a file that cannot be read.
 
-Files in another encoding, and JSON objects with the records under a key are converted for the readers: to UTF-8, to
-the records alone. The converted file is cached."""
+Files in another encoding, Excel files, and JSON objects with the records under a key are converted for the readers: to
+UTF-8, to .csv, to the records alone. The converted file is cached."""
 
 import csv
 import io
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from zipfile import BadZipFile
 
 import pandas as pd
 from datasets import Features, Value
@@ -17,18 +18,19 @@ from datasets import Features, Value
 from zerofit.data.encodings import as_utf8, open_bytes, proposal
 from zerofit.data.options import DataOptions
 from zerofit.recipe.columns import ending_of, find_delimiter, head_of
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.parsing import parse_json
 
 FORMATS = {
-    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx", ".parquet": "parquet",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {
     "csv": ("csv", CSV),
     "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3}),
+    "xlsx": ("csv", CSV),
 }  # .tsv files have no quoting
 
 
@@ -47,7 +49,7 @@ def format_of(files: list[Path]) -> str:
 
 def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
     """The error for unreadable files: names the first that is not UTF-8 or not of its format."""
-    for path in files if kind != "parquet" else []:
+    for path in files if kind not in ("parquet", "xlsx") else []:
         with open_bytes(path) as file:
             data = file.read()
         try:
@@ -119,21 +121,36 @@ def plain_files(paths: list[Path], kind: str, data: DataOptions) -> list[Path]:
     ):
         if value and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
-    return [_converted(path, data) for path in paths] if data.encoding or data.field else paths
+    converts = kind == "xlsx" or data.encoding or data.field
+    return [_converted(path, kind, data) for path in paths] if converts else paths
 
 
-def _converted(path: Path, data: DataOptions) -> Path:
+def _converted(path: Path, kind: str, data: DataOptions) -> Path:
     """The converted file in the cache, which is written once."""
     file_stat = path.stat()
     what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, data.encoding, data.field)
-    ending = ".jsonl" if data.field else ending_of(path)
+    ending = ".csv" if kind == "xlsx" else ".jsonl" if data.field else ending_of(path)
     place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if place.exists():
         return place
     with atomic_file(place, "wb") as written, open_bytes(path) as file:
         portions = as_utf8(file, data.encoding, path) if data.encoding else file
-        written.writelines(_records(portions, data.field, path) if data.field else portions)
+        if kind == "xlsx":
+            written.write(_first_sheet(path))
+        else:
+            written.writelines(_records(portions, data.field, path) if data.field else portions)
     return place
+
+
+def _first_sheet(path: Path) -> bytes:
+    """The first sheet of an Excel file as .csv."""
+    try:
+        sheet = pd.read_excel(path, dtype=str, keep_default_na=False, engine="openpyxl")
+    except ImportError:
+        raise UserError(f"{path}: pip install openpyxl, or save it as .csv (UTF-8)") from None
+    except (ValueError, KeyError, OSError, BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as .xlsx: {first_line(error)}") from None
+    return sheet.to_csv(index=False).encode()
 
 
 def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:

@@ -119,7 +119,7 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | N
         if table is not None:
             return table
         if kind == "text" and not kwargs["sample_by"]:
-            raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .parquet")
+            raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .xlsx, .parquet")
         names = [str(path) for path in paths]
         if builder == "csv":
             for path in paths:
