@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset, Value
 
 from zerofit.data.records import BadRecord
+from zerofit.data.tables import columns_present
 from zerofit.recipe.errors import UserError
 
 DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
@@ -36,7 +37,7 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     for good, bad in PREFERENCES:
         if {good, bad} <= set(table.column_names):
             what = f"the records are preferences ({good}, {bad}): train/clm.py takes --preference_loss dpo"
-            raise UserError(f"{what}. Or name columns with {remedy}")
+            raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
     verdicts = [name for name in VERDICTS if name in table.column_names and table.features[name] == Value("bool")]
     return verdicts[0] if verdicts else None
 
