@@ -201,7 +201,7 @@ def _mapped(prefix: str) -> Corpus:
     width, num_bytes = corpus.dtype().itemsize, content.stat().st_size
     tokens = int(lengths.sum(dtype=np.int64))
     if num_bytes != tokens * width:
-        raise ValueError(f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width}")
+        raise ValueError(f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes")
     portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
     if int(pointers[-1]) + int(lengths[-1]) * width != num_bytes or not rises:
