@@ -24,7 +24,6 @@ TOOLS = (
     *(f"submit {scheduler}" for scheduler in ("slurm", "trainjob", "jobset", "skypilot")),
     *"doctor plan compare verify prepare".split(),
     "prepare merge",
-    "prepare info",
     "convert meta-to-hf",
     "convert hf-to-meta",
     "convert megatron-args",

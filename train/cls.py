@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     def predict(engine):
         (part,) = data.held_out
         batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
-        return predict_examples(engine, batches, data.labels, part, session.folder, recipe)
+        return predict_examples(engine, batches, data.labels, part, session.folder)
 
     task = Task(
         recipe=recipe,

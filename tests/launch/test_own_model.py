@@ -57,7 +57,7 @@ def test_its_code_does_not_run_unasked(tokenizer, tmp_path):
     flags = [flag for flag in DATA if flag != "--trust_remote_code"]
     done = launched(tmp_path / "run", "--config_name", FOLDER, "--tokenizer_name", tokenizer, *flags)
     assert done.returncode != 0
-    assert f"error: config_name = {str(FOLDER)!r} comes with its own Python code" in done.stderr
+    assert f"error: config_name = {str(FOLDER)!r} has its own code" in done.stderr
     assert "add --trust_remote_code" in done.stderr
 
 

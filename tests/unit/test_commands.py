@@ -20,14 +20,14 @@ from zerofit.tools.launch.launch import read_options
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
-from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
 from zerofit.tools.submit import submit
 from zerofit.tools.submit.job import make_job
 from zerofit.tools.tool_recipe import TASKS, read_with_recipe
 from zerofit.tools.verify.verify import VerifyOptions
 
 TOOLS = {
-    ("prepare", "merge"): JoinOptions, ("prepare", "info"): CorporaOptions, ("prepare",): PrepareOptions,
+    ("prepare", "merge"): JoinOptions, ("prepare",): PrepareOptions,
     ("convert", "meta-to-hf"): FromMetaOptions, ("convert", "hf-to-meta"): ToMetaOptions, ("merge",): MergeOptions,
     ("generate",): GenerateOptions, ("compare",): CompareOptions, ("plan",): PlanOptions,
     ("verify",): VerifyOptions,

@@ -7,7 +7,7 @@ from datasets import Dataset
 from helpers import read_data, refusal, write_records
 
 from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
-from zerofit.data.pairs.conversation_files import read_conversation_files, read_keyed_conversations
+from zerofit.data.pairs.conversation_files import read_keyed_conversations
 from zerofit.data.pairs.prepare import (
     PairEncoder,
     SourceFormat,

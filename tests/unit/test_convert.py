@@ -212,7 +212,7 @@ def test_models_that_meta_does_not_know(tmp_path, capsys):
     config.write_text(json.dumps({"model_type": "gpt2"}))
     assert "is not a Llama: its config.json says gpt2" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
     shutil.rmtree(tmp_path / "odd")
-    assert "a folder with a config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
+    assert "has no config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
 
 
 @pytest.mark.parametrize(

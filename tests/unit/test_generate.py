@@ -141,11 +141,11 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
     records.write_text(json.dumps({"prompt": "one", "id": 3}) + "\n" + json.dumps({"messages": turns}) + "\n")
     output = tmp_path / "out.jsonl"
     generate("--model", model, "--prompt_file", records, "--max_new_tokens", 2, "--chat_template", template,
-             "--output", output, "--batch_size", 1)  # fmt: skip
+             "--output", output)  # fmt: skip
     assert [tokenizer.decode(ids) for ids in given.ids[3:]] == [
-        "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>",
         "<user>one<assistant>",
-    ], "the longest first"
+        "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>",
+    ]
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [sorted(line) for line in written] == [["generated", "prompt"], ["generated", "messages"]]
     assert written[1]["messages"] == turns[:3]

@@ -114,7 +114,7 @@ def test_a_pretrained_models_own_order(ours, theirs, order):
 )
 def test_another_number_of_labels(labels, ours):
     message = refusal(configure_labels, pretrained("no", "yes"), labels, "some/model", False)
-    assert "model_name_or_path = 'some/model' was trained for 2 labels (no, yes)" in message
+    assert "'some/model' has 2 labels (no, yes)" in message
     assert ours in message
     assert "--ignore_mismatched_sizes" in message
     config = pretrained("no", "yes")

@@ -269,7 +269,7 @@ CONTEXT = 640 * MIB
 
 def test_more_than_the_machine_has_is_refused():
     """Contexts of processes that share a device are counted: the allocator's limit knows nothing of them."""
-    assert "Use --memory_limit 384MiB" in refusal(choose_limits, machine(), 64, GIB)
+    assert "at most 384MiB" in refusal(choose_limits, machine(), 64, GIB)
     limit = choose_limits(machine([GPU]), 4, None).device
     assert limit == int(0.9 * (80 * GIB - 4 * CONTEXT) / 4)
     exact = 20 * GIB - CONTEXT
@@ -390,7 +390,7 @@ def test_the_report_has_all_of_it(tmp_path):
     assert [line["outcome"] for line in lines].count("out_of_memory") == 3
     assert lines[1]["peak_with_evaluation_bytes"] == str(600 * MIB)
     assert "zero2" in report.for_terminal()
-    assert "(16 samples together)" in text
+    assert "one batch of 16 samples" in text
     shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]

@@ -259,7 +259,7 @@ def test_the_schedule_is_megatrons(flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--swiglu", "there is no family with swiglu, layernorm"),
+        ("--swiglu", "no family has swiglu, layernorm"),
         ("--disable-bias-linear", "no biases"),
         ("--position-embedding-type alibi", "neither family has it"),
         ("--fp16 --bf16", "keep one of the two"),
@@ -279,10 +279,10 @@ def test_replicas_share_the_global_batch():
     assert (done.recipe["per_device_train_batch_size"], done.layout.world, done.layout.strategy) == (2, 8, "zero3")
     few = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 4 --pipeline-model-parallel-size 3")
     assert (few.layout.world, few.recipe["per_device_train_batch_size"]) == (4, 1)
-    assert "4 processes and not to 8" in few.notes[0]
+    assert "4 processes, not 8" in few.notes[0]
     halved = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 2 --tensor-model-parallel-size 2")
     assert (halved.layout.world, halved.recipe["per_device_train_batch_size"]) == (4, 1)
-    assert "2 replicas of 2 processes and not to 4" in halved.notes[0]
+    assert "2 replicas of 2 processes, not 4" in halved.notes[0]
 
 
 @pytest.mark.parametrize(

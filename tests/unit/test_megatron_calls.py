@@ -41,7 +41,7 @@ def test_the_names_of_a_port_of_llama(command, family, parameters):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--layernorm-type rmsnorm", "no family with gelu, rmsnorm"),
+        ("--layernorm-type rmsnorm", "no family has gelu, rmsnorm"),
         ("--position-embedding-type rotary --no-bias", "no biases"),
         ("--rotary-interleaved-magic", "it changes the model"),
     ],

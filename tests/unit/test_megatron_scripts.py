@@ -237,4 +237,4 @@ def test_a_machine_that_confines_nothing_takes_the_command_line_instead(tmp_path
     script.write_text(TRAINING)
     monkeypatch.setattr("zerofit.tools.convert.megatron_args.sandbox.NAMESPACES", ("--no-such-namespace",))
     assert zerofit(["convert", "megatron-args", str(script)]) == 2
-    assert re.search(r"not available \(.*unshare.*after --", capsys.readouterr().err)
+    assert re.search(r"cannot be confined here \(.*unshare.*after --", capsys.readouterr().err)

@@ -403,7 +403,7 @@ def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):
 
     case, true = build(), Linear.get_delta_weight
     monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: -true(self, adapter))
-    with pytest.raises(RuntimeError, match="the logits differ by"):
+    with pytest.raises(RuntimeError, match="logits differ by"):
         main(["merge", "--adapter", str(case.adapter), "--output", str(case.base.parent / "merged")])
     assert not list(case.base.parent.glob("merged*"))
 
@@ -415,6 +415,6 @@ def test_a_folder_that_reads_back_differently_gets_no_name(build, monkeypatch):
         true(model, ((name, tensor * 1.01) for name, tensor in weights), *others)
 
     monkeypatch.setattr(merge_adapter, "export_model", spoilt)
-    with pytest.raises(RuntimeError, match="read back: the logits differ by"):
+    with pytest.raises(RuntimeError, match="read back: logits differ by"):
         main(["merge", "--adapter", str(case.adapter), "--output", str(case.base.parent / "merged")])
     assert not list(case.base.parent.glob("merged*"))

@@ -179,8 +179,8 @@ def test_families_with_a_plan_are_those_that_are_tried_here():
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), [
-    ("llama", {"num_hidden_layers": 3}, "and the model has num_hidden_layers = 3: each stage needs a layer"),
-    ("opt", {}, "pipeline parallelism does not support opt. Use a pair without it"),
+    ("llama", {"num_hidden_layers": 3}, "and num_hidden_layers = 3"),
+    ("opt", {}, "a opt has no pipeline"),
 ])  # fmt: skip
 def test_models_that_stages_cannot_share(family, changes, said):
     config = AutoConfig.for_model(family, **changes)

@@ -15,7 +15,7 @@ from zerofit.estimate.model_states import deepspeed_states, torch_states
 from zerofit.estimate.peak import pinned
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
-from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings
+from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model import chunked_loss
 from zerofit.strategy.gpu_table import GPUS
@@ -314,7 +314,7 @@ def test_a_model_without_a_configuration_at_hand(capsys):
 
 def test_a_published_model_is_planned_without_network_or_kernels(capsys):
     flags = ["--task", "clm", "--precision", "bf16", "--gpu", "a100-80gb", "--strategies", "single", "--batch_sizes",
-             "1", "--attn_implementation", "flash_attention_2", "--loss", "liger"]  # fmt: skip
+             "1", "--attn_implementation", "flash_attention_2"]  # fmt: skip
     assert main(["plan", *flags, "--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct"]) == 0
     assert "494,032,768 parameters" in capsys.readouterr().out
 

@@ -91,7 +91,6 @@ LATE = {
     "pydantic": "with deepspeed",
     "megatron": "an optional package",
     "bitsandbytes": "an optional package",
-    "liger_kernel": "an optional package",
     "charset_normalizer": "to guess an encoding",
     "fcntl": "not on every system",
     "resource": "not on every system",

@@ -101,7 +101,4 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
     if form is not None and recipe.packing == "concatenate":
-        raise UserError(
-            f"packing = concatenate: the data is {KINDS[form.kind]} a record (column {form.question}), and without "
-            "boundaries there is no loss on the answers alone. Use --packing documents or none"
-        )
+        raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

@@ -80,16 +80,11 @@ def as_utf8(file, encoding: str, path: Path) -> Iterator[bytes]:
     try:
         while text := read.read(PORTION):
             if _is_utf8(text, encoding):
-                raise UserError(
-                    f"encoding = {encoding!r}: {path} is UTF-8 (line {lines} and after), which would be read as "
-                    f"{_lines([text])[0]!r}. Say --encoding utf-8"
-                )
+                raise UserError(f"encoding = {encoding!r}: {path} is UTF-8 (line {lines}). Say --encoding utf-8")
             yield text.removeprefix("\ufeff" if lines == 1 else "").encode("utf-8", "replace")
             lines += text.count("\n")
-    except UnicodeError as error:
-        raise UserError(
-            f"encoding = {encoding!r}: {path} is not in it ({str(error)[:120]}, line {lines} or after). Name another"
-        ) from None
+    except UnicodeError:
+        raise UserError(f"encoding = {encoding!r}: {path} is not in it (line {lines}). Name another") from None
 
 
 def _is_utf8(text: str, encoding: str) -> bool:

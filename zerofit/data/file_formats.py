@@ -94,9 +94,7 @@ def check_fields(path: Path, kwargs: dict) -> None:
         raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
     if len(record) > len(header):
         raise UserError(
-            f"{path}: its first record has {len(record)} fields and there are {len(header)} columns "
-            f"({', '.join(header)}). Put quotes around texts that contain the separator, or name another separator "
-            "with --delimiter"
+            f"{path}: {len(record)} fields, {len(header)} columns ({', '.join(header)}). Quote texts, or set delimiter"
         )
 
 
@@ -149,10 +147,7 @@ def _first_sheet(path: Path) -> bytes:
     try:
         sheet = pd.read_excel(path, dtype=str, keep_default_na=False, engine="openpyxl")
     except ImportError:
-        raise UserError(
-            f"{path}: pandas reads .xlsx files with openpyxl, which is not installed. Type pip install openpyxl, or "
-            "save it as .csv (UTF-8)"
-        ) from None
+        raise UserError(f"{path}: pip install openpyxl, or save it as .csv (UTF-8)") from None
     except (ValueError, KeyError, OSError, BadZipFile) as error:
         raise UserError(f"{path} cannot be read as .xlsx: {first_line(error)}") from None
     return sheet.to_csv(index=False).encode()

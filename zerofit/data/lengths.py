@@ -28,9 +28,7 @@ def choose_length(option: str, length: int, source: str | None, config) -> int:
     positions = usable_positions(config)
     if positions and length > positions:
         if source:
-            raise UserError(
-                f"{option} = {length} ({source}): the model has {positions} positions. Choose {positions} or less"
-            )
+            raise UserError(f"{option} = {length} ({source}): the model has {positions} positions. Choose less")
         return positions
     return length
 
@@ -52,9 +50,7 @@ def growing_blocks(text: str, source: str | None, block_size: int, is_chat: bool
     if block_size % first or first in (1, block_size):
         possible = [size for size in range(2, block_size) if block_size % size == 0]
         remedy = f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out"
-        raise UserError(
-            f"{stated}: {first} tokens do not grow in steps of {first} to block_size = {block_size}. {remedy}"
-        )
+        raise UserError(f"{stated}: no steps of {first} to block_size = {block_size}. {remedy}")
     return Growth(first, block_size, updates)
 
 

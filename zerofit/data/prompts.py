@@ -9,7 +9,7 @@ from zerofit.data.chat.instructions import FormOptions, find_form
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
 from zerofit.data.pairs.columns import PairColumns, find_columns
-from zerofit.data.pairs.conversation_files import read_conversation_files
+from zerofit.data.pairs.conversation_files import read_keyed_conversations
 from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, chosen_widths, split_translation_columns
 from zerofit.data.records import read_parts
 from zerofit.data.rendering import Prompt, Renderer
@@ -58,7 +58,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
         UserError: no column of sources is found, a text is empty.
     """
     options = DataOptions.of(recipe)
-    source = read_source(options, sample_by=lambda files: "line", reader=read_conversation_files)
+    source = read_source(options, sample_by=lambda files: "line", reader=read_keyed_conversations)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(PairColumns.of(recipe), source.first)
     parts, notes = read_parts(source, {PREDICT: columns}, options)
@@ -71,9 +71,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     form = replace(form, **{name: value for name, value in overrides.items() if value is not None})
     ids, cut_tokens = PairEncoder(tokenizer, form, widths[1]).sources(histories)
     if cut := sum(map(bool, cut_tokens)):
-        notes.append(
-            f"note      {cut:,} of {len(ids):,} sources are cut at {form.max_length} tokens (max_source_length)"
-        )
+        notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {form.max_length}")
     notes.insert(0, f"data      {columns.describe}")
     read = [{"source": tokenizer.decode(row, skip_special_tokens=True).strip()} for row in ids]
     return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
@@ -112,10 +110,7 @@ def read_causal_prompts(
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     ids, cut_tokens = _with_room(ids, longest, config)
     if cut := sum(map(bool, cut_tokens)):
-        notes.append(
-            f"warning   {cut:,} of {len(ids):,} prompts are cut at their beginning: {usable_positions(config):,} "
-            f"positions less max_new_tokens = {longest} are too few for them"
-        )
+        notes.append(f"warning   {cut:,} of {len(ids):,} prompts lose their beginning to max_new_tokens = {longest}")
     prompts = Prompts(ids, records, form is not None, ends, sum(cut_tokens))
     kind = f"answered with at most {longest} tokens each"
     return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
@@ -143,10 +138,7 @@ def longest_answer(max_new_tokens: int, is_set: bool, config) -> int:
     if positions and not is_set:
         return min(max_new_tokens, positions // 2)
     if positions and max_new_tokens >= positions:
-        raise UserError(
-            f"max_new_tokens = {max_new_tokens}: the model has {positions:,} positions, for prompts as well. "
-            "Choose fewer"
-        )
+        raise UserError(f"max_new_tokens = {max_new_tokens}: the model has {positions:,} positions. Choose fewer")
     return max_new_tokens
 
 

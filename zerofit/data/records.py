@@ -140,10 +140,7 @@ def _report(bad: Dataset, part: Part, options: DataOptions) -> list[str]:
     first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
     if len(bad) == len(part):
         columns = " or ".join(f"--{name}" for name in options.column_options)
-        raise UserError(
-            f"{part.where} has no record that can be used. {first[0].upper()}{first[1:]}. Correct the data, or name "
-            f"the right column with {columns}"
-        )
+        raise UserError(f"{part.where} has no usable record: {first[0]}. Correct it, or set {columns}")
     if not options.skip_bad_records:
         more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
         raise UserError(f"{part.where}, {first}{more}. Correct the data, or skip such records with --skip_bad_records")

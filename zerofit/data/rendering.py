@@ -59,16 +59,11 @@ class Renderer:
         try:
             return PairEncoder(self.tokenizer, replace(form, prefix=before), positions)
         except UserError:
-            raise UserError(
-                f"system_prompt = {self.system!r} leaves no room in a source of {form.max_length} tokens: shorten it"
-            ) from None
+            raise UserError(f"system_prompt = {self.system!r} fills {form.max_length} tokens: shorten it") from None
 
     @property
     def _no_template(self) -> str:
-        return (
-            f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; name one with --chat_template, a "
-            ".jinja file or a known name"
-        )
+        return f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; name one with --chat_template"
 
     def check_conversations(self) -> None:
         """Raises UserError if this model cannot take part in a conversation."""

@@ -156,10 +156,7 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
     try:
         dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
-        raise UserError(
-            f"dataset_name = {name!r}: it cannot be loaded: {first_line(error)}. Name a local folder, or files with "
-            "train_file, or run once with access to the hub"
-        ) from None
+        raise UserError(f"dataset_name = {name!r}: {first_line(error)}. Or name files with train_file") from None
     assert isinstance(dataset, DatasetDict)
     known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
     if not known & set(dataset):

@@ -34,8 +34,8 @@ def hold_out(records: Records, fraction: float) -> tuple[Records, Records]:
 def empty_split(fraction: float, count: int) -> UserError:
     """The error for a split with an empty part."""
     return UserError(
-        f"validation_split_percentage = {100 * fraction:g} leaves no sample on one side: the data is {count:,} "
-        f"record{'s' * (count != 1)}. Name another percentage, a validation_file, or 0, which holds nothing out"
+        f"validation_split_percentage = {100 * fraction:g} leaves no sample on one side ({count:,} records). "
+        "Choose another, a validation_file, or 0"
     )
 
 
@@ -103,7 +103,4 @@ def check_name(name: str, option: str) -> None:
         UserError: its name is a text.
     """
     if is_value(name):
-        raise UserError(
-            f"the first line of the data must name its columns, and is a record: {name[:60]!r}. Put a line of names "
-            f"before it, such as text,label. If this is a name, say --{option}"
-        )
+        raise UserError(f"the first line is no name of a column: {name[:60]!r}. Add one, or say --{option}")

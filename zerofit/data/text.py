@@ -184,17 +184,11 @@ def prepare_text(
             continue
         sets[part] = PackedBlocks(documents, block_size, packing == "documents", padding_token(tokenizer), limit)
         if not len(sets[part]):
-            raise UserError(
-                f"block_size = {block_size} leaves no {part} sample: there are {documents.num_tokens} tokens. "
-                "Choose a smaller one, or --packing documents, which fills the last block up"
-            )
+            raise UserError(f"block_size = {block_size} leaves no {part} sample. Make it smaller")
     stats = next(iter(sets.values())).stats
     mean, notes = stats.tokens / stats.documents, []
     if packing == "documents" and mean < block_size / 4:
-        notes.append(
-            f"hint      a document has {mean:.0f} tokens on average, and attention stays inside it. Lines of longer "
-            "texts? --packing concatenate, or another --document_separator"
-        )
+        notes.append(f"hint      documents have {mean:.0f} tokens. Lines of longer texts? --packing concatenate")
     return TextData(sets.get("train"), sets.get("validation"), tokenizer, block_size, notes)
 
 
@@ -231,9 +225,6 @@ def _ids_of(tokenizer, texts: list[str]) -> list[np.ndarray]:
     longest = max(map(len, texts))
     needed, free = BYTES_PER_CHARACTER * longest, psutil.virtual_memory().available
     if needed > free:
-        raise UserError(
-            f"a text has {longest:,} characters: to tokenise it takes {needed / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free. Cut it into several records, or name a --document_separator"
-        )
+        raise UserError(f"a text of {longest:,} characters needs more than {free / 2**30:.1f} GiB. Cut it up")
     rows = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
     return [np.array(row, np.int32) for row in rows]

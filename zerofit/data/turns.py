@@ -36,12 +36,8 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     """
     for good, bad in PREFERENCES:
         if {good, bad} <= set(table.column_names):
-            raise UserError(
-                f"the records are preferences: two answers each, of which one is better ({good}, {bad}). train/clm.py "
-                "trains on them with --preference_loss dpo (the columns chosen and rejected). To train on the better "
-                "answers alone, write them into "
-                f"a file of prompts and answers, or name columns with {remedy}; {columns_present(table)}"
-            )
+            what = f"the records are preferences ({good}, {bad}): train/clm.py takes --preference_loss dpo"
+            raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
     verdicts = [name for name in VERDICTS if name in table.column_names and table.features[name] == Value("bool")]
     return verdicts[0] if verdicts else None
 

@@ -16,7 +16,7 @@ from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_s
 from zerofit.estimate.planned_rows import TASKS, Rows
 from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep, in_flight
-from zerofit.estimate.tracer import ATTENTION, EveryNth, Tracer, TraceSettings, outer_lists, reduced_configuration
+from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
@@ -186,17 +186,14 @@ class PlannedModel:
     def tracer(
         self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False,
         rows: Rows | None = None,
-    ) -> Tracer | EveryNth:  # fmt: skip
+    ) -> Tracer:  # fmt: skip
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
         settings = self.trace_settings(precision, sharding, layout, evaluated)
         trained, _ = self.dtypes(precision, sharding is not None)
-        which, rows = self.recipe.gradient_checkpointing, self._rows(rows or self.rows, precision)
-        if evaluated or type(which) is not int:
-            return self._tracer(replace(settings, recomputed=not evaluated and which), rows, trained)
-        if (settings, rows, which) not in self._tracers:
-            again, kept = (self._tracer(replace(settings, recomputed=one), rows, trained) for one in (True, False))
-            self._tracers[settings, rows, which] = EveryNth(again, kept, which)
-        return self._tracers[settings, rows, which]
+        recomputed = not evaluated and self.recipe.gradient_checkpointing
+        return self._tracer(
+            replace(settings, recomputed=recomputed), self._rows(rows or self.rows, precision), trained
+        )
 
     def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
         key = (settings, rows)

@@ -218,13 +218,10 @@ def _of_passes(s: Shortage) -> list[Remedy]:
 def _of_recomputation(s: Shortage) -> int | None:
     """What recomputing every layer saves: the inputs of all layers stay, and one layer in full."""
     which: Any = s.recipe.gradient_checkpointing
-    layers, inputs = s.passes.layers, s.passes.layer_inputs
     if which == "selective":
         return None
-    recomputed = -(-layers // which) if which else 0
     bodies = max(0, s.activations - s.passes.logits)
-    whole = (bodies - inputs * recomputed // layers) // (layers - recomputed)
-    return bodies - inputs - whole
+    return bodies - s.passes.layer_inputs - bodies // s.passes.layers
 
 
 def _of_states(s: Shortage) -> list[Remedy]:

@@ -23,7 +23,7 @@ from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.speeds import Speeds
 from zerofit.estimate.time_constants import BACKWARD_STARTS, DISK, FUSED, FUSED_STARTS, HOST_STEP, WAITED
 from zerofit.estimate.traced_steps import TracedStep, host_inputs
-from zerofit.estimate.tracer import EveryNth, Tracer
+from zerofit.estimate.tracer import Tracer
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.strategy.layout import ParallelLayout
 
@@ -219,7 +219,7 @@ class Timing:
         self.links: AnyLinks = links or Links(math.inf, math.inf)
         self.rows = model.rows.shortened(mean_length) if mean_length else model.rows
         self.mean_length, self.is_known = mean_length, is_known
-        self._times: dict[tuple[Tracer | EveryNth, Stage], dict[int, PassTime]] = {}
+        self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
         self._flops_per_token: float | None = None
         self._exchanges: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
 

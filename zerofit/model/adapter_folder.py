@@ -86,10 +86,7 @@ def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if not shapes or empty:
         problem = f"{len(empty)} of its {len(shapes)} tensors are empty, such as {empty[0]}" if shapes else "no tensor"
-        raise UserError(
-            f"{where}: {WEIGHTS} holds an incomplete adapter: {problem}. It was saved under ZeRO-3 without "
-            "gathering, or writing was interrupted; save it again from the training program"
-        )
+        raise UserError(f"{where}: {WEIGHTS} holds an incomplete adapter: {problem}. Save it again")
     return {name.removeprefix(ADAPTER_PREFIX): shape for name, shape in shapes.items()}
 
 
@@ -142,10 +139,7 @@ def find_base(
     if not base:
         option, name = f"base_model_name_or_path in {file}", _recorded_base(folder)
     if not name:
-        raise UserError(
-            f"{file} names no base (base_model_name_or_path is empty): name it with {named_with}. "
-            "There is none if the adapter was trained on random weights (config_name)"
-        )
+        raise UserError(f"{file} names no base (base_model_name_or_path): name it with {named_with}")
     name = model_folder(name)
     if is_adapter(name):
         raise UserError(f"{option} = {name!r} is an adapter itself: merge that first, and name the merged model here")
@@ -193,18 +187,12 @@ def trained_config(folder: AdapterFolder, config, where: str, name: str) -> tupl
     for size in ("model_type", *SIZES):
         in_training, in_base = getattr(trained, size, None), getattr(config, size, None)
         if in_training != in_base:
-            raise UserError(
-                f"{where} is for another base: it was trained on a model with {size} = {in_training}, and {name!r} "
-                f"has {in_base}"
-            )
+            raise UserError(f"{where} is for a model with {size} = {in_training}, and {name!r} has {in_base}")
     notes = []
     quantization = getattr(config, "quantization_config", None)
     if getattr(trained, "quantization_config", None) is not None:
         if quantization is None:
-            notes.append(
-                "note: the adapter was trained on quantised weights and is now on the original weights; they differ "
-                "by the rounding to fewer bits"
-            )
+            notes.append("note: the adapter was trained on quantised weights; these differ by the rounding")
         del trained.quantization_config
     if quantization is not None:
         trained.quantization_config = quantization
@@ -283,8 +271,5 @@ def check_base_weights(
         with gathered(weight):
             sample = sample_weights(weight)
         if differs(recorded, sample):
-            raise UserError(
-                f"{where} is for another base: the weights of {module} in {name!r} are not those that it was trained "
-                "on. Name the base that it was trained on"
-            )
+            raise UserError(f"{where} is for another base: {module} in {name!r} has other weights. Name its own base")
     return []

@@ -77,10 +77,7 @@ def load_with_adapter(
     option, name, config = find_base(folder, base, base_option, named_with, trust_remote_code)
     is_quantised = getattr(config, "quantization_config", None) is not None
     if is_quantised and quantised == "refuse":
-        raise UserError(
-            f"{option} = {name!r} is quantised, and an adapter is not merged into rounded weights. Name the model "
-            f"that was quantised with {named_with}, or pass --dequantize to convert its weights to floats first"
-        )
+        raise UserError(f"{option} = {name!r} is quantised. Name its original with {named_with}, or say --dequantize")
     config, notes = trained_config(folder, config, where, name)
     auto_class = getattr(transformers, AUTO_CLASSES[folder.settings.get("task_type") or _task_type(config)])
     if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
@@ -114,21 +111,14 @@ def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name:
     """Raises UserError if weights are missing from the base, or have another shape there, and the adapter has none."""
     lacking = [weight for weight in missing if weight not in folder.shapes]
     if lacking:
-        raise UserError(
-            f"{where} and {name!r} make no complete model: neither has {name_some(lacking)} in the right shape. Name "
-            "the base that the adapter was trained on; a head that was random when training began must be among the "
-            "adapter's modules_to_save"
-        )
+        raise UserError(f"{where} and {name!r} lack {name_some(lacking)}. Name the adapter's own base")
 
 
 def _dequantize(model, option: str, name: str):
     try:
         model = model.dequantize()
     except (NotImplementedError, ValueError, ImportError) as error:
-        raise UserError(
-            f"--dequantize: {option} = {name!r} cannot be converted to floats: {first_line(error)}. Name the model "
-            "that was quantised with --base"
-        ) from None
+        raise UserError(f"--dequantize: {name!r} cannot be converted: {first_line(error)}. Set --base") from None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     # The steps that read quantised weights cannot be reversed, and writing would try to.

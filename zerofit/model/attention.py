@@ -56,15 +56,9 @@ def check_installed(requested: str | None) -> None:
     kernels = f"pip install 'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
     default = "or remove attn_implementation: packed documents on a GPU, in bf16 or fp16, then use torch's own"
     if not version:
-        raise UserError(
-            f"attn_implementation = {requested!r} is a kernel of the hub and needs the kernels package, which is "
-            f"not installed: {kernels}, {default}"
-        )
+        raise UserError(f"attn_implementation = {requested!r} needs the kernels package: {kernels}, {default}")
     package = "pip install --no-build-isolation -e '.[flash]' (it is compiled), or " if version == "2" else ""
-    raise UserError(
-        f"attn_implementation = {requested!r} needs flash-attn {version}, which is not installed: {package}{kernels} "
-        f"(then a kernel of the hub replaces it), {default}"
-    )
+    raise UserError(f"attn_implementation = {requested!r} needs flash-attn {version}: {package}{kernels}, {default}")
 
 
 def takes_lengths(config) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from zerofit.recipe.errors import UserError, first_line, nearest
+from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.limits import BeyondLimits, limited
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -48,11 +48,7 @@ def named_template(name: str) -> str:
     """
     file = TEMPLATES / f"{name}.jinja" if name in known_templates() else Path(name).expanduser()
     if file.suffix != ".jinja":
-        close = nearest(name, known_templates())
-        raise UserError(
-            f"chat_template = {name!r}: there is no such template. {f'Did you mean {close}? ' if close else ''}"
-            f"There are {', '.join(known_templates())}; name any other by its .jinja file"
-        )
+        raise UserError(f"chat_template = {name!r}: known are {', '.join(known_templates())}, or a .jinja file")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,17 +67,11 @@ def install_template(tokenizer, requested: str | None, default: str | None = Non
         UserError: there is no template, or it is not valid Jinja; the tokenizer has no end-of-text token.
     """
     if tokenizer.eos_token is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text token: the model would not learn "
-            "to end its answers. Set tokenizer_name to a tokenizer that has one"
-        )
+        raise UserError(f"{tokenizer.name_or_path!r} has no end-of-text token. Set another tokenizer_name")
     template_of_tokenizer = _own_template(tokenizer) if not requested else tokenizer.chat_template
     name = requested or (None if template_of_tokenizer else default)
     if not (template_of_tokenizer or name):
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no chat template: name one with --chat_template "
-            f"({', '.join(known_templates())}, or a .jinja file)"
-        )
+        raise UserError(f"no chat template: set --chat_template ({', '.join(known_templates())}, or a .jinja file)")
     tokenizer.chat_template = _for_tokenizer(name, tokenizer) if name else template_of_tokenizer
     origin = f"chat_template = {name!r}" if name else "the tokenizer's own chat template"
     aside = " (the tokenizer has no template of its own)" if name != requested else ""
@@ -97,10 +87,7 @@ def _own_template(tokenizer) -> str | None:
         return tokenizer.get_chat_template() if tokenizer.chat_template else None
     except ValueError:  # several, and none is called default
         names = ", ".join(tokenizer.chat_template)
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has several chat templates ({names}) and no default one: "
-            "save the one you want as a .jinja file and name it with --chat_template"
-        ) from None
+        raise UserError(f"several chat templates ({names}): name a .jinja file with --chat_template") from None
 
 
 def _for_tokenizer(name: str, tokenizer) -> str:
@@ -133,10 +120,7 @@ def apply_template(tokenizer, messages: list[Message], add_generation_prompt: bo
         with limited():
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except BeyondLimits as error:
-        raise UserError(
-            f"the chat template of {tokenizer.name_or_path!r} {error} for one conversation. Name another one with "
-            f"--chat_template ({', '.join(known_templates())}, or a .jinja file)"
-        ) from None
+        raise UserError(f"chat template of {tokenizer.name_or_path!r}: {error}. Set --chat_template") from None
     except Exception as error:  # an expression in a template can raise anything
         line, syntax = getattr(error, "lineno", None), isinstance(error, TemplateSyntaxError)
         frames = [
@@ -209,10 +193,7 @@ def _turn_by_turn(tokenizer, messages: list[Message], text: str) -> list[Span]:
         for call in message.get("tool_calls", ()):
             name = (call.get("function") or call).get("name")
             if not name or name not in added:
-                raise BadTemplate(
-                    f"it does not write the tool_calls of turn {turn + 1}. Name a template that does, with "
-                    "--chat_template, or write the calls into the content"
-                )
+                raise BadTemplate(f"it does not write the tool_calls of turn {turn + 1}. Name another --chat_template")
         if message.get("trained", True):
             spans.append((len(prompt), len(prompt) + len(added)))
     return spans
@@ -253,10 +234,7 @@ def _find_answers(text: str, around: list[str], messages: list[Message], turns: 
         forms = (answer, answer.strip(), answer.lstrip(), answer.rstrip())
         form = next((form for form in forms if text.startswith(form + after, position)), None)
         if form is None or not begins_as_expected:
-            raise BadTemplate(
-                f"it changes turn {turn + 1}, an answer, which cannot be found in its text. Name a template that "
-                "does not change answers, e.g. --chat_template instruction"
-            )
+            raise BadTemplate(f"it changes turn {turn + 1}, an answer. Use e.g. --chat_template instruction")
         spans.append((position, position + len(form)))
         position += len(form) + len(after)
     if position != len(text):

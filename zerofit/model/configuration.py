@@ -78,10 +78,7 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
 def check_auxiliary_loss(config) -> None:
     """Raises UserError if the configuration asks for an auxiliary loss that is not computed for such a model."""
     if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
-        raise UserError(
-            f"output_router_logits = true: the routers' auxiliary loss of a {config.model_type} is not supported. Use "
-            "--config_overrides output_router_logits=false to train without it"
-        )
+        raise UserError("output_router_logits = true: set --config_overrides output_router_logits=false")
 
 
 def check_task(recipe: ModelOptions, config, auto_class) -> None:
@@ -89,9 +86,8 @@ def check_task(recipe: ModelOptions, config, auto_class) -> None:
     if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
         option = next(name for name in ("model_name_or_path", "config_name", "model_type") if getattr(recipe, name))
         raise UserError(
-            f"{option} = {getattr(recipe, option)!r}: transformers has no {auto_class.__name__} for a "
-            f"{config.model_type}. For text use train/clm.py, for classes train/cls.py, "
-            "for encoder-decoders train/seq2seq.py"
+            f"{option} = {getattr(recipe, option)!r}: a {config.model_type} has no {auto_class.__name__}. For text "
+            "use train/clm.py, for classes train/cls.py, for encoder-decoders train/seq2seq.py"
         )
 
 
@@ -106,17 +102,11 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
         _check_kernels(option, name, loaded)
         return loaded
     except pickle.UnpicklingError:
-        raise UserError(
-            f"{option} = {name!r}: a file of its weights is no file of tensors alone; nothing in it was executed. Ask "
-            "its publisher for safetensors"
-        ) from None
+        raise UserError(f"{option} = {name!r}: a file holds more than tensors. Name safetensors") from None
     except (OSError, ValueError, RecursionError) as error:
         first = first_line(error)
         if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{option} = {name!r} comes with its own Python code, which runs only if you allow it. Read it, and "
-                "add --trust_remote_code"
-            ) from None
+            raise UserError(f"{option} = {name!r} has its own code: read it, add --trust_remote_code") from None
         if Path(name).is_dir():
             raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
         reason = "no connection" if "connect to" in first else first.rstrip(".")
@@ -125,9 +115,7 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
             remedy += f", or name an architecture that needs no network, such as {similar_architecture(name)}"
         elif option == "model_name_or_path" and name.lower() in known_architectures():
             remedy += f" (to train from scratch and not from its weights: --config_name {name})"
-        raise UserError(
-            f"{option} = {name!r} is no local folder, and cannot be loaded from the hub ({reason}); {remedy}"
-        ) from None
+        raise UserError(f"{option} = {name!r} is neither a folder nor on the hub ({reason}); {remedy}") from None
 
 
 def _check_kernels(option: str, name: str, config) -> None:
@@ -135,10 +123,7 @@ def _check_kernels(option: str, name: str, config) -> None:
     parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
     for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
         if kernel not in ATTENTION:
-            raise UserError(
-                f"{option} = {name!r}: its config.json names attn_implementation = {kernel!r}, code that would be "
-                "loaded from the hub. Remove it there; a kernel that you trust is named with --attn_implementation"
-            )
+            raise UserError(f"{option} = {name!r}: remove the code {kernel!r} from its config.json")
 
 
 @cache
@@ -173,9 +158,7 @@ def _default_configuration(model_type: str):
 
     if model_type not in CONFIG_MAPPING:
         close = nearest(model_type, CONFIG_MAPPING.keys())
-        raise UserError(
-            f"model_type = {model_type!r} is not known to transformers" + (f". Did you mean {close}?" if close else "")
-        )
+        raise UserError(f"model_type = {model_type!r} is unknown" + (f". Did you mean {close}?" if close else ""))
     return CONFIG_MAPPING[model_type]()
 
 
@@ -206,9 +189,7 @@ def _override(config, text: str | None) -> None:
             continue
         current = getattr(config, name)
         if isinstance(current, (bool, int, float)) and not _fits(value, current):
-            problems.append(
-                f"config_overrides: {name} = {value!r}; expected {type(current).__name__}, as in {name}={current}"
-            )
+            problems.append(f"config_overrides: {name} = {value!r}; expected as in {name}={current}")
             continue
         setattr(config, name, value)
     if problems:

@@ -54,9 +54,7 @@ class Routing:
             auxiliary = f"auxiliary loss of the routers, times {self.coefficient:g}"
         lines = [f"experts   {self.top_k} of {self.num_experts} for each token; {auxiliary}"]
         if autocast:
-            lines.append(
-                "experts   computed in fp32: their grouped product does not support autocast. Use zero1 or fsdp2"
-            )
+            lines.append("experts   computed in fp32, since autocast does not reach them. Use zero1 or fsdp2")
         return lines
 
     def begin(self, targets_per_token: float) -> None:

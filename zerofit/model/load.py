@@ -103,9 +103,7 @@ def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num
         if "ignore_mismatched_sizes" not in str(error):
             raise
         remedy = ". Remove config_overrides" if recipe.config_overrides else ""
-        raise UserError(
-            f"model_name_or_path = {name!r}: its weights have other shapes than its configuration says{remedy}"
-        ) from None
+        raise UserError(f"model_name_or_path = {name!r}: weights unlike its configuration{remedy}") from None
 
 
 def _ignoring(names: Sequence[str], strategy) -> dict:

@@ -157,10 +157,7 @@ def check_quantisation(recipe: LoraOptions, strategy) -> None:
     try:
         version("bitsandbytes")
     except PackageNotFoundError:
-        raise UserError(
-            f"{option} = true needs bitsandbytes, which is not installed: pip install '.[qlora]' (or bitsandbytes), "
-            "or remove the option"
-        ) from None
+        raise UserError(f"{option} = true needs bitsandbytes: pip install '.[qlora]', or remove it") from None
     check_quantised_sharding(recipe, strategy)
 
 
@@ -168,9 +165,7 @@ def check_quantised_sharding(recipe: LoraOptions, strategy) -> None:
     """Raises UserError if the recipe quantises the frozen weights, and the strategy shards them."""
     option = recipe.quantised
     if option and strategy.shards_parameters:
-        raise UserError(
-            f"{option} = true: ZeRO-3 cannot shard quantised weights. Use zero2.yaml or ddp.yaml, or remove the option"
-        )
+        raise UserError(f"{option} = true: not under ZeRO-3. Use zero2.yaml or ddp.yaml, or remove the option")
 
 
 def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict:
@@ -234,9 +229,7 @@ def check_expert_targets(targets: list[str], strategy, recipe: LoraOptions | Non
 
 def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
     if ALL_LINEAR in targets and len(targets) > 1:
-        raise UserError(
-            f"lora_target_modules = {' '.join(targets)}: all-linear excludes other names. Keep it, or the others"
-        )
+        raise UserError(f"lora_target_modules = {' '.join(targets)}: name all-linear alone, or the others")
     for target in targets if ALL_LINEAR not in targets else ():
         matching = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not matching:
@@ -244,8 +237,7 @@ def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
         unfit = next((module for module in matching if not isinstance(module, _adaptable())), None)
         if unfit is not None:
             raise UserError(
-                f"lora_target_modules = {target!r} is a {type(unfit).__name__}, which cannot have an adapter itself. "
-                f"Name linear modules: there are {', '.join(_linear_names(model))}"
+                f"lora_target_modules: {target!r} is a {type(unfit).__name__}. Fit: {', '.join(_linear_names(model))}"
             )
 
 

@@ -8,11 +8,10 @@ the same sum of each row, for losses that compare answers (preference.py).
 The product with the vocabulary is computed inside the head module's own forward: ZeRO-3's hooks gather a module's
 weight around its forward and backward, and outside the weight is an empty tensor.
 
-Whoever changes the loss changes it in each kind: full, chunked (chunked_loss.py) and liger. Before a
+Whoever changes the loss changes it in both kinds: full and chunked (chunked_loss.py). Before a
 run preflight.check_loss compares the chosen kind with the full one. Evaluation uses the same function.
 """
 
-import functools
 import types
 
 import torch
@@ -22,35 +21,10 @@ from zerofit.model.attention import packed_rows
 from zerofit.model.chunked_loss import IGNORE, chunked_loss, chunked_token_losses
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
-from zerofit.recipe.errors import UserError
-
-
-def choose_loss(requested: str, device: torch.device) -> tuple[str, str]:
-    """(kind of the loss that will run, reason as a sentence for the log).
-
-    Raises:
-        UserError: the recipe names a loss that this machine does not have.
-    """
-    if requested == "full":
-        return "full", "full: all logits are held, as the recipe says"
-    if requested == "liger":
-        if device.type != "cuda" or _liger() is None:
-            raise UserError("loss = liger: it needs a CUDA device and `pip install liger-kernel`. Use --loss auto")
-        return "liger", "liger: Liger's fused linear cross entropy, logits are never held all at once"
-    return "chunked", "chunked: logits are never held all at once, and their sums are in fp32"
-
-
-@functools.cache
-def _liger():
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError:
-        return None
-    return LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
 
 
 def install_loss(model: torch.nn.Module, kind: str) -> None:
-    """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full, chunked or liger).
+    """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full or chunked).
 
     Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
     label t + 1; or they are given as `next_tokens` (B, T), shifted: position t is trained on next token t. Of an
@@ -106,7 +80,7 @@ def _summed_loss(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
         logits = self.original_forward(*args, **inputs).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")
     hidden = self.base_model(*args, **inputs).last_hidden_state
-    return self.get_output_embeddings()(hidden.flatten(0, 1), targets, self.loss_kind)
+    return self.get_output_embeddings()(hidden.flatten(0, 1), targets)
 
 
 def _token_losses(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
@@ -137,17 +111,13 @@ def has_separate_body(model: torch.nn.Module) -> bool:
     return model.base_model is not model
 
 
-def _head_forward(
-    self, hidden: torch.Tensor, targets: torch.Tensor | None = None, kind: str = "", of_tokens: bool = False
-):
+def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None, of_tokens: bool = False):
     if targets is None:
         return self.original_forward(hidden)
     weight, bias = self.weight, self.bias
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if kind == "liger":
-        return _liger()(weight, hidden, targets, bias)
     chunked = chunked_token_losses if of_tokens else chunked_loss
     with torch.autocast(hidden.device.type, enabled=False):
         return chunked(hidden, weight, bias, targets, getattr(self, "share", None))

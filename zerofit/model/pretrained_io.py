@@ -71,10 +71,7 @@ def read_model(
     except (ImportError, RuntimeError) as error:
         if not quantised:
             raise
-        raise UserError(
-            f"{option} = {name!r} is quantised, and cannot be loaded here: {first_line(error)}. Install what it "
-            "needs, or name the model that was quantised"
-        ) from None
+        raise UserError(f"{option} = {name!r} is quantised, and needs more: {first_line(error)}") from None
     check_finite(model, f"{option} = {name!r}")
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
     return model.eval(), sorted({*info["missing_keys"], *mismatched})

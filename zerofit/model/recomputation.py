@@ -1,5 +1,4 @@
-"""Which activations the backward pass computes again: of each layer, of every N-th one, or all but those that take
-long to compute.
+"""Which activations the backward pass computes again: of each layer, or all but those that take long to compute.
 
 transformers runs its layers through torch.utils.checkpoint (modeling_layers.py, GradientCheckpointingLayer), which
 draws random numbers again as they were drawn, so the gradients are the same to the last bit.
@@ -36,7 +35,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)  # of linear layers
 
 def enable_recomputation(
     model: torch.nn.Module,
-    which: Recomputation | bool | str | int,
+    which: Recomputation | bool | str,
     is_traced: bool = False,
     keeps_attention: bool = True,
 ) -> None:
@@ -44,51 +43,37 @@ def enable_recomputation(
 
     Args:
         which: the value of gradient_checkpointing. True: each layer; "selective": of each layer all but linear
-            layers' products and fused attention; N: the first layer, the (N + 1)-th, the (2 N + 1)-th, ... of those
-            that the model has, in their order: encoder, then decoder; the layers of this stage of a pipeline.
+            layers' products and fused attention.
         is_traced: by fake tensors or torch.compile, which see torch's own contexts of "selective" alone.
         keeps_attention: of "selective", traced; if not, attention is recomputed too.
 
     Raises:
-        UserError: the model's code cannot do this, or the model has fewer than N layers.
+        UserError: the model's code cannot do this.
     """
     check_recomputation(whole_model(model), which)
     if which is True:
         model.activation_checkpointing_enable()
-    elif which == "selective":
+    else:
         for operator in () if is_traced else (*PRODUCTS, *attention_operators()):
             keep_results(operator, _keeps)
         contexts = functools.partial(selective_contexts, keeps_attention) if is_traced else keeping_contexts
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    else:
-        model.activation_checkpointing_enable(every_n_layers=which)
 
 
-def check_recomputation(model: torch.nn.Module, which: bool | str | int) -> None:
+def check_recomputation(model: torch.nn.Module, which: bool | str) -> None:
     """Raises UserError where a model (not a stage of it) cannot recompute what gradient_checkpointing says."""
     name, option = f"a {model.config.model_type} ({type(model).__name__})", "gradient_checkpointing"
     if not model.supports_gradient_checkpointing:
-        raise UserError(
-            f"{option}: the code of {name} cannot compute its blocks again. Remove this option; a smaller "
-            "--per_device_train_batch_size also saves activations"
-        )
-    layers = count_layers(model)
-    if which is not True and not layers:
-        raise UserError(
-            f"{option} = {which}: the code of {name} computes all blocks again, or none. Use --{option} full"
-        )
-    if type(which) is int and which > layers:
-        raise UserError(
-            f"{option} = {which}: every {which}-th layer is to be computed again, and {name} has {layers} layers. Use "
-            f"--{option} N with an N of at most {layers}, full or selective"
-        )
+        raise UserError(f"{option}: {name} cannot compute blocks again. Remove it, or use a smaller batch")
+    if which is not True and not has_layers(model):
+        raise UserError(f"{option} = {which}: {name} computes all blocks again, or none. Use --{option} full")
 
 
-def count_layers(model: torch.nn.Module) -> int:
-    """The layers that transformers recomputes one at a time."""
+def has_layers(model: torch.nn.Module) -> bool:
+    """Whether there are layers that transformers recomputes one at a time."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
 
 
 def selective_contexts(keeps_attention: bool = True) -> tuple[TorchDispatchMode, TorchDispatchMode]:

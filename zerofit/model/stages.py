@@ -61,15 +61,9 @@ def check_stages(config, stages: int, source: str) -> None:
     """
     degree = f"{source}: pipeline.stages = {stages}"
     if family_of(config).stage_plan is None:
-        raise UserError(
-            f"{degree}: pipeline parallelism does not support {config.model_type}. Use a pair without it, such as "
-            "zero3"
-        )
+        raise UserError(f"{degree}: a {config.model_type} has no pipeline. Use a pair such as zero3")
     if config.num_hidden_layers < stages:
-        raise UserError(
-            f"{degree}, and the model has num_hidden_layers = {config.num_hidden_layers}: each stage needs a layer. "
-            "Use fewer stages, or a pair without pipeline"
-        )
+        raise UserError(f"{degree}, and num_hidden_layers = {config.num_hidden_layers}. Use fewer stages")
 
 
 def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) -> None:

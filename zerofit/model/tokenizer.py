@@ -110,9 +110,8 @@ def _check_reads_words(tokenizer, option: str, name: str, kind: str) -> None:
     tokens = tokenizer(sentence, add_special_tokens=False)["input_ids"]
     if len(tokens) < len(sentence.split()):
         raise UserError(
-            f"{option} = {name!r} has bare vocabulary files. Read as the model's own tokenizer ({kind}) they make "
-            f"{len(tokens)} tokens of {sentence!r}: they are of another tokenizer. Name a folder with a "
-            "tokenizer.json, a model with that tokenizer, or GPT-2's two files with --vocab_file and --merge_file"
+            f"{option} = {name!r} has vocabulary files of another tokenizer than {kind}. Name a folder with "
+            "a tokenizer.json, or GPT-2's two files with --vocab_file and --merge_file"
         )
 
 
@@ -179,13 +178,10 @@ def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
         return None
     if from_scratch and not vocab_size_is_set:
         config.vocab_size = tokens
-        return (
-            f"note      vocabulary: {tokens:,} tokens, as the tokenizer has (the published architecture has {rows:,})"
-        )
+        return f"note      vocabulary: {tokens:,} tokens, as the tokenizer has (published: {rows:,})"
     option = "config_overrides vocab_size" if vocab_size_is_set else "the model"
     raise UserError(
-        f"vocabulary: the tokenizer {tokenizer.name_or_path!r} has {tokens:,} tokens and {option} has {rows:,} rows: "
-        "they do not belong together. Set tokenizer_name to the model's own tokenizer"
+        f"vocabulary: {tokenizer.name_or_path!r} has {tokens:,} tokens, {option} {rows:,} rows. Set tokenizer_name"
         + (", or remove vocab_size from config_overrides" if vocab_size_is_set else "")
     )
 

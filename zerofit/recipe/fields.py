@@ -50,19 +50,17 @@ class FlagOrValue:
 
 
 class Recomputation(FlagOrValue):
-    """The type of gradient_checkpointing. Values: False; True, written full or 1, too; "selective"; N, above 1."""
+    """The type of gradient_checkpointing. Values: False; True, written full, too; "selective"."""
 
-    WORDS, SHORT = "full, selective, N (every N-th layer), true or false", "full|selective|N"
+    WORDS, SHORT = "full, selective, true or false", "full|selective"
 
     @staticmethod
-    def of(value: Any) -> bool | str | int:
+    def of(value: Any) -> bool | str:
         if isinstance(value, bool) or value == "selective":
             return value
         if value == "full":
             return True
-        if type(value) is not int or value < 1:
-            raise ValueError(value)
-        return value if value > 1 else True
+        raise ValueError(value)
 
 
 class Compilation(FlagOrValue):

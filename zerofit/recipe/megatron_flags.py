@@ -44,7 +44,7 @@ TYPED = _by_name({  # flags that another option replaces
     f"{STRATEGY}; of pp.yaml and 3d.yaml the JSON has the degree, pipeline.stages": "pipeline_model_parallel_size",
     f"{STRATEGY}; of sp.yaml the JSON has the degree, sequence_parallel_size":
     "context_parallel_size ds_sequence_parallel_size",
-    f"say --gradient_checkpointing full: {FULL}; selective: {SELECTIVE}; or N, every N-th layer":
+    f"say --gradient_checkpointing full: {FULL}; selective: {SELECTIVE}":
     "recompute_granularity recompute_activations recompute_num_layers checkpoint_activations "
     "deepspeed_activation_checkpointing",
     "say --activation_offload, with --gradient_checkpointing": "checkpoint_in_cpu",

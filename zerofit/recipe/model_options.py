@@ -41,7 +41,7 @@ class ModelOptions(Recipe):
     gradient_checkpointing: Recomputation = option(  # noqa: RUF009
         False,
         "Recompute activations: less memory, slower. full, or the flag alone: of each layer in its backward pass. "
-        "selective: all but linear layers' products and fused attention. N: of every N-th layer.",
+        "selective: all but linear layers' products and fused attention.",
         common=True,
     )
     activation_offload: bool = option(

@@ -32,7 +32,7 @@ class LossOptions(Recipe):
     loss: str = option(
         "auto",
         "How the loss is computed. auto: with less memory if possible; full: with all logits in memory.",
-        choices=("auto", "full", "chunked", "liger"),
+        choices=("auto", "full", "chunked"),
     )
 
 

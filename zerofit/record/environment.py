@@ -28,7 +28,6 @@ PACKAGES = (
     "scikit-learn",
     "sacrebleu",
     "numpy",
-    "liger-kernel",
 )
 # Environment variables, or beginnings of their names, by which network, memory and threads are set.
 SETTINGS = (

@@ -86,16 +86,12 @@ class LineReader:
     def __init__(self, file: Path):
         self.file, self.position = file, 0
 
-    def poll(self, end: int | None = None) -> list[dict[str, Any]]:
-        """The lines that were added since the last call.
-
-        Args:
-            end: what is beyond this many bytes is not read.
-        """
+    def poll(self) -> list[dict[str, Any]]:
+        """The lines that were added since the last call."""
         try:
             with self.file.open("rb") as lines:
                 lines.seek(self.position)
-                whole, line_break, _ = lines.read(-1 if end is None else end - self.position).rpartition(b"\n")
+                whole, line_break, _ = lines.read().rpartition(b"\n")
         except (FileNotFoundError, NotADirectoryError):
             return []
         self.position += len(whole) + len(line_break)

@@ -98,8 +98,6 @@ def check_degrees(
         _check_sequence(config, recipe, precision, refuse)
         if len(degrees) > 1:
             refuse(" and ".join(key for key in degrees if key != SEQUENCE), "Remove one of them")
-    if layout.tensor > 1 and getattr(recipe, "loss", None) == "liger":
-        refuse("loss = liger", "Use --loss auto", f"{TENSOR}.autotp_size")
     if layout.pipeline > 1:
         _check_pipeline(config, recipe, precision, partial(refuse, key=f"{PIPELINE}.stages"))
     if problems:

@@ -1,11 +1,45 @@
-"""`--lengths` of a tool: which lengths of rows it looks at, in place of micro-batches."""
+"""`--batch_sizes` and `--lengths` of a tool: which micro-batches it looks at, or lengths of rows in their place."""
 
 import re
+from dataclasses import dataclass
 
 from zerofit.model.configuration import usable_positions
+from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.fields import option
 
 STEP = 1024  # tokens between the lengths that are looked at where none is named
+
+
+@dataclass
+class SizesOptions(Recipe):
+    """Which micro-batches, or which lengths of rows"""
+
+    batch_sizes: list[str] = option(  # noqa: RUF009
+        ["auto"], "auto: find the largest micro-batch; or the micro-batches to look at: 1,8,40.", common=True
+    )
+    lengths: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Find the longest of these rows, 8k,16k,32k, that fit with the recipe's per_device_train_batch_size, or 1. "
+        "A plan takes auto, too: multiples of 1024 up to the model's positions.",
+        common=True,
+    )
+
+    @property
+    def micro_batches(self) -> list[int] | None:
+        """The micro-batches that were named, in order; None: auto."""
+        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
+        return None if texts == ["auto"] else sorted({int(text) for text in texts})
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        try:
+            is_wrong = self.micro_batches is not None and (not self.micro_batches or self.micro_batches[0] < 1)
+        except ValueError:
+            is_wrong = True
+        if is_wrong:
+            problems.append(f"batch_sizes = {' '.join(self.batch_sizes)!r}: expected auto, or sizes such as 8,16,40")
+        return problems
 
 
 def parse_length(text: str) -> int:
@@ -75,15 +109,10 @@ def possible_lengths(given: list[str], config) -> list[int]:
     positions = usable_positions(config)
     if given == ["auto"]:
         if positions is None:
-            raise UserError(
-                f"lengths = auto: positions do not limit the rows of a {config.model_type}. Set --lengths 8k,16k,32k"
-            )
+            raise UserError(f"lengths = auto: a {config.model_type} has no limit. Set --lengths 8k,16k,32k")
         return sorted({*range(STEP, positions + 1, STEP), positions})
     lengths = read_lengths(given)
     beyond = [str(length) for length in lengths if positions and length > positions]
     if beyond:
-        raise UserError(
-            f"lengths = {' '.join(given)}: the model has {positions} positions (max_position_embeddings), and "
-            f"{', '.join(beyond)} {'are' if len(beyond) > 1 else 'is'} more. Choose {positions} or less"
-        )
+        raise UserError(f"lengths = {' '.join(given)}: the model has {positions} positions. Choose less")
     return lengths

@@ -25,9 +25,7 @@ class MergeOptions(Recipe):
     adapter: str | None = option(None, "The adapter's folder: adapter_config.json and adapter_model.safetensors.")
     output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
     base: str | None = option(None, "The base model, a folder or a hub name; by default the one the adapter names.")
-    precision: str | None = option(
-        None, "Precision of the merged weights; by default that of the base.", choices=PRECISIONS
-    )
+    precision: str | None = option(None, "Of the merged weights; by default the base's.", choices=PRECISIONS)
     dequantize: bool = option(False, "Merge into a quantised base, whose weights are turned back to floats first.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
 

@@ -152,19 +152,13 @@ class Probe:
         spread = (before.max() - before.min()).item()
         allowed = TOLERANCE[dtype] * spread
         if not self.difference <= allowed:
-            raise RuntimeError(
-                f"{what}: the logits differ by up to {self.difference:.1e} from those of base and adapter, and "
-                f"rounding in {dtype} explains {allowed:.1e}. Nothing is written"
-            )
+            raise RuntimeError(f"{what}: logits differ by {self.difference:.1e}, rounding explains {allowed:.1e}")
         moved = "" if effect is None else f"; the adapter itself moves them by {effect:.1e}"
         lines = [f"{what:<12}  logits differ by {self.difference:.1e} of a spread of {spread:.1e}, in {dtype}{moved}"]
         if effect == 0:
             lines.append("warning: the adapter changes nothing, like one that was not trained")
         elif effect is not None and effect < 4 * self.difference and dtype != "float32":
-            lines.append(
-                f"warning: rounding to {dtype} changes the logits about as much as the adapter does; --precision fp32 "
-                "keeps what it has learnt"
-            )
+            lines.append(f"warning: {dtype} changes as much as the adapter; --precision fp32 keeps what it learnt")
         return lines
 
 

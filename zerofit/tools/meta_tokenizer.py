@@ -95,9 +95,7 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
     made.source = file
     size = max(made.tokenizer.get_vocab().values()) + 1
     if size > vocab:
-        raise UserError(
-            f"{file} has {size} tokens, and the model {vocab}: it is another model's. Name this model's tokenizer"
-        )
+        raise UserError(f"{file} has {size} tokens, and the model {vocab}: name this model's tokenizer")
     return made
 
 
@@ -150,9 +148,7 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
 
     names = special_tokens(version, vocab - len(ranks))
     if len(names) < len(LLAMA_3):
-        raise UserError(
-            f"{file} has {len(ranks)} tokens, and the model {vocab} with special ones: it belongs to another model"
-        )
+        raise UserError(f"{file} has {len(ranks)} tokens, and the model {vocab} with special ones: name its own")
     bpe = Converter(vocab_file=str(file), extra_special_tokens=names).converted()
     start = len(ranks)
     begin = TemplateProcessing(
@@ -167,8 +163,5 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
         clean_up_tokenization_spaces=False,
     )
     ends = [start + names.index(name) for name in ENDS if name in names]
-    note = (
-        "note: Meta's files have no chat template; for an instruct model, take it from the published tokenizer; "
-        "generation ends at any of " + ", ".join(name for name in ENDS if name in names)
-    )
+    note = "note: no chat template; generation ends at any of " + ", ".join(name for name in ENDS if name in names)
     return ConvertedTokenizer(tokenizer, (start, ends), [note])

@@ -4,7 +4,9 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import yaml
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError
@@ -46,9 +48,7 @@ class StrategiesOptions(Recipe):
         common=True,
     )
     strategies: list[str] = option(  # noqa: RUF009
-        ["ddp", "zero2", "zero3"],
-        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3.",
-        common=True,
+        ["ddp", "zero2", "zero3"], "Names in accelerate_configs/, or .yaml files: zero2,zero3.", common=True
     )
 
     @property
@@ -68,6 +68,17 @@ class LaunchedStrategiesOptions(StrategiesOptions):
     """Which strategies are launched"""
 
     num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
+
+
+@dataclass(frozen=True)
+class ToolRecipe:
+    """The recipe of a tool's launches: its options, and notes on what differs from the user's recipe."""
+
+    values: dict[str, Any]
+    notes: list[str]
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
 
 
 def parse_bytes(text: str) -> int:
@@ -115,10 +126,7 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
     if task not in TASKS:
         if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)
-        raise UserError(
-            "the task is unknown: recipes in folders called clm, cls or seq2seq have one; for others, and without "
-            f"--config, set --task to one of {', '.join(TASKS)}"
-        )
+        raise UserError(f"the task is unknown: set --task to one of {', '.join(TASKS)}")
     return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
 

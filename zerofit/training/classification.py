@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from zerofit.data.collate import Batch
-from zerofit.data.labelled.glue import TASKS, submission
+from zerofit.data.labelled.glue import TASKS
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
 from zerofit.model.loss import logits_of_examples, loss_of_examples
-from zerofit.recipe.paths import find_files
-from zerofit.recipe.tasks import ClsRecipe
 from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import screen_width, table
@@ -56,9 +54,9 @@ def evaluate_examples(
 
 @torch.no_grad()
 def predict_examples(
-    engine: Engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder, recipe: ClsRecipe
+    engine: Engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder
 ) -> list[str]:
-    """Write predictions.jsonl of examples without labels, and of a GLUE task what is submitted. Returns the files."""
+    """Write predictions.jsonl of examples without labels. Returns the files."""
     answers = _answered(engine, batches, labels)[2]
     if answers is None:
         return []
@@ -67,13 +65,7 @@ def predict_examples(
         for row in _lines(part, [0] * len(answers), answers, labels)
     ]
     folder.write_predictions(rows)
-    if not recipe.task_name:
-        return ["predictions.jsonl"]
-    (file,) = find_files("predict_file", recipe.predict_file or [])
-    name, text = submission(recipe.task_name, file, part.numbers or [], [row["prediction"] for row in rows])
-    with folder.new_file(name) as written:
-        written.write(text)
-    return ["predictions.jsonl", name]
+    return ["predictions.jsonl"]
 
 
 def _answered(engine: Engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, int, list[Any] | None]:

@@ -81,11 +81,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer, template: Template, block_size: int, train_on_prompt: bool):
         if not tokenizer.is_fast:
-            raise UserError(
-                f"the tokenizer {tokenizer.name_or_path!r} ({type(tokenizer).__name__}) does not return the "
-                "characters of a token, so answers and prompts cannot be separated. Set tokenizer_name to one with a "
-                "tokenizer.json"
-            )
+            raise UserError(f"{tokenizer.name_or_path!r} has no tokenizer.json, which chats need: set tokenizer_name")
         self.tokenizer, self.template = tokenizer, template
         self.block_size, self.train_on_prompt = block_size, train_on_prompt
         code = sha256(Path(chat.__file__).read_bytes()).hexdigest()
@@ -246,10 +242,7 @@ def truncation_notes(allow_data_loss: bool, config, table: Dataset, part: str, b
     skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
     if skipped == len(table):
         longest = columns["truncated"].max(initial=0)
-        raise UserError(
-            f"block_size = {block_size}: of all {len(table):,} {PARTS[part]} samples the answer lies beyond it, no "
-            f"sample is left. Choose a larger one (they have up to {longest:,} tokens), or shorten the prompts"
-        )
+        raise UserError(f"block_size = {block_size}: no answer lies within it. Choose up to {longest:,}")
     of, beyond = f"{PARTS[part]} samples", f"block_size = {block_size} tokens"
     lengths = Documents(table).lengths + columns["truncated"]
     notes = []

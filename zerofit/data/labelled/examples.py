@@ -74,10 +74,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         source, held_out = _read(options, recipe.task_name)
         if task is None and (choices := find_choices(named, source.first)):
             if recipe.lora:
-                raise UserError(
-                    "lora = true: the data is multiple choice, for which there are no adapters. Remove --lora, or "
-                    "name a text and a label with --text_columns and --label_column"
-                )
+                raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
             return prepare_choices(options, config, source, held_out, choices, length)
         texts, label = _columns(named, source.first, task, recipe.task_name)
         columns = _labelled(options, source, texts, label, task, recipe.regression, config)
@@ -93,15 +90,10 @@ def _prepare_unlabelled(
 ) -> ExampleData:
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if any("MultipleChoice" in name for name in config.architectures or ()):
-        raise UserError(
-            f"predict_file: {options.tokenizer.name!r} is a model of multiple choice, which cannot predict "
-            "without labels. Use --evaluate_only"
-        )
+        raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
     with one_process_at_a_time(options.cache.folder):
         source = read_source(options, sample_by=lambda files: "line")
-        files, table = options.patterns[PREDICT], source.first
-        if task and len(files) > 1:
-            raise UserError(f"predict_file = {' '.join(files)}: a GLUE task's files are answered one by one")
+        table = source.first
         texts, _ = _columns(named, table, task, task_name, labelled=False)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
         columns = LabelledColumns(texts, None, in_model_order(labels, config))
@@ -111,7 +103,7 @@ def _prepare_unlabelled(
     data.notes.insert(0, f"data      texts {' and '.join(texts)}")
     if empty := sum(all(map(blank, rows[0])) for rows, _ in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
-    data.held_out = [replace(data.held_out[0], suffix="", numbers=glue.numbers(table))]
+    data.held_out = [replace(data.held_out[0], suffix="")]
     return data
 
 

@@ -87,10 +87,7 @@ def find_labels(values: list[Any], where: str, feature: Any, regression: bool | 
     names = tuple(dict.fromkeys(_name(value) for value in ordered))
     if len(names) < 2 or len(names) > MOST_CLASSES:
         what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
-        raise UserError(
-            f"{where} has {what}: there is nothing to classify. Check that label_column names the right column"
-            + ("" if len(names) < 2 else ", or predict a number with --regression")
-        )
+        raise UserError(f"{where} has {what}: nothing to classify. Correct label_column, or use --regression")
     return Labels(names)
 
 
@@ -126,10 +123,7 @@ def trained_labels(
         return Labels(None), None
     if class_names:
         if len(class_names) != len(theirs):
-            raise UserError(
-                f"the model was trained for {trained}, and the data has {len(class_names)} "
-                f"({', '.join(class_names)}). Name another model"
-            )
+            raise UserError(f"the model was trained for {trained}, the data has {', '.join(class_names)}")
         return Labels(class_names), class_names
     written = {name.lower(): name for name in map(_name, {value for value in values if not _is_missing(value)})}
     if written.keys() <= {name.lower() for name in theirs}:
@@ -166,8 +160,7 @@ def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mism
         if not ignore_mismatched_sizes:
             ours = f"{len(labels.names)} labels ({', '.join(labels.names)})" if labels.names else "one number"
             raise UserError(
-                f"model_name_or_path = {pretrained!r} was trained for {len(had)} labels ({', '.join(had)}), and the "
-                f"data has {ours}. Give it a new, random head with --ignore_mismatched_sizes"
+                f"{pretrained!r} has {len(had)} labels ({', '.join(had)}), the data {ours}: --ignore_mismatched_sizes"
             )
         replaced = len(had)
     names = labels.names or (labels.number,)

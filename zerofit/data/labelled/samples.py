@@ -29,16 +29,11 @@ class LabelledSamples(SampleSet, Protocol):
 
 @dataclass
 class HeldOut:
-    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures.
-
-    Args:
-        numbers: of records without labels: their numbers in the file, for a submission.
-    """
+    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures."""
 
     samples: LabelledSamples
     texts: Dataset
     suffix: str  # "" or "_mismatched"
-    numbers: list | None = None
 
 
 @dataclass

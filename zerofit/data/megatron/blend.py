@@ -92,9 +92,8 @@ class Blend:
     def check(self) -> None:
         """Raises UserError if a part of the split would have no document, or no sample."""
         problems = [
-            f"split = {self.split!r} leaves {PARTS[part]} {len(self.documents(corpus, part)):,} of the "
-            f"{len(corpus.lengths):,} documents of {corpus.prefix}, {self.tokens(corpus, part):,} tokens: less than "
-            f"one sample of block_size = {self.block_size} and one more. Give it a larger proportion, or 0"
+            f"split = {self.split!r} leaves {PARTS[part]} {self.tokens(corpus, part):,} tokens of {corpus.prefix}: "
+            f"fewer than block_size = {self.block_size} and one. Give it a larger proportion, or 0"
             for corpus in self.corpora
             for part in (TRAINING, HELD_OUT)
             if self.bounds[part] is not None and not self.samples(corpus, part)
@@ -148,10 +147,7 @@ class CorpusSamples:
 
 def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
     """The message for an id that the tokenizer does not have."""
-    return (
-        f"data_path: {where} holds token {number:,}, and the tokenizer has {rows:,}: the corpus was made with "
-        "another tokenizer, or was damaged. Name that tokenizer with tokenizer_name, or prepare the corpus again"
-    )
+    return f"data_path: {where} holds token {number:,}, the tokenizer has {rows:,}. Set tokenizer_name to its own"
 
 
 class _TokenizerStub:
@@ -195,9 +191,7 @@ def build(
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
         why = "it is not a folder" if is_file else error.strerror or error
-        raise UserError(
-            f"the index of the samples cannot be written to {root}: {why}. Name another folder with --data_cache_path"
-        ) from None
+        raise UserError(f"samples cannot be indexed in {root}: {why}. Name a --data_cache_path") from None
     restarts = (flags["reset_position_ids"], flags["reset_attention_mask"])
     counts = (len(datasets[TRAINING]) if num_samples else 0, num_held_out)
     train, held_out = (

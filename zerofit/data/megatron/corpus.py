@@ -56,9 +56,7 @@ def megatron() -> SimpleNamespace:
                 indexed_dataset,
             )
         except ImportError as error:
-            raise UserError(
-                f"corpora in Megatron's format take megatron-core ({first_line(error)}): pip install '.[megatron]'"
-            ) from None
+            raise UserError(f"pip install '.[megatron]' for megatron-core ({first_line(error)})") from None
     for module in (blended_dataset, gpt_dataset):
         module.numpy = _NumpyWithoutPickles()
     return SimpleNamespace(
@@ -81,9 +79,7 @@ class _NumpyWithoutPickles:
         try:
             return np.lib.format.open_memmap(path, mode="r")
         except ValueError as error:
-            raise UserError(
-                f"{path} is not an index of megatron-core's: {first_line(error)}. Remove its folder; it is made again"
-            ) from None
+            raise UserError(f"{path} is no index: {first_line(error)}. Remove its folder; it is made again") from None
 
 
 @dataclass(frozen=True)
@@ -205,10 +201,7 @@ def _mapped(prefix: str) -> Corpus:
     width, num_bytes = corpus.dtype().itemsize, content.stat().st_size
     tokens = int(lengths.sum(dtype=np.int64))
     if num_bytes != tokens * width:
-        raise ValueError(
-            f"{content} has {num_bytes:,} bytes, and {tokens:,} tokens of {width} bytes in {index}: it is truncated, "
-            "or from another corpus"
-        )
+        raise ValueError(f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes")
     portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
     if int(pointers[-1]) + int(lengths[-1]) * width != num_bytes or not rises:
@@ -229,10 +222,7 @@ def read_card(prefix: str) -> Card | None:
         card = parse_json(path.read_text(encoding="utf-8"))
         return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not a file of `zerofit prepare` ({type(error).__name__}: {first_line(error)}). Remove it, or "
-            "prepare the corpus again"
-        ) from None
+        raise UserError(f"{path} is no file of `zerofit prepare` ({type(error).__name__}). Remove it") from None
 
 
 def tokenizer_fingerprint(tokenizer) -> str:

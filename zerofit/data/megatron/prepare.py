@@ -42,9 +42,7 @@ def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callab
         total = samples_of_run(recipe.num_train_epochs, recipe.max_train_steps, per_epoch, consumed)
     held_out = blend.max_samples_without_repeats(HELD_OUT) if blend.bounds[HELD_OUT] else 0
     if not (held_out or recipe.trains):
-        raise UserError(
-            f"split = {recipe.split!r}: nothing is held out to evaluate on. 0,1 evaluates on all documents"
-        )
+        raise UserError(f"split = {recipe.split!r} holds nothing out. 0,1 evaluates on all documents")
     root = Path(recipe.data_cache_path).expanduser() if recipe.data_cache_path else None
     root = root or cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)
@@ -69,9 +67,7 @@ def check_named_once(corpora: list[Corpus]) -> None:
     for corpus in corpora:
         before = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
         if before is not corpus.prefix:
-            raise UserError(
-                f"data_path: {before} and {corpus.prefix} are one corpus. Name it once, with the sum of its weights"
-            )
+            raise UserError(f"data_path: {before} and {corpus.prefix} are one corpus. Name it once")
 
 
 def kind(split: str, resets: tuple[str, ...], block_size: int) -> str:
@@ -95,24 +91,16 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
         if card is not None:
             fingerprint = fingerprint or tokenizer_fingerprint(tokenizer)
             if card.fingerprint != fingerprint:
-                problems.append(
-                    f"data_path: {corpus.prefix} was made with another tokenizer ({card.tokenizer}) than the run has "
-                    f"({tokenizer.name_or_path}): their vocabularies, or how they write a text, differ. Name that one "
-                    "with tokenizer_name, or prepare the corpus again"
-                )
+                problems.append(f"data_path: {corpus.prefix} is of {card.tokenizer}. Set tokenizer_name to that")
             elif card.eod is None:
-                notes.append(
-                    f"hint      {corpus.prefix} was made without --append_eod: nothing marks where a document ends"
-                )
+                notes.append(f"hint      {corpus.prefix} has no --append_eod: nothing marks where a document ends")
             continue
         one_of = max(1, corpus.tokens // LOOKED_AT)
         smallest, largest = corpus.id_range(one_of)
         if smallest < 0 or largest >= rows:
             problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
         checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
-        notes.append(
-            f"note      {corpus.prefix} has no .json that tells its tokenizer; {checked} below {largest + 1:,}"
-        )
+        notes.append(f"note      {corpus.prefix} has no .json; {checked} below {largest + 1:,}")
     if problems:
         raise UserError(problems)
     return notes
@@ -128,16 +116,11 @@ def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer) -
     eods = {corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora} - {None}
     if len(eods) > 1:
         ends = ", ".join(map(str, sorted(eods)))
-        raise UserError(
-            f"data_path: the documents of these corpora end with different tokens ({ends}). Prepare them alike"
-        )
+        raise UserError(f"data_path: documents of these corpora end differently ({ends}). Prepare them alike")
     if eods:
         return eods.pop()
     if resets:
-        raise UserError(
-            f"{', '.join(resets)}: no effect, since no token ends the documents of {corpora[0].prefix}. Prepare the "
-            f"corpus with --append_eod, or remove the option{'s' * (len(resets) > 1)}"
-        )
+        raise UserError(f"{', '.join(resets)}: no token ends documents of {corpora[0].prefix}: use --append_eod")
     return -1
 
 

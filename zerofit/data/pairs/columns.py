@@ -178,8 +178,5 @@ def find_columns(named: PairColumns, table: Dataset) -> Columns:
     if source is None and not answered and len(texts) == 1:
         source = texts[0]
     if source is None or (answered and target is None):
-        raise UserError(
-            "no conversation and no source and target are found: name --dialogue_column, or --source_column and "
-            f"--target_column; {columns_present(table)}"
-        )
+        raise UserError(f"no pairs: name --source_column and --target_column; {columns_present(table)}")
     return Columns(None, source, target, context, verdict, answered)

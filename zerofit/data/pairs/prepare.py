@@ -10,7 +10,7 @@ from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TokenizedDataset
 from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
-from zerofit.data.pairs.conversation_files import read_conversation_files
+from zerofit.data.pairs.conversation_files import read_keyed_conversations
 from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
 from zerofit.data.token_tables import IDS, TableCache, fingerprint, one_process_at_a_time
@@ -73,7 +73,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
     with one_process_at_a_time(options.cache.folder):
-        source = read_source(options, reader=read_conversation_files)
+        source = read_source(options, reader=read_keyed_conversations)
         source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
         columns = find_columns(PairColumns.of(recipe), source.first)
         parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
@@ -165,10 +165,7 @@ class PairEncoder:
         text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
         self.prefix_size, self.separator_size = prefixed - text, two - 2 * text
         if self.prefix_size >= self.room:
-            raise UserError(
-                f"source_prefix = {self.prefix!r} and max_source_length = {widths[0]}: the prefix leaves no room for "
-                "the source. Make it shorter, or max_source_length larger"
-            )
+            raise UserError(f"source_prefix = {self.prefix!r} fills max_source_length = {widths[0]}: shorten it")
 
     def _marks(self, **text: str) -> tuple[list[int], list[int]]:
         """The special tokens before and after a text."""

@@ -57,18 +57,13 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str):
     except (OSError, ValueError) as error:
         raise UserError(f"vocab_file = {vocab_file!r} is no JSON file: {first_line(error)}") from None
     if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:
-        raise UserError(
-            f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}, so it is no vocabulary of GPT-2's kind. Name a folder "
-            "with a tokenizer.json"
-        )
+        raise UserError(f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}. Name a folder with a tokenizer.json")
     with tempfile.TemporaryDirectory() as folder:
         shutil.copyfile(Path(vocab_file).expanduser(), Path(folder) / "vocab.json")
         shutil.copyfile(Path(merge_file).expanduser(), Path(folder) / "merges.txt")
         try:
             tokenizer = GPT2Tokenizer.from_pretrained(folder)
         except Exception as error:  # tokenizers raises nothing but Exception
-            raise UserError(
-                f"merge_file = {merge_file!r} does not belong to vocab_file: {first_line(error)}"
-            ) from None
+            raise UserError(f"merge_file = {merge_file!r} is not of vocab_file: {first_line(error)}") from None
     tokenizer.name_or_path = vocab_file
     return tokenizer

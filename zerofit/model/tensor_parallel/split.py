@@ -23,29 +23,20 @@ def check_split(config, size: int, source: str) -> None:
     Raises:
         UserError: its family has no plan, or the number divides its heads or its MLP's channels not evenly.
     """
-    if problem := split_problem(config, size, "Use a pair without it, such as zero3"):
-        raise UserError(f"{source}: tensor_parallel.autotp_size = {size}{problem}")
-
-
-def split_problem(config, size: int, otherwise: str) -> str | None:
-    """Why so many ranks cannot share the layers of a model, to be put behind their number; None if they can.
-
-    Args:
-        otherwise: what to do without tensor parallelism.
-    """
-    plan = family_of(config).tensor_plan
+    plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
+    otherwise = "Use a pair without it, such as zero3"
     if plan is None:
-        return f": tensor parallelism does not support {config.model_type}. {otherwise}"
+        raise UserError(f"{degree}: tensor parallelism does not support {config.model_type}. {otherwise}")
     widths = plan.widths(config)
     uneven = {name: width for name, width in widths.items() if width % size}
     if not uneven:
-        return None
+        return
     degrees = [
         str(each) for each in range(2, min(widths.values()) + 1) if all(width % each == 0 for width in widths.values())
     ]
     remedy = f"Possible: {', '.join(degrees)}" if degrees else otherwise
     listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
-    return f" does not divide the model's {listed}. {remedy}"
+    raise UserError(f"{degree} does not divide the model's {listed}. {remedy}")
 
 
 def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:

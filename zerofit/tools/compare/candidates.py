@@ -4,9 +4,6 @@ import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe.errors import UserError
@@ -14,7 +11,7 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.lengths_option import micro_batch_of, possible_lengths
-from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
+from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, ToolRecipe, recipe_values
 
 OMITTED = NOT_KEPT | set(
     (
@@ -64,12 +61,7 @@ def read_candidates(names: list[str]) -> list[Candidate]:
     parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
     wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
     if wrong:
-        raise UserError(
-            [
-                f"strategy {name!r}: {text!r} sets nothing. Write STRATEGY:option=value, e.g. zero2:lora=true"
-                for name, text in wrong
-            ]
-        )
+        raise UserError([f"strategy {name!r}: {text!r} sets nothing, as zero2:lora=true does" for name, text in wrong])
     configs = find_strategies([strategy for strategy, *_ in parts.values()])
     return [
         Candidate(name, configs[strategy], dict(_pair(text) for text in pairs))
@@ -82,18 +74,7 @@ def _pair(text: str) -> tuple[str, str]:
     return name.replace("-", "_"), value
 
 
-@dataclass(frozen=True)
-class TrialRecipe:
-    """The recipe of all trials: its options, and notes on what differs from the user's recipe."""
-
-    values: dict[str, Any]
-    notes: list[str]
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-
-
-def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
+def make_recipe(options, cls: type[TrainingRecipe]) -> ToolRecipe:
     """The user's recipe without the options that a trial does not use.
 
     Raises:
@@ -110,11 +91,8 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> TrialRecipe:
     values["max_eval_samples"] = one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
-        notes.append(
-            f"global_batch_size = {options.global_batch_size} is ignored, since batch sizes are compared; updates "
-            "accumulate 2 micro-batches, so that gradients are held while the second is computed"
-        )
-    return TrialRecipe(values, notes)
+        notes.append(f"global_batch_size = {options.global_batch_size} is ignored: batch sizes are compared")
+    return ToolRecipe(values, notes)
 
 
 def _omitted(lengths: list[str] | None) -> set[str]:
@@ -129,7 +107,7 @@ def one_batch(options, batch_size: int) -> int:
 
 
 def check_overrides(
-    candidates: list[Candidate], recipe: TrialRecipe, cls: type[TrainingRecipe], lengths: list[str] | None = None
+    candidates: list[Candidate], recipe: ToolRecipe, cls: type[TrainingRecipe], lengths: list[str] | None = None
 ) -> None:
     """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe, or its model
     has not the positions for these lengths."""

@@ -20,7 +20,7 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say
-from zerofit.tools.compare.candidates import TrialRecipe, check_overrides, make_recipe, read_candidates
+from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
@@ -35,8 +35,8 @@ from zerofit.tools.compare.trial_machine import (
     without_weights,
 )
 from zerofit.tools.launches import ending_in_order
-from zerofit.tools.lengths_option import length_problems, read_lengths
-from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, parse_bytes, read_with_recipe
+from zerofit.tools.lengths_option import SizesOptions, length_problems, read_lengths
+from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, ToolRecipe, parse_bytes, read_with_recipe
 
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 
@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     check_paths(options, output, "output")
     trial_recipe = make_recipe(options, cls)
     if options.simulate:
-        trial_recipe = TrialRecipe(without_weights(trial_recipe.values), [*trial_recipe.notes, NOT_COUNTED])
+        trial_recipe = ToolRecipe(without_weights(trial_recipe.values), [*trial_recipe.notes, NOT_COUNTED])
     check_overrides(candidates, trial_recipe, cls, options.lengths)
-    to_finish = TrialRecipe(values_to_finish(options, cls), []) if options.finish else None
+    to_finish = ToolRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
     machine = (
@@ -95,38 +95,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @dataclass
-class CompareOptions(LaunchedStrategiesOptions):
+class CompareOptions(SizesOptions, LaunchedStrategiesOptions):
     """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
-    memory_limit: str | None = option(
-        None,
-        "Memory of one process' device, e.g. 24GiB; by default what the device has (of a CPU: a share of its memory).",
-        common=True,
-    )
+    memory_limit: str | None = option(None, "Memory of one process' device: 24GiB; else all it has.", common=True)
     simulate: str | None = option(
         None,
-        "Without a GPU: on simulated devices of this size (24GiB) or of a known GPU's (a100-80gb). The launches are "
-        "real, and tensors hold no data. With --steps, updates are timed on this machine after that.",
+        "Without a GPU: on simulated ones of this size: 24GiB, a100-80gb. --steps times the CPU.",
         common=True,
     )
 
-    batch_sizes: list[str] = option(  # noqa: RUF009
-        ["auto"], "auto: find the largest; or the sizes to try, of one process: 8,16,40.", common=True
-    )
-    lengths: list[str] | None = option(  # noqa: RUF009
-        None,
-        "Find the longest of these rows that each strategy holds, instead of its largest batch: 8k,16k,32k. The "
-        "micro-batch is per_device_train_batch_size of the recipe, or else 1.",
-        common=True,
-    )
     granularity: int = option(1, "The largest batch is found as a multiple of this, up to 4096.", positive=True)
     steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
     trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
-    finish: bool = option(
-        False,
-        "Then train each strategy at its best batch, as the recipe says, and compare times and held-out figures.",
-        common=True,
-    )
+    finish: bool = option(False, "Then train each strategy at its best batch, and compare.", common=True)
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
 
     @property
@@ -141,10 +123,7 @@ class CompareOptions(LaunchedStrategiesOptions):
     @property
     def sizes(self) -> list[int] | None:
         """The batch sizes or lengths that were named, in order; None: auto."""
-        if self.lengths:
-            return read_lengths(self.lengths)
-        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
-        return None if texts == ["auto"] else sorted({int(text) for text in texts})
+        return read_lengths(self.lengths) if self.lengths else self.micro_batches
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -158,13 +137,6 @@ class CompareOptions(LaunchedStrategiesOptions):
         if self.lengths:
             without_use = ("batch_sizes", "granularity", "finish")
             return problems + length_problems(self, automatic=False, without_use=without_use)
-        try:
-            wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
-        except ValueError:
-            wrong = True
-        given = " ".join(self.batch_sizes)
-        if wrong:
-            problems.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
-        elif self.sizes and self.source("granularity"):
-            problems.append(f"granularity = {self.granularity} has no effect with batch_sizes = {given}. Remove it")
+        if self.batch_sizes != ["auto"] and self.source("granularity"):
+            problems.append(f"granularity = {self.granularity} has no effect with batch_sizes. Remove it")
         return problems

@@ -213,20 +213,14 @@ class ComparisonReport:
     def _speed_text(self) -> str:
         timer, about = self.comparison.timer, next(row.about for row in self.rows if row.about)
         where = f" {timer.note(about['precision'])}." if timer else ""
-        return (
-            "Rates are of all processes together; speed-up and epoch are at each strategy's best, speed-up against "
-            f"the first strategy.{where}{self._evaluation_text()}"
-        )
+        return f"Rates are of all processes together, each at its best.{where}{self._evaluation_text()}"
 
     def _evaluation_text(self) -> str:
         evaluations = [row.evaluation for row in self.rows if row.evaluation]
         if not evaluations:
             return ""
         samples = " or ".join(dict.fromkeys(f"{line['evaluation_samples']:,}" for line in evaluations))
-        return (
-            f" Evaluation is one batch on each process ({samples} samples together), its second time in a process, in "
-            "the seconds that it took, generation included: not a full evaluation."
-        )
+        return f" Evaluation is one batch of {samples} samples, generation included, not a full evaluation."
 
     def _values(self, row: StrategyRow, line: dict[str, Any]) -> dict[str, Any]:
         """A line of results.csv; empty is what a size that does not fit, or a simulated device, does not have."""
@@ -277,24 +271,13 @@ class ComparisonReport:
         return "\n\n".join(parts) + "\n"
 
 
-_ABOUT_HELD = (
-    "Kept from update to update by the process that keeps most, and by how much the peak grows with each sample or "
-    "token. What is sharded counts as one shard."
-)
+_ABOUT_HELD = "Kept between updates by the process that keeps most, and how much a sample or token adds."
 _ABOUT_RUNS = (
-    "A run of the task for each strategy, as the recipe says, at its best batch (with a global batch: the largest up "
-    "to it by which that divides), and without the limit of the trials. Training is the sum of all updates' seconds, "
-    "without evaluations and checkpoints; an evaluation reads all that is held out, and is the one of median "
-    "duration; the loss is the last update's; the other figures are held out, of the weights that the run leaves."
+    "A run of the task for each strategy, as the recipe says, at its best batch and without the limit of the trials. "
+    "Training is the sum of all updates' seconds, an evaluation the one of median duration."
 )
-_ABOUT_PREDICTED = (
-    "`zerofit plan` predicted the size that the first launch of each strategy begins with. The peaks are those of "
-    "the largest one that was measured."
-)
-_ABOUT_TRIALS = (
-    "Peaks of the process that needs most, evaluation included. Allocated: by torch (on a CPU, resident); reserved: "
-    "what the limit counts; total: of the whole device (on a CPU, of the process)."
-)
+_ABOUT_PREDICTED = "`zerofit plan` predicted the size that the first launch of each strategy begins with."
+_ABOUT_TRIALS = "Peaks of the process that needs most: allocated by torch, reserved (limited), total of the device."
 _ABOUT_HOST = " Host: what the process' floating-point tensors there would take."
 _LIMIT_OF_CPU = "RLIMIT_DATA: of what the process has asked for and not given back, the program included"
 _LIMIT_OF_DEVICE = "of what the allocator reserves; what the driver takes for each process (CUDA: 640 MiB) is extra"

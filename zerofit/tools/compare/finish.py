@@ -37,8 +37,7 @@ def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
     size, processes = options.global_batch_size, options.num_processes
     if size and size % processes:
         raise UserError(
-            f"global_batch_size = {size} ({options.source('global_batch_size')}): --finish trains with "
-            f"num_processes = {processes}, and the one does not divide by the other. Make it a multiple of {processes}"
+            f"global_batch_size = {size} ({options.source('global_batch_size')}): no multiple of {processes} processes"
         )
     return recipe_values(options, cls, SET_BY_EACH_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
 
@@ -176,10 +175,7 @@ def agreement(runs: list[Finished]) -> str:
         return ""
     batches = list(dict.fromkeys(run.global_batch for run in runs))
     if len(batches) > 1:
-        return (
-            f"The global batches differ ({', '.join(map(str, batches))}), and so do the updates: these are "
-            "different trainings. Set --global_batch_size to make them comparable"
-        )
+        return f"The global batches differ ({', '.join(map(str, batches))}). Set --global_batch_size to compare them"
     first, *others = runs
     differences = {
         name: max(abs(run.figures.get(name, float("nan")) - value) / max(abs(value), 1e-12) for run in others)

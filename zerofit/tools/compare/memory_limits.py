@@ -143,8 +143,7 @@ def limit_device(device: torch.device, limit: int | None, ranks: int = 1) -> int
         shared = f"{ranks} processes use it, " if ranks > 1 else ""
         raise ValueError(
             f"the device has {total / 2**30:.2f} GiB; {shared}and {taken / 2**30:.2f} GiB are in use before there is "
-            "a model (by the driver's contexts, or other programs). At most "
-            f"{(total - taken) // ranks / 2**30:.2f} GiB are left for each"
+            f"a model. At most {(total - taken) // ranks / 2**30:.2f} GiB are left for each"
         )
     restrict = getattr(getattr(torch, device.type, None), "set_per_process_memory_fraction", None)
     if restrict is None:

@@ -92,10 +92,7 @@ class Trial:
         limit = self.request.memory_limit
         taken = self.segment.now() if on_cpu else torch.accelerator.memory_reserved()
         if limit is not None and taken >= limit:
-            message = (
-                f"memory_limit: a process takes {taken / 2**20:,.0f} MiB before it has a model or a batch, and the "
-                f"limit is {limit / 2**20:,.0f} MiB. Set a limit larger than that and the model together"
-            )
+            message = f"memory_limit: {limit / 2**20:,.0f} MiB, of which an empty process takes {taken / 2**20:,.0f}"
             self._report_failure("too_small", text=message)
             raise UserError(message)
         try:

@@ -21,7 +21,6 @@ import torch
 from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES
 from zerofit.model.configuration import known_architectures
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.words import counted
 from zerofit.record.environment import describe_environment
 from zerofit.record.terminal import say, size
 from zerofit.strategy.gpu_table import GPUS
@@ -146,9 +145,8 @@ def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | No
     if ranks * each > total:
         room = total // each * len(machine.devices)
         raise UserError(
-            f"num_processes = {num_processes} on {counted(len(machine.devices), 'device')}: {ranks} share one of "
-            f"{size(total)}, and each needs {size(each)}, {size(context)} of it for its context. Use --num_processes "
-            f"{max(1, room)}, or a smaller --memory_limit"
+            f"num_processes = {num_processes}: {ranks} share a device of {size(total)}, and each needs {size(each)}. "
+            f"Use --num_processes {max(1, room)}, or a smaller --memory_limit"
         )
     if ranks == 1:
         return limit, []
@@ -165,16 +163,14 @@ def _limit_on_cpu(machine: TrialMachine, num_processes: int, limit: int | None) 
         return limit, [f"memory_limit {size(limit)}: {SHARE:.0%} of this machine's memory, in equal parts"]
     if num_processes * limit > machine.memory:
         raise UserError(
-            f"memory_limit = {size(limit)} of {num_processes} processes: this machine has {size(machine.memory)}. Use "
-            f"--memory_limit {machine.memory // num_processes // 2**20}MiB"
+            f"memory_limit = {size(limit)} x {num_processes}: at most {machine.memory // num_processes // 2**20}MiB"
         )
     return limit, []
 
 
 NOT_COUNTED = (
-    "Simulated: the launches and the allocator's figures are real, the devices are not. Not in the peaks: workspaces "
-    "of kernels and of NCCL, fragmentation, and what the driver takes for each process (on CUDA about half a GiB). "
-    "Host memory is not limited"
+    "Simulated: not in the peaks are workspaces of kernels and of NCCL, fragmentation, and what the driver takes for "
+    "each process (on CUDA about half a GiB). Host memory is not limited"
 )
 NAME = "npu"  # of the device's type, for accelerate has a list of those that it lets train in fp16
 
@@ -212,8 +208,7 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
     lacks = build.missing()
     if lacks:
         raise UserError(
-            f"simulate = {device}: {lacks}, and the simulated device has to be compiled once. Install a C++ compiler "
-            "and Python's headers (on Debian and Ubuntu: apt install g++ python3-dev)"
+            f"simulate = {device}: {lacks}. Install g++ and Python's headers (apt install g++ python3-dev)"
         )
     if not build.target().is_file():
         say("the simulated device is being compiled, once for this version of torch: about a minute")
@@ -236,9 +231,7 @@ def _device(text: str) -> tuple[int, str]:
     try:
         total = parse_bytes(text)
     except ValueError:
-        raise UserError(
-            f"simulate = {text!r} is neither a size such as 24GiB nor a known GPU: {', '.join(GPUS)}"
-        ) from None
+        raise UserError(f"simulate = {text!r} is neither 24GiB nor one of {', '.join(GPUS)}") from None
     return total, f"simulated device of {size(total)}"
 
 

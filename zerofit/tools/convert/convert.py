@@ -33,9 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return convert_arguments(argv[1:])
     if argv[0] not in DIRECTIONS:
-        raise UserError(
-            f"{argv[0]!r}: there is no such conversion. Use zerofit convert meta-to-hf, hf-to-meta or megatron-args"
-        )
+        raise UserError(f"{argv[0]!r}: use zerofit convert meta-to-hf, hf-to-meta or megatron-args")
     options = parse_recipe(DIRECTIONS[argv[0]], argv[1:], prog=f"zerofit convert {argv[0]}", tool=True)
     output = Path(options.output).expanduser()
     check_output(output)

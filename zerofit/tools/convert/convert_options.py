@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
-from zerofit.tools.tool_recipe import parse_bytes
 
 
 @dataclass
@@ -27,26 +26,7 @@ class ConvertOptions(Recipe):
 class FromMetaOptions(ConvertOptions):
     """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
 
-    tokenizer: str | None = option(
-        None, "Meta's tokenizer.model; by default that of the input folder or of the one above. none: weights only."
-    )
-    max_position_embeddings: int | None = option(
-        None,
-        "Longest text of the model, which Meta's files do not tell; by default that of its version.",
-        positive=True,
-    )
-    rope_scaling_factor: float | None = option(
-        None, "Of use_scaled_rope; by default 8 (Llama 3.1), and 32 with tied embeddings (3.2).", positive=True
-    )
-    max_shard_size: str = option("4GiB", "Largest .safetensors file; about as much memory is taken.")
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        try:
-            parse_bytes(self.max_shard_size)
-        except ValueError:
-            problems.append(f"max_shard_size = {self.max_shard_size!r}: expected a size such as 4GiB, 800MiB or 5GB")
-        return problems
+    tokenizer: str | None = option(None, "tokenizer.model; by default the input's or the folder's above. none: no.")
 
 
 @dataclass
@@ -63,7 +43,5 @@ class MegatronArgsOptions(Recipe):
     output: str | None = option(None, "The folder to write; by default outputs/ and the script's name.")
     overwrite: bool = option(False, "Replace files of an earlier conversion.")
     tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, instead of the script's files.")
-    model_name_or_path: str | None = option(
-        None, "Weights to begin with: a transformers folder, instead of Megatron's --load."
-    )
+    model_name_or_path: str | None = option(None, "Weights to begin with, instead of Megatron's --load.")
     num_processes: int | None = option(None, "Processes; by default as many as the script starts.", positive=True)

@@ -39,17 +39,11 @@ class DoctorOptions(StrategyOptions):
         common=True,
     )
     strategy: str | None = option(
-        None,
-        "A name in accelerate_configs/, or a .yaml file; by default accelerate's default configuration where there is "
-        "one, else ddp, or single for one process.",
-        common=True,
+        None, "A name in accelerate_configs/, or a .yaml file; else accelerate's own, ddp or single.", common=True
     )
     deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML, as under torchrun.")
     num_processes: int | None = option(
-        None,
-        "Processes of all machines together; by default those of the YAML, else one for each accelerator.",
-        positive=True,
-        common=True,
+        None, "Processes of all machines; else the YAML's, or one for each accelerator.", positive=True, common=True
     )
     num_machines: int | None = option(None, "Machines; by default those of the YAML, else 1.", positive=True)
 

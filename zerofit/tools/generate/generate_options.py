@@ -14,24 +14,14 @@ class WriterOptions(Recipe):
     model: str | None = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.")
     adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
     prompt: list[str] | None = option(None, "Texts to continue, each for itself.")  # noqa: RUF009
-    prompt_file: str | None = option(
-        None, ".txt with a prompt in each line, or .jsonl with a `prompt` or `messages` in each record."
-    )
-    chat: bool = option(
-        False, "Chat with the model, a line at a time; /reset forgets what was said, an empty line ends."
-    )
+    prompt_file: str | None = option(None, ".txt, a prompt a line, or .jsonl with `prompt` or `messages`.")
+    chat: bool = option(False, "Chat, a line at a time; /reset forgets what was said, an empty line ends.")
     system_prompt: str | None = option(
-        None,
-        "What a conversation begins with: a system message, or what an encoder-decoder reads first (a persona).",
-        aliases=("context",),
+        None, "What a conversation begins with: a system message, or a persona.", aliases=("context",)
     )
-    chat_template: str | None = option(
-        None, "How conversations are written: a .jinja file or a known name; by default the tokenizer's own."
-    )
+    chat_template: str | None = option(None, "A .jinja file or a known name; by default the tokenizer's own.")
     raw: bool = option(False, "Give the prompts to the model as they are, not through the chat template.")
-    precision: str | None = option(
-        None, "Precision to compute in; by default that of the weights on a GPU, and fp32 without.", choices=PRECISIONS
-    )
+    precision: str | None = option(None, "By default that of the weights; without a GPU fp32.", choices=PRECISIONS)
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
     output: str | None = option(None, "A .jsonl file for prompts and generated texts; replaced if it is there.")
 
@@ -48,38 +38,7 @@ class WriterOptions(Recipe):
             problems.append(f"output = {self.output!r}: it goes with --prompt and --prompt_file, not with --chat")
         for name in ("chat", "system_prompt", "chat_template"):
             if self.raw and getattr(self, name):
-                problems.append(
-                    f"--raw takes prompts as they are, and --{name} the chat template: keep one of the two"
-                )
-        return problems
-
-
-@dataclass
-class FileOptions(Recipe):
-    """How the prompts of a file are answered: with --prompt_file and --output"""
-
-    batch_size: int = option(8, "Prompts that are answered at once in a process.", positive=True)
-    num_processes: int | None = option(
-        None, "Processes that share the prompts; by default as many as share a layer.", positive=True
-    )
-    tensor_parallel: int = option(1, "Processes that share each layer of the model.", positive=True)
-
-    @property
-    def processes(self) -> int:
-        return self.num_processes or self.tensor_parallel
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        for name in ("batch_size", "num_processes", "tensor_parallel"):
-            if self.is_changed(name) and not (self.prompt_file and self.output):
-                problems.append(f"{name} = {getattr(self, name)}: it goes with --prompt_file and --output")
-        if self.processes % self.tensor_parallel:
-            few, many = (self.processes // self.tensor_parallel + more for more in (0, 1))
-            usable = " or ".join(str(each * self.tensor_parallel) for each in (few, many) if each)
-            problems.append(
-                f"num_processes = {self.processes}: tensor_parallel = {self.tensor_parallel} does not divide it. Use "
-                f"--num_processes {usable}"
-            )
+                problems.append(f"--raw takes no chat template, and --{name} one: keep one of the two")
         return problems
 
 
@@ -87,12 +46,8 @@ class FileOptions(Recipe):
 class SamplingOptions(Recipe):
     """How the next token is chosen"""
 
-    max_new_tokens: int = option(
-        256, "Write at most this many tokens; an encoder-decoder as many as in training.", positive=True
-    )
-    num_beams: int | None = option(
-        None, "Beams of the search; by default an encoder-decoder's own number, else 1.", positive=True
-    )
+    max_new_tokens: int = option(256, "Write at most this many; by default an encoder-decoder's own.", positive=True)
+    num_beams: int | None = option(None, "Beams of the search; by default the model's own number.", positive=True)
     do_sample: bool | None = option(None, "Sample the next token; by default if temperature, top_k or top_p is given.")
     temperature: float | None = option(None, "Sampling temperature.", minimum=0)
     top_k: int | None = option(None, "Top-k sampling.", positive=True)
@@ -119,12 +74,10 @@ class SamplingOptions(Recipe):
         if self.do_sample is False and useless:
             problems.append(f"do_sample = false and {useless[0]} = {getattr(self, useless[0]):g}: keep one of the two")
         elif not (self.do_sample or self.sampling) and useless:
-            problems.append(
-                f"seed = {self.seed}: nothing is drawn, add --do_sample, --temperature, --top_k or --top_p"
-            )
+            problems.append(f"seed = {self.seed}: add --do_sample, --temperature, --top_k or --top_p")
         return problems
 
 
 @dataclass
-class GenerateOptions(SamplingOptions, FileOptions, WriterOptions):
+class GenerateOptions(SamplingOptions, WriterOptions):
     """Let a model write."""

@@ -1,7 +1,6 @@
 """The model of `zerofit generate`: found and checked without its weights first, then loaded onto its device."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Generation
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.folders import is_adapter, model_folder
-from zerofit.model.pretrained_io import DTYPES, read_config, read_model, read_tokenizer
-from zerofit.model.tensor_parallel.shares import read_share
-from zerofit.model.tensor_parallel.split import split_model, split_problem
+from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
@@ -46,38 +43,18 @@ def find_model(options: GenerateOptions) -> ModelSource:
         return ModelSource(name, None, config, read_tokenizer("model", name, config, trust))
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
-        raise UserError(
-            f"model = {name!r} is an adapter itself, and adapter = {options.adapter!r} another: name the base as "
-            "--model, or remove --adapter"
-        )
+        raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
     adapter = open_adapter(name if names_adapter else options.adapter, "model" if names_adapter else "adapter")
     option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
     if adapter.settings.get("task_type") == "SEQ_CLS":
-        raise UserError(
-            f"{str(adapter.path)!r} is the adapter of a classifier: it classifies texts and does not write any"
-        )
+        raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
     _auto_class(config, base)
     where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
     return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
 
 
-def check_shares(source: ModelSource, options: GenerateOptions) -> None:
-    """Raises UserError unless the processes of tensor_parallel can share the layers of the model."""
-    degree, instead = options.tensor_parallel, f"Use --num_processes {options.processes} without it"
-    problem = split_problem(source.config, degree, instead)
-    if source.adapter:
-        problem = f": an adapter's layers cannot be shared. Merge it first (zerofit merge), or: {instead.lower()}"
-    elif getattr(source.config, "quantization_config", None) is not None:
-        problem = f": quantised layers cannot be shared. {instead}"
-    if problem:
-        raise UserError(f"tensor_parallel = {degree}{problem}")
-
-
-def load(source: ModelSource, options: GenerateOptions, tensor=None):
+def load(source: ModelSource, options: GenerateOptions):
     """The model on its device, with its adapter if there is one.
-
-    Args:
-        tensor: the ranks that share each layer (a TensorGroup): this one keeps its share.
 
     Raises:
         UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
@@ -101,8 +78,6 @@ def load(source: ModelSource, options: GenerateOptions, tensor=None):
         model = adapted.model.get_base_model()
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
-    elif tensor is not None:
-        model = _read_share(source, tensor, **how)
     else:
         model = _read(source, **how)
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
@@ -115,18 +90,8 @@ def load(source: ModelSource, options: GenerateOptions, tensor=None):
 def _read(source: ModelSource, **how):
     model, missing = read_model(_auto_class(source.config, source.name), "model", source.name, source.config, **how)
     if missing:
-        raise UserError(
-            f"model = {source.name!r} lacks {len(missing)} weights of a {type(model).__name__}, such as "
-            f"{missing[0]}, or has them in another shape: it would write random texts"
-        )
+        raise UserError(f"model = {source.name!r} lacks {len(missing)} weights, such as {missing[0]}")
     return model
-
-
-def _read_share(source: ModelSource, tensor, precision: str | None, trust_remote_code: bool):
-    """Read the weights as they are stored, which takes no memory yet, and keep this rank's share of them."""
-    model = _read(source, precision=None, trust_remote_code=trust_remote_code)
-    dtype = model.dtype if precision is None else getattr(torch, DTYPES[precision])
-    return read_share(lambda _: model, partial(split_model, tensor=tensor), model.dtype, dtype)
 
 
 def _auto_class(config, name: str):
@@ -136,8 +101,5 @@ def _auto_class(config, name: str):
     unknown = type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map")
     if non_writers or unknown:
         kind = non_writers[0] if non_writers else config.model_type
-        raise UserError(
-            f"model = {name!r} is a {kind}: it classifies or represents texts, and does not write any. Name a causal "
-            "language model or an encoder-decoder"
-        )
+        raise UserError(f"model = {name!r} is a {kind}, which writes no text. Name one for CAUSAL_LM or SEQ_2_SEQ_LM")
     return auto_class

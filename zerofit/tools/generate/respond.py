@@ -13,28 +13,20 @@ from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
 from zerofit.record.terminal import say_aside
-from zerofit.tools.generate.answers import Asked, answer_file
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.generate.generation_model import find_model, load
+from zerofit.tools.generate.generation_model import ModelSource, find_model, load
 from zerofit.tools.generate.text_writer import Writer, complete
 
 
-def respond(options: GenerateOptions, argv: list[str]) -> int:
-    """Answer. Returns the exit code.
-
-    Args:
-        argv: the command line, for processes that are launched.
-    """
+def respond(options: GenerateOptions) -> int:
+    """Answer. Returns the exit code."""
     silence_libraries()
-    asked = find(options)  # finds every mistake that does not need the weights, which take long
-    source, renderer, prompts = asked.source, asked.renderer, asked.prompts
+    source, renderer, prompts = find(options)  # every mistake that does not need the weights, which take long
     if options.chat or any(prompt.messages for prompt in prompts):
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
         say_aside("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
     check_output(options.output)
-    if options.prompt_file and options.output:
-        return answer_file(asked, options, argv)
     output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
     if options.chat:
@@ -44,14 +36,14 @@ def respond(options: GenerateOptions, argv: list[str]) -> int:
     return 0
 
 
-def find(options: GenerateOptions) -> Asked:
-    """The prompts, and the model without its weights."""
+def find(options: GenerateOptions) -> tuple[ModelSource, Renderer, list[Prompt]]:
+    """The model without its weights, what renders prompts for it, and the prompts."""
     prompts = read_prompts(options)
     if options.chat_template:
         named_template(options.chat_template)
     source = find_model(options)
     renderer = Renderer(source.tokenizer, source.config, options.chat_template, options.raw, options.system_prompt)
-    return Asked(source, renderer, prompts)
+    return source, renderer, prompts
 
 
 def check_output(name: str | None) -> None:

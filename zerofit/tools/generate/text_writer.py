@@ -1,14 +1,12 @@
-"""Writing: a model continues one prompt after another, token by token onto stdout, or several at once."""
+"""Writing: a model continues one prompt after another, token by token onto stdout."""
 
 import json
 import sys
 from contextlib import nullcontext
 
-import numpy as np
 import torch
 from transformers import TextStreamer
 
-from zerofit.data.collate import PromptCollator, multiple_for
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.model.configuration import usable_positions
 from zerofit.model.tokenizer import padding_token
@@ -19,15 +17,43 @@ from zerofit.tools.generate.generate_options import GenerateOptions
 EMPTY = "[empty]"  # shown to a person in place of an empty answer
 
 
-class Positions:
-    """The room that a model has for a prompt and for what it writes.
+class Writer:
+    """Lets a model write.
 
     Args:
-        config: the model's.
+        stops: token ids that end a text, besides those of the model and its tokenizer.
     """
 
-    def __init__(self, config):
-        self.positions, self.has_encoder = usable_positions(config), config.is_encoder_decoder
+    def __init__(self, model, tokenizer, options: GenerateOptions, stops: list[int]):
+        self.positions, self.has_encoder = usable_positions(model.config), model.config.is_encoder_decoder
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens = options.max_new_tokens
+        defaults = model.generation_config
+        ends = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
+        self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
+        samples = options.samples
+        self.settings = {
+            "do_sample": samples,
+            "num_beams": options.num_beams or 1,
+            "use_cache": True,
+            "eos_token_id": self.ends or None,
+            "pad_token_id": padding_token(tokenizer),
+            **options.sampling,
+        }
+        if self.has_encoder:  # generates as in training
+            if defaults.max_new_tokens and not options.source("max_new_tokens"):
+                self.max_new_tokens = defaults.max_new_tokens
+            if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
+                self.settings["num_beams"] = defaults.num_beams
+                say_aside(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
+        self.seed = options.seed
+        if samples:
+            self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
+            usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
+            used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
+            say_aside(
+                f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
+            )
 
     def room(self, length: int) -> int | None:
         """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
@@ -57,47 +83,6 @@ class Positions:
                 which = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
                 raise UserError(f"{which}{self.too_long(len(ids))}")
         return rows, cut
-
-
-class Writer(Positions):
-    """Lets a model write.
-
-    Args:
-        stops: token ids that end a text, besides those of the model and its tokenizer.
-    """
-
-    def __init__(self, model, tokenizer, options: GenerateOptions, stops: list[int]):
-        super().__init__(model.config)
-        self.model, self.tokenizer = model, tokenizer
-        self.max_new_tokens = options.max_new_tokens
-        defaults = model.generation_config
-        ends = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
-        self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
-        samples = options.samples
-        self.settings = {
-            "do_sample": samples,
-            "num_beams": options.num_beams or 1,
-            "use_cache": True,
-            "eos_token_id": self.ends or None,
-            "pad_token_id": padding_token(tokenizer),
-            **options.sampling,
-        }
-        if self.has_encoder:  # generates as in training
-            if defaults.max_new_tokens and not options.source("max_new_tokens"):
-                self.max_new_tokens = defaults.max_new_tokens
-            if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
-                self.settings["num_beams"] = defaults.num_beams
-                say_aside(
-                    f"note: a search with {defaults.num_beams} beams, the model's default; --num_beams 1 is faster"
-                )
-        self.seed = options.seed
-        if samples:
-            self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
-            usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
-            used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
-            say_aside(
-                f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
-            )
 
     def limit(self, length: int) -> int:
         """The most tokens that are written after a prompt of `length`."""
@@ -138,29 +123,6 @@ class Writer(Positions):
         if empty or not streams:
             print(EMPTY if empty else printable(text) if sys.stdout.isatty() else text, flush=True)
         return text
-
-    def write_batch(self, rows: list[list[int]], number: int) -> list[tuple[str, int]]:
-        """Continue prompts for which `limit` is the same, all at once. Returns (text, its tokens) for each.
-
-        Args:
-            number: of the first one, which gives the seed.
-        """
-        if self.settings["do_sample"]:
-            torch.manual_seed(self.seed + number)
-        device, left = self.model.device, not self.has_encoder
-        collate = PromptCollator(self.settings["pad_token_id"], left=left, multiple=multiple_for(device))
-        inputs = collate([({"input_ids": np.array(ids)}, index) for index, ids in enumerate(rows)]).to(device).inputs
-        with torch.no_grad():
-            written = self.model.generate(
-                inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=self.limit(len(rows[0])),
-                **self.settings,
-            )[:, 1 if self.has_encoder else inputs["input_ids"].shape[1] :].tolist()
-        new = [
-            row[: next((place + 1 for place, token in enumerate(row) if token in self.ends), None)] for row in written
-        ]
-        return [(self.tokenizer.decode(ids, skip_special_tokens=True), len(ids)) for ids in new]
 
 
 def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=None) -> None:

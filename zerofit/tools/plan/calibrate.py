@@ -252,9 +252,7 @@ def _measure(processes: int) -> dict:
         try:
             errors = [worker.communicate(timeout=LIMIT_S)[1] for worker in workers]
         except subprocess.TimeoutExpired:
-            raise UserError(
-                f"calibrate: the measurement did not end within {LIMIT_S} s. Try again when the machine is idle"
-            ) from None
+            raise UserError(f"calibrate: no result in {LIMIT_S} s. Try again when the machine is idle") from None
         finally:
             for worker in workers:
                 worker.kill()

@@ -64,13 +64,13 @@ def main(argv: list[str] | None = None) -> int:
     find = (
         LengthPlanner(planner, lengths).find
         if lengths
-        else partial(planner.find, sizes=options.sizes, max_batch_size=options.max_batch_size)
+        else partial(planner.find, sizes=options.micro_batches, max_batch_size=options.max_batch_size)
     )
     with doing() as say_now:
         find_all(model, outcomes, find, lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"))
     if all(outcome.refused for outcome in outcomes):
         raise UserError(_reasons(outcomes))
-    report = PlanReport(outcomes, planner, lengths, bool(options.sizes))
+    report = PlanReport(outcomes, planner, lengths, bool(options.micro_batches))
     scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
     found = json.dumps(report.to_json(), indent=2)
     if options.json == "-":
@@ -160,15 +160,12 @@ def make_budget(options, gpu: Gpu | None, on_gpu: bool) -> Budget:
     elif host:
         device = host // min(options.num_gpus, options.gpus_per_node)
     else:
-        raise UserError(
-            "gpu = cpu: its memory is not known. Set --gpu_memory (of one process), e.g. --gpu_memory 4GiB"
-        )
+        raise UserError("gpu = cpu: set the memory of one process, e.g. --gpu_memory 4GiB")
     taken, by = (CUDA_CONTEXT_BYTES, "the CUDA context") if on_gpu else (CPU_PROGRAM_BYTES, "buffers of its libraries")
     if device <= taken:
         raise UserError(
             f"{stated[1] if stated else f'host_memory = {options.host_memory}'}: a process takes about {size(taken)} "
-            f"before there is a model ({by}). Set --gpu_memory to what one {'GPU' if on_gpu else 'process'} has, e.g. "
-            f"--gpu_memory {'24GiB' if on_gpu else '2GiB'}"
+            f"without a model ({by}). Set --gpu_memory, e.g. to {'24GiB' if on_gpu else '2GiB'}"
         )
     return Budget(device, host, options.num_gpus, options.gpus_per_node)
 

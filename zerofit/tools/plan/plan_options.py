@@ -2,14 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
-from zerofit.recipe.parsing import read_yaml
-from zerofit.tools.lengths_option import length_problems
+from zerofit.tools.lengths_option import SizesOptions, length_problems
 from zerofit.tools.tool_recipe import StrategiesOptions, parse_bytes
 
 # Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
@@ -33,36 +31,19 @@ MACHINES: dict[str, dict[str, Any]] = {
     "1x-rtx4090": {"gpu": "rtx4090-24gb", "gpus_per_node": 1, "host_memory": "64GiB", "network_bandwidth": 1.25},
     "2x-rtx4090": {"gpu": "rtx4090-24gb", "gpus_per_node": 2, "host_memory": "128GiB", "network_bandwidth": 1.25},
 }
-KEYS = ("gpu", "gpus_per_node", "gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth",
-        "memory_bandwidth", "peak_tflops")  # fmt: skip
 
 
 def find_machine(name: str) -> dict[str, Any]:
-    """The options of a machine by its name, or of a topology file (NAME.yaml) with some of KEYS.
+    """The options of a machine by its name.
 
     Raises:
-        UserError: there is no such machine or file; a key or value that the plan does not have.
+        UserError: there is no such machine.
     """
     if name.lower() in MACHINES:
         return MACHINES[name.lower()]
-    if not name.endswith((".yaml", ".yml")):
-        close = nearest(name.lower(), MACHINES)
-        suggestion = f"Did you mean {close}? " if close else ""
-        raise UserError(
-            f"machine = {name!r} is not known. {suggestion}Known are {', '.join(MACHINES)}. For another one name a "
-            f".yaml file with {', '.join(KEYS)}"
-        )
-    found = read_yaml(Path(name))
-    if not isinstance(found, dict) or not found or not set(found) <= set(KEYS):
-        unknown = sorted(map(str, set(found) - set(KEYS))) if isinstance(found, dict) else []
-        named = f" ({', '.join(unknown)} is not one)" if unknown else ""
-        raise UserError(f"machine = {name}: expected some of {', '.join(KEYS)}{named}")
-    for key, value in found.items():
-        is_text = key in ("gpu", "gpu_memory", "host_memory")
-        kinds = str if is_text else int if key == "gpus_per_node" else (int, float)
-        if not isinstance(value, kinds) or isinstance(value, bool) or (not is_text and value <= 0):
-            raise UserError(f"machine = {name}: {key} = {value!r} is no {'text' if is_text else 'number above 0'}")
-    return found
+    close = nearest(name.lower(), MACHINES)
+    suggestion = f"Did you mean {close}? " if close else ""
+    raise UserError(f"machine = {name!r} is not known. {suggestion}Known are {', '.join(MACHINES)}")
 
 
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
@@ -81,10 +62,7 @@ class DevicesOptions(Recipe):
         common=True,
     )
     calibrate: bool = option(
-        False,
-        "Measure this machine first (matrix products, memory, links, the host's Adam; under a minute), with num_gpus "
-        "processes. Later plans for this device use the result. It needs no recipe.",
-        common=True,
+        False, "Measure this machine first, with num_gpus processes, for later plans. It needs no recipe.", common=True
     )
 
 
@@ -93,87 +71,39 @@ class SpeedOptions(Recipe):
     """What the device reaches beside peak_tflops, where its maker's figures are not known or not wanted"""
 
     memory_bandwidth: float | None = option(None, "Bandwidth of the GPU's memory, GB/s.", positive=True)
-    link_bandwidth: float | None = option(
-        None, "Bandwidth of one GPU to the others of its machine, in one direction, GB/s.", positive=True
-    )
+    link_bandwidth: float | None = option(None, "Of one GPU to others of its machine, one way, GB/s.", positive=True)
     network_bandwidth: float | None = option(
-        None,
-        "Bandwidth of one GPU to other machines, in one direction, GB/s; by default that of the machine which the "
-        "GPU's maker builds, else 12.5 (100 Gbit/s).",
-        positive=True,
+        None, "Of one GPU to other machines, one way, GB/s; by default its maker's, else 12.5.", positive=True
     )
 
 
 @dataclass
-class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
+class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions):
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
     strategies: list[str] = option(  # noqa: RUF009
-        ["all"],
-        "Names in accelerate_configs/, or .yaml files: zero2,zero3 or zero2 zero3; all: every pair there is.",
-        common=True,
+        ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True
     )
     gpus_per_node: int = option(
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
     )
-    machine: str | None = option(
-        None,
-        "A known machine, such as dgx-h100 or p5.48xlarge, or a .yaml file: what it states of gpu, gpus_per_node, "
-        "gpu_memory, host_memory, link_bandwidth, network_bandwidth, memory_bandwidth and peak_tflops.",
-        common=True,
-    )
+    machine: str | None = option(None, "A known machine: dgx-h100, p5.48xlarge, ...", common=True)
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
-    gpu_memory: str | None = option(
-        None,
-        "Memory of one GPU, e.g. 80GiB; by default the environment's DEVICE_MEMORY_GB, else that of --gpu.",
-        common=True,
-    )
-    host_memory: str | None = option(
-        None, "Memory of one machine, e.g. 1TiB; by default host memory is predicted and not checked.", common=True
-    )
-    batch_sizes: list[str] = option(  # noqa: RUF009
-        ["auto"], "auto: find the largest micro-batch; or the micro-batches to predict: 1,8,40.", common=True
-    )
-    lengths: list[str] | None = option(  # noqa: RUF009
-        None,
-        "Find the longest rows that fit with the recipe's per_device_train_batch_size, or 1: auto (multiples of "
-        "1024 up to the model's positions), or the lengths to try: 8k,16k,32k.",
-        common=True,
-    )
+    gpu_memory: str | None = option(None, "Of one GPU: 80GiB; else DEVICE_MEMORY_GB, or --gpu's.", common=True)
+    host_memory: str | None = option(None, "Of one machine: 1TiB; without it, it is not checked.", common=True)
     max_batch_size: int = option(4096, "The largest micro-batch to try.", positive=True)
     max_global_batch_size: int | None = option(
-        None, "Find each strategy's fastest global batch of at most this many samples.", positive=True, common=True
+        None, "Find the fastest global batch of at most this many samples.", positive=True, common=True
     )
-    tokens: float | None = option(
-        None, "Add the days and GPU-hours of training on this many tokens: 100e9.", positive=True, common=True
-    )
-    price: float | None = option(
-        None, "Of a GPU-hour: with --tokens, the report adds what the training costs.", positive=True, common=True
-    )
-    mean_length: float | None = option(
-        None,
-        "Mean length of rows that are padded, for the time; memory takes the recipe's maximum. Of pairs: source and "
-        "target together.",
-        positive=True,
-    )
-    architecture: str | None = option(
-        None,
-        "The model's shape, where the recipe's weights are not at hand: a name that is known offline, or a folder "
-        "with a config.json.",
-    )
+    tokens: float | None = option(None, "Add days and GPU-hours of so many tokens: 100e9.", positive=True, common=True)
+    price: float | None = option(None, "Of a GPU-hour: --tokens adds what training costs.", positive=True, common=True)
+    mean_length: float | None = option(None, "Mean length of rows that are padded, for the time.", positive=True)
+    architecture: str | None = option(None, "The model's shape, without its weights: a known name, or a folder.")
     search: bool = option(
-        False,
-        "Find the fastest of all layouts, micro-batches, ways of recomputing, losses and optimizers together; its "
-        "pair, recipe and command are written into --write (by default outputs/plan).",
-        common=True,
+        False, "Find the fastest of all layouts, batches and options that save memory; --write has it.", common=True
     )
     top: int = option(10, "Rows of the table.", positive=True)
-    write: str | None = option(
-        None,
-        "Write an accelerate YAML, a DeepSpeed JSON (of ZeRO) and the command of each row of the table into this "
-        "folder.",
-        common=True,
-    )
+    write: str | None = option(None, "Write pairs and commands of the table's rows into this folder.", common=True)
     json: str | None = option(None, "Write the predictions to this file; - for standard output.")
 
     def settle(self) -> None:
@@ -184,12 +114,6 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
                 self.adopt(name, value, f"--machine {self.machine}")
         if self.machine and self.num_gpus == 1 and not self.source("num_gpus"):
             self.adopt("num_gpus", self.gpus_per_node, f"--machine {self.machine}")
-
-    @property
-    def sizes(self) -> list[int] | None:
-        """The micro-batches that were named, in order; None: auto."""
-        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
-        return None if texts == ["auto"] else sorted({int(text) for text in texts})
 
     @property
     def device_memory(self) -> tuple[str, str] | None:
@@ -205,23 +129,10 @@ class PlanOptions(DevicesOptions, SpeedOptions, StrategiesOptions):
             f"{source}: expected a size such as {example}"
             for text, source, example in self._sizes_of_memory() if not _is_size(text)
         ]  # fmt: skip
-        given = " ".join(self.batch_sizes)
-        try:
-            is_wrong = self.sizes is not None and (not self.sizes or self.sizes[0] < 1)
-        except ValueError:
-            is_wrong = True
-        if is_wrong:
-            found.append(f"batch_sizes = {given!r}: expected auto, or sizes such as 8,16,40")
         if not self.gpu and not self.device_memory:
-            found.append(
-                "no device: set --machine, e.g. --machine dgx-h100, --gpu, e.g. --gpu h100-80gb, or --gpu_memory, "
-                "e.g. --gpu_memory 80GiB"
-            )
+            found.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
-            found.append(
-                f"num_gpus = {self.num_gpus} is not a multiple of gpus_per_node = {self.gpus_per_node}: set "
-                f"--num_gpus {self.num_gpus // self.gpus_per_node * self.gpus_per_node} or another --gpus_per_node"
-            )
+            found.append(f"num_gpus = {self.num_gpus} is no multiple of gpus_per_node = {self.gpus_per_node}")
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")

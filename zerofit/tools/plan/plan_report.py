@@ -103,10 +103,7 @@ class PlanReport:
         if limited:
             labels, phase = ", ".join(one.label for one in limited), limited[0].peak.phase
             size_of_batch = self.planner.recipe.per_device_eval_batch_size
-            lines.append(
-                f"  {labels}: the peak is in {phase}, not in training; a smaller {LOWERS[phase]} than {size_of_batch} "
-                "lowers it"
-            )
+            lines.append(f"  {labels}: peak in {phase}; a smaller {LOWERS[phase]} than {size_of_batch} lowers it")
         if best.is_timed:
             spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
             lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}", *self.trust(best)]

@@ -171,14 +171,12 @@ class Planner:
         holders = f"{layout.data_size} GPUs" if layout.replica_size == 1 else several
         if self.recipe.max_global_batch_size:
             return (
-                f"max_global_batch_size = {self.recipe.max_global_batch_size}: micro-batches of "
-                f"{sizes[0] if sizes else 1} on {holders} exceed it. Set --max_global_batch_size to at least "
-                f"{minimum}, or a smaller --num_gpus"
+                f"max_global_batch_size = {self.recipe.max_global_batch_size}: too few for {holders}, micro-batches "
+                f"of {sizes[0] if sizes else 1}. Set it to at least {minimum}, or a smaller --num_gpus"
             )
         return (
-            f"global_batch_size = {self.recipe.global_batch_size} cannot be divided into "
-            f"{'micro-batches of ' + ', '.join(map(str, sizes)) if sizes else 'whole micro-batches'} on "
-            f"{holders}: set --global_batch_size to a multiple of {minimum}"
+            f"global_batch_size = {self.recipe.global_batch_size}: {' or '.join(map(str, sizes)) or 1} rows "
+            f"on {holders} do not divide it: set it to a multiple of {minimum}"
         )
 
     # ---------------------------------------------------------------------------------------------------------- search

@@ -42,7 +42,7 @@ class Prediction:
     layout: ParallelLayout
     micro_batch: int
     accumulation: int
-    recomputed: bool | str | int  # gradient_checkpointing
+    recomputed: bool | str  # gradient_checkpointing
     peak: Peak
     host_bytes: int  # of a machine
     disk_bytes: int  # of a machine: what is offloaded to it

@@ -41,9 +41,7 @@ def prepare(options: PrepareOptions) -> list[str]:
     outputs = [Path(prefix + ending + more) for prefix in prefixes for ending in ENDINGS for more in ("", PARTIAL)]
     files = find_input(options.input, omit=outputs)
     if any(file.kind == "text" for file in files) and options.json_keys != ["text"]:
-        raise UserError(
-            f"json_keys = {' '.join(options.json_keys)}: plain text has no keys, so it goes with `text` only"
-        )
+        raise UserError(f"json_keys = {' '.join(options.json_keys)}: plain text has `text` only")
     silence_libraries()
     if options.vocab_file:
         tokenizer = tokenizer_from_vocabulary_files(options.vocab_file, options.merge_file)
@@ -64,10 +62,7 @@ def setup_of(tokenizer, options: PrepareOptions) -> Setup:
     """
     end = tokenizer.eos_token_id if options.append_eod else None
     if options.append_eod and end is None:
-        raise UserError(
-            f"append_eod: the tokenizer {options.tokenizer!r} has no end-of-text token (eos_token). Remove "
-            "--append_eod, or set eos_token in its tokenizer_config.json"
-        )
+        raise UserError(f"append_eod: {options.tokenizer!r} has no eos_token. Remove --append_eod, or set it there")
     dtype = np.dtype(megatron().indexed.DType.optimal_dtype(vocab_size(tokenizer))).name
     common = {"keys": tuple(options.json_keys), "dtype": dtype, "end": end, "skip_bad": options.skip_bad_lines}
     backend = getattr(tokenizer, "backend_tokenizer", None)

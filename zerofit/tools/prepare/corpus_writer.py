@@ -125,10 +125,7 @@ class CorpusWriter:
         try:
             yield
         except OSError as error:
-            raise UserError(
-                f"output_prefix: {self.prefix} cannot be written: {error.strerror or error}. Its files are removed; "
-                "free some space, or name another place"
-            ) from None
+            raise UserError(f"output_prefix: {self.prefix} cannot be written: {error.strerror or error}") from None
 
     def publish(self) -> None:
         """Give the files their names. An older corpus of that name is removed first."""

@@ -95,10 +95,7 @@ def _describe(path: Path) -> InputFile:
     if not size:
         raise UserError(f"input = {str(path)!r}: the file is empty")
     if not kind and not _begins_an_object(path):
-        raise UserError(
-            f"input = {str(path)!r}: unknown file extension, and the file does not begin with '{{' as JSON lines do. "
-            f"Known are {', '.join(KINDS)}, each but .parquet also .gz"
-        )
+        raise UserError(f"input = {str(path)!r}: known are {', '.join(KINDS)}, each but .parquet also .gz")
     return InputFile(path, kind or "json", size)
 
 

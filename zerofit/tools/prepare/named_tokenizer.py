@@ -52,10 +52,7 @@ def _load_bare(option: str, folder: Path, trust_remote_code: bool):
         return tokenizer_from_vocabulary_files(*files)
     if model.is_file():
         return _load(option, str(folder), LlamaConfig(), trust_remote_code)
-    raise UserError(
-        f"{option} = {str(folder)!r} has no tokenizer: no tokenizer.json, no vocab.json with "
-        "merges.txt, no tokenizer.model. Name the folder that has it"
-    )
+    raise UserError(f"{option} = {str(folder)!r} has no tokenizer. Name the folder with its tokenizer.json")
 
 
 def _in_file(option: str, file: Path):

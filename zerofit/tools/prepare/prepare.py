@@ -2,7 +2,6 @@
 
     zerofit prepare --input 'texts/**/*.jsonl' --output_prefix corpora/wiki --tokenizer gpt2 --append_eod
     zerofit prepare merge --input corpora/a_text_document corpora/b_text_document --output_prefix corpora/both
-    zerofit prepare info --input corpora/wiki_text_document
 
 The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of the same documents and tokenizer, for
 any number of workers. Parts of the input go to worker processes (workers.py), which cut them into documents and
@@ -18,26 +17,21 @@ from zerofit.recipe.errors import EXIT_TERMINATED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
-from zerofit.tools.prepare.prepare_options import CorporaOptions, JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
 
-MORE = """
-Also: zerofit prepare merge   several corpora, one after another, as one
-      zerofit prepare info    what corpora hold, and whether they are complete"""
+MORE = "\nAlso: zerofit prepare merge   several corpora, one after another, as one"
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("merge", "info"):
-        kind = JoinOptions if argv[0] == "merge" else CorporaOptions
-        options = parse_recipe(kind, argv[1:], prog=f"zerofit prepare {argv[0]}", tool=True, hints=PREPARE_HINTS)
-        from zerofit.tools.prepare.merge_and_info import info, join
+    if argv and argv[0] == "merge":
+        options = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
+        from zerofit.tools.prepare.merge_corpora import join
 
         with _ended_in_order():
-            return (join if argv[0] == "merge" else info)(options)
+            return join(options)
     if argv and not argv[0].startswith("-"):
-        raise UserError(
-            f"zerofit prepare {argv[0]}: type zerofit prepare --input ..., or zerofit prepare merge or info"
-        )
+        raise UserError(f"zerofit prepare {argv[0]}: use zerofit prepare --input ..., or merge")
     try:
         options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
     except SystemExit:

@@ -14,28 +14,22 @@ class PrepareOptions(Recipe):
     """Text to corpora in Megatron's format"""
 
     input: list[str] | None = option(  # noqa: RUF009
-        None,
-        "Files, folders and globs (** too): .jsonl, .json (objects, or a list), .csv, .tsv, .parquet, .txt; also .gz.",
+        None, "Files, folders and globs (** too): .jsonl, .json, .csv, .tsv, .parquet, .txt; also .gz."
     )
     output_prefix: str | None = option(None, "PREFIX_KEY_document.bin, .idx and .json are written, of each key.")
     tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
-    vocab_file: str | None = option(
-        None, "A byte-level BPE's vocabulary, as GPT-2's vocab.json, instead of tokenizer; with merge_file."
-    )
+    vocab_file: str | None = option(None, "GPT-2's vocab.json or one like it, with merge_file.")
     merge_file: str | None = option(None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",))
     append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
     json_keys: list[str] = option(["text"], "Keys (columns of tables), each of which becomes a corpus.")  # noqa: RUF009
     workers: int | None = option(None, "Processes that tokenise; by default one for each core.", positive=True)
     skip_bad_lines: bool = option(False, "Leave out and count lines that cannot be read; else the first ends the job.")
     document_separator: str | None = option(
-        None,
-        "Of plain text: line, paragraph, file or a mark; by default <|endoftext|> where a file has it, else file.",
+        None, "Of plain text: line, paragraph, file or a mark (default: <|endoftext|>, or file)."
     )
     encoding: str | None = option(None, "Encoding of files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ...")
     overwrite: bool = option(False, "Replace corpora of that name.")
-    word_memo: bool = option(
-        True, "Keep what words became; false: the tokenizer sees each document whole, and slower."
-    )
+    word_memo: bool = option(True, "Keep what words became; false: each document whole, and slower.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")
 
     @property
@@ -55,38 +49,24 @@ class PrepareOptions(Recipe):
         if twice:
             problems.append(f"json_keys has {', '.join(twice)} more than once: name each key once")
         if any("/" in key or not key for key in self.json_keys):
-            problems.append(
-                f"json_keys = {' '.join(self.json_keys)!r}: a key is a part of file names, and has no slash"
-            )
+            problems.append(f"json_keys = {' '.join(self.json_keys)!r}: a key has no slash")
         return problems
 
 
 @dataclass
-class CorporaOptions(Recipe):
-    """What corpora hold, and whether they are complete"""
+class JoinOptions(Recipe):
+    """Several corpora, one after another, as one"""
 
     input: list[str] | None = option(  # noqa: RUF009
         None, "Prefixes of corpora, what stands before .bin; or folders of them, taken in the order of their names."
     )
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not self.input:
-            problems.append(
-                "no input: set --input to the prefixes of corpora, what stands before .bin, or to a folder"
-            )
-        return problems
-
-
-@dataclass
-class JoinOptions(CorporaOptions):
-    """Several corpora, one after another, as one"""
-
     output_prefix: str | None = option(None, "What the new corpus is called, without .bin.")
     overwrite: bool = option(False, "Replace a corpus of that name.")
 
     def problems(self) -> list[str]:
         problems = super().problems()
+        if not self.input:
+            problems.append("no input: set --input to prefixes of corpora, what stands before .bin, or to a folder")
         if not self.output_prefix:
             problems.append("no output: set --output_prefix to what the new corpus is to be called")
         return problems

@@ -207,10 +207,7 @@ class Worker:
             return self.connection.recv()
         except (EOFError, OSError):
             self.process.join(timeout=10)
-            raise UserError(
-                f"a worker ended with exit code {self.process.exitcode}, usually because memory ran out; no corpus "
-                "was written. Try fewer --workers"
-            ) from None
+            raise UserError(f"a worker ended with exit code {self.process.exitcode}. Try fewer --workers") from None
 
     def answer(self, part: InputPart) -> Answer | Exception | None:
         with suppress(OSError):  # it has died: `receive` says so
@@ -259,10 +256,7 @@ class WorkerPool:
             part, read, future = waiting.popleft()
             answer = future.result()
             if isinstance(answer, Mismatch):
-                raise UserError(
-                    f"{part.file}: the word memo and the tokenizer have different ids for a document that begins "
-                    f"with {str(answer)[:60]!r}. Say --word_memo false, and please report the tokenizer"
-                )
+                raise UserError(f"{part.file}: wrong ids for {str(answer)[:60]!r}. Say --word_memo false")
             if isinstance(answer, Exception):
                 raise answer
             yield part, read, answer

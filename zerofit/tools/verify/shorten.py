@@ -1,15 +1,12 @@
 """A user's recipe, shortened for all runs of a proof: without noise, and without what only costs time."""
 
 import re
-from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe.options import BatchOptions, TrainingRecipe
 from zerofit.strategy.batches import resolve_batches
-from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, recipe_values
+from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, ToolRecipe, recipe_values
 
 NOISE = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_rate|drop_path|jitter_noise)$")
 OMITTED = NOT_KEPT | {"num_train_epochs", "gradient_accumulation_steps"}  # max_train_steps, global_batch_size
@@ -17,26 +14,8 @@ REPLACED = QUIET | {"logging_steps": 1, "predict_with_generate": False, "record_
 EVALUATED = 16  # held-out records in the one evaluation at the end, which cannot be turned off
 
 
-@dataclass(frozen=True)
-class Short:
-    """A shortened recipe.
-
-    Args:
-        values: its options.
-        changes: differences from the recipe that change the numbers, for the report.
-        save_steps: updates between checkpoints in runs that are killed.
-    """
-
-    values: dict[str, Any]
-    changes: list[str]
-    save_steps: int
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-
-
-def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
-    """Shorten a recipe, whose type is both `cls` and VerifyOptions.
+def shorten(recipe, cls: type[TrainingRecipe]) -> ToolRecipe:
+    """Shorten a recipe, whose type is both `cls` and VerifyOptions; noted is what changes the numbers.
 
     Raises:
         UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded.
@@ -58,7 +37,7 @@ def shorten(recipe, cls: type[TrainingRecipe]) -> Short:
     if recipe.num_warmup_steps > longest:
         values["num_warmup_steps"] = longest
         changes.append(f"num_warmup_steps {longest} instead of {recipe.num_warmup_steps}")
-    return Short(values, [*changes, *_silence(recipe, values)], recipe.save_steps or max(1, recipe.updates // 6))
+    return ToolRecipe(values, [*changes, *_silence(recipe, values)])
 
 
 def precision_of(recipe) -> str:

@@ -38,13 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     options.tolerance = options.tolerance or TOLERANCES[precision]
     say(
         f"recipe    {source or 'of flags'}",
-        *(f"changed   {change}" for change in short.changes),
+        *(f"changed   {change}" for change in short.notes),
         f"compared  to {options.tolerance:g}, in {precision}",
         f"folder    {output}",
     )
     output.mkdir(parents=True, exist_ok=True)
     (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
-    proof = Proof(options, configs, output, output / RECIPE, short.save_steps)
+    proof = Proof(options, configs, output, output / RECIPE, options.save_steps or max(1, options.updates // 6))
     with ending_in_order():
         proof.run()
     (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
@@ -59,15 +59,9 @@ class VerifyOptions(LaunchedStrategiesOptions):
     """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
 
     updates: int = option(12, "Length of the runs.", minimum=2, common=True)
-    kills: int = option(
-        3, "How often a run of each strategy is killed and resumed; 0: not at all.", minimum=0, common=True
-    )
-    resumed_processes: int = option(
-        1, "Processes of every third launch of a run that is killed; the others have num_processes.", positive=True
-    )
-    tolerance: float | None = option(
-        None, "Largest relative difference; by default 1e-5 in fp32, and 5e-2 in half precision.", positive=True
-    )
+    kills: int = option(3, "How often a run is killed and resumed; 0: not at all.", minimum=0, common=True)
+    resumed_processes: int = option(1, "Processes of every third launch of a killed run.", positive=True)
+    tolerance: float | None = option(None, "Largest relative difference; else 1e-5, or 5e-2 in half.", positive=True)
     launch_minutes: float = option(60.0, "A launch that has not ended by then has failed.", positive=True)
     output: str | None = option(None, "Folder of the runs; by default outputs/verify-RECIPE.")
     keep: bool = option(False, "Keep the runs also where all is well; those that are not well are kept anyway.")
@@ -75,7 +69,5 @@ class VerifyOptions(LaunchedStrategiesOptions):
     def problems(self) -> list[str]:
         problems = super().problems()
         if self.kills >= self.updates:
-            problems.append(
-                f"kills = {self.kills} and updates = {self.updates}: there must be more updates than kills"
-            )
+            problems.append(f"kills = {self.kills} and updates = {self.updates}: use more updates")
         return problems

@@ -92,10 +92,7 @@ def calls_in(text: str, given: dict[str, str]) -> list[Call]:
             raise UserError(f"line {number}: < or > at its beginning is a mark of a diff. Give the file itself")
     for command in shell.read().commands:
         if command.words[0].startswith("--"):
-            raise UserError(
-                f"{command.words[0]} is a command of its own (line {command.line}): the line before it does not end "
-                "with a backslash, or has a comment or blanks there"
-            )
+            raise UserError(f"line {command.line}: {command.words[0]} is a command: is a backslash missing before it?")
     calls = [call for command in shell.commands for call in _calls_of(command, shell)]
     if not calls:
         names = ", ".join(("pretrain_*.py", "finetune_llama.py", *PREPARATION, SEARCH))

@@ -40,12 +40,7 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
     searched = call.program == SEARCH
     layout = (read_job if searched else read_layout)(flags, call, options.num_processes)
     if call.program not in KNOWN:
-        flags.wrong(
-            "",
-            f"{call.program} is not read, and neither is what it sets by itself (extra args provider, "
-            "args_defaults). Give its launch line after -- with pretrain_gpt.py and these flags in its place "
-            "(docs/porting-a-model.md)",
-        )
+        flags.wrong("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py in its place")
     shape = read_shape(flags, call.program)
     done = ConvertedScript({}, flags, layout, shape)
     _model(done, options)
@@ -173,10 +168,7 @@ def _batches(done: ConvertedScript) -> None:
     ours_replicas = max(count for count in range(1, layout.replicas + 1) if total % count == 0)
     if ours_replicas < layout.replicas:
         each = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
-        done.notes.append(
-            f"the global batch of {total} is divided among {ours_replicas} {each} and not to "
-            f"{layout.replicas}: all of them are data-parallel here"
-        )
+        done.notes.append(f"the global batch of {total} is divided by {ours_replicas} {each}, not {layout.replicas}")
         layout.use_fewer(ours_replicas)
     ours = max(size for size in range(1, micro + 1) if (total // ours_replicas) % size == 0)
     accumulation = total // ours_replicas // ours
@@ -232,7 +224,7 @@ def _memory(done: ConvertedScript) -> None:
             if flags.has(name):
                 carry(done, name, "gradient_checkpointing", True)
     if flags.text("recompute_method") == "block":
-        flags.none("recompute_method", "all layers are recomputed; --gradient_checkpointing K takes every K-th")
+        flags.none("recompute_method", "all layers are recomputed")
     if flags.has("checkpoint_in_cpu"):
         if "gradient_checkpointing" in done.recipe:
             carry(done, "checkpoint_in_cpu", "activation_offload", True)
@@ -256,11 +248,7 @@ def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
         elif load == save and not flags.has("finetune"):
             flags.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
         else:
-            flags.wrong(
-                "load",
-                "Megatron's checkpoints are not read here: export it to a transformers folder, and say "
-                "--model_name_or_path FOLDER (zerofit convert meta-to-hf makes one of Meta's weights)",
-            )
+            flags.wrong("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
     elif flags.has("finetune") and not options.model_name_or_path and not flags.problems:
         flags.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
     carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))

@@ -59,11 +59,7 @@ def main(argv: list[str]) -> int:
     if training:
         _convert(training[0], folder, name, options, given)
     if len(training) > 1:
-        print(
-            f"note: the script starts {len(training)} trainings; this is the first. Others: give their arguments "
-            "after --",
-            flush=True,
-        )
+        print(f"note: the first of {len(training)} trainings; give the arguments of another after --", flush=True)
     return 0
 
 

@@ -49,9 +49,7 @@ def read_batches(done: ConvertedScript) -> None:
         flags.carried(name, f"zerofit plan --max_global_batch_size {done.batch}")
         counted = [unit for unit in flags.flags if unit.endswith(("_samples", "_tokens"))]
         if counted:
-            done.notes.append(
-                f"updates of --{counted[0].replace('_', '-')} are counted with {done.batch} samples each"
-            )
+            done.notes.append(f"updates of --{counted[0].replace('_', '-')} have {done.batch} samples each")
     if flags.has("micro_batch_size"):
         flags.none("micro_batch_size", "zerofit plan chooses it")
 
@@ -75,10 +73,7 @@ def plan_lines(done: ConvertedScript, folder: Path, given: dict[str, str]) -> li
     if done.flags.has("max_global_batch_size"):
         words += ["--max_global_batch_size", str(done.batch)]
     if not memory:
-        done.notes.append(
-            f"the script names no GPU: replace {EXAMPLE} with yours, or its memory with "
-            f"{MEMORY_VARIABLE}=40 after the script's name"
-        )
+        done.notes.append(f"the script names no GPU: replace {EXAMPLE}, or say {MEMORY_VARIABLE}=40 after its name")
     pairs = folder / "pairs"
     words += ["--top", "1", "--write", str(pairs)]
     rendezvous = {"MACHINE_RANK": layout.rank, "MAIN_PROCESS_IP": layout.address, "MAIN_PROCESS_PORT": layout.port}

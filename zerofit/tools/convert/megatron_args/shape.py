@@ -153,11 +153,7 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
             "biases" if bias else "no biases",
             *(["grouped queries"] if grouped else []),
         ]
-        flags.wrong(
-            "",
-            f"there is no family with {', '.join(words)}. There are GPT-2 (gelu, layernorm, learned positions, "
-            "biases), GPT-NeoX (the same with rotary positions) and Llama (swiglu, rmsnorm, rotary positions)",
-        )
+        flags.wrong("", f"no family has {', '.join(words)}: there are GPT-2, GPT-NeoX (rotary), Llama (swiglu)")
         return None
     else:
         family = NEOX if rotary else GPT2

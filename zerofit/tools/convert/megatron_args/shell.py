@@ -94,8 +94,7 @@ class Shell:
                     again = result["in_time"] and self._learn(result["stderr"])
         except Unconfined as error:
             raise UserError(
-                f"a script is run by bash, confined to namespaces of Linux, which are not available ({error}). Type "
-                "what it starts after --: zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py"
+                f"bash cannot be confined here ({error}). Type what it starts after --: torchrun ... pretrain_gpt.py"
             ) from None
         if again or not result["in_time"]:
             raise UserError(f"the script has not ended in {SECONDS} s. Type what it starts after --")
@@ -121,8 +120,7 @@ class Shell:
     def _read_record(self, files: dict[str, str]) -> None:
         tests = [line.split() for line in files.get("/.calls/tests", "").splitlines()]
         self.doubts = {
-            name: f"line {line} of the script tests ${name}, which is not known, and was not met. Say "
-            f"{name}=value where it matters"
+            name: f"line {line} of the script tests ${name}, which was not met. Say {name}=value where it matters"
             for line, name in reversed(tests)
         }
         self.commands = [self._command(files[path].split("\0")) for path in files.get("/.calls/order", "").split()]

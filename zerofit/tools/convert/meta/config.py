@@ -43,20 +43,19 @@ def ffn_size(dim: int, multiple_of: int = 256, ffn_dim_multiplier: float | None 
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
 
 
-def scaling_factor(meta: MetaFolder, chosen: float | None = None) -> float | None:
+def scaling_factor(meta: MetaFolder) -> float | None:
     """The factor that stretches RoPE; None: it is not stretched. Llama 3.1 and 3.2 have the same params.json and
     different factors."""
     if not meta.params.get("use_scaled_rope"):
         return None
-    return float(chosen or meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
+    return float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
 
 
-def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], positions: int | None, factor: float | None):
+def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None):
     """transformers' configuration for a checkpoint of Meta's.
 
     Args:
         ends: the ids of the beginning and of the end of a text.
-        positions: the option max_position_embeddings.
         factor: of `scaling_factor`.
     """
     sizes, params = meta.sizes, meta.params
@@ -73,7 +72,7 @@ def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], positions: in
         num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head_dim,
         rms_norm_eps=params.get("norm_eps", 1e-5),
-        max_position_embeddings=positions or params.get("max_seq_len") or POSITIONS[version_of(params)],
+        max_position_embeddings=params.get("max_seq_len") or POSITIONS[version_of(params)],
         rope_parameters=rope,
         tie_word_embeddings=meta.tied,
         bos_token_id=ends[0],

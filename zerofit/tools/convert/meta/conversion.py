@@ -27,7 +27,8 @@ from zerofit.tools.convert.meta.config import (
 from zerofit.tools.convert.meta.folder import INDEX, HfFolder, MetaFolder
 from zerofit.tools.convert.meta.layout import choose_cut, same_bits, to_hf, to_meta, weights
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
-from zerofit.tools.tool_recipe import parse_bytes
+
+LARGEST_FILE = 4 * 2**30  # bytes, about: what is in memory
 
 # --------------------------------------------------------------------------------------------- Meta's to transformers'
 
@@ -41,14 +42,12 @@ def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
     """
     source = Path(options.input).expanduser()
     meta = MetaFolder(source)
-    version, factor = version_of(meta.params), scaling_factor(meta, options.rope_scaling_factor)
-    if options.rope_scaling_factor and not factor:
-        raise UserError(f"rope_scaling_factor = {options.rope_scaling_factor:g}: params.json has no use_scaled_rope")
+    version, factor = version_of(meta.params), scaling_factor(meta)
     tokenizer = convert_tokenizer(find_tokenizer(source, options.tokenizer), meta.sizes.vocab, version)
-    config = config_of(meta, tokenizer.ends, options.max_position_embeddings, factor)
+    config = config_of(meta, tokenizer.ends, factor)
     notes = [*_describe(meta, config, factor), *tokenizer.notes]
     with atomic_folder(output) as partial:
-        number = _write_hf(meta, config, tokenizer, partial, parse_bytes(options.max_shard_size))
+        number = _write_hf(meta, config, tokenizer, partial)
         notes.append(f"written      {len(meta.weights)} weights in {counted(number, 'file')}")
         notes += prove(meta, HfFolder(partial, "output"), config)
     return notes
@@ -62,16 +61,16 @@ def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
         f"{config.max_position_embeddings} positions{', head tied' if meta.tied else ''}"
     ]
     if factor and not meta.params.get("rope_scaling_factor"):
-        lines.append(f"note: use_scaled_rope by a factor of {factor:g}; --rope_scaling_factor changes that")
+        lines.append(f"note: use_scaled_rope by a factor of {factor:g}; its factor in config.json may be another")
     return lines
 
 
-def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: Path, max_bytes: int) -> int:
+def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: Path) -> int:
     """Write the folder; the weights of one file are in memory. Returns the number of files with weights."""
     found = {weight.hf: weight for weight in meta.weights}
     config.dtype = meta.dtype
     empty = {name: torch.empty(weight.shape, dtype=meta.dtype, device="meta") for name, weight in found.items()}
-    files = split_torch_state_dict_into_shards(empty, max_shard_size=max_bytes)
+    files = split_torch_state_dict_into_shards(empty, max_shard_size=LARGEST_FILE)
     for file, names in tqdm(files.filename_to_tensors.items(), "convert", leave=False, disable=None):
         tensors = {name: to_hf(meta.read(found[name]), found[name].heads).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -96,9 +95,7 @@ def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
     """
     source = Path(model_folder(options.input))
     if not (source / "config.json").is_file():
-        raise UserError(
-            f"input = {options.input!r} is not a folder with a config.json. Name a model's folder, or a run's"
-        )
+        raise UserError(f"input = {options.input!r} has no config.json. Name a model's folder, or a run's")
     config = read_config("input", str(source))
     says = f"input = {str(source)!r}"
     check_config(config, says, options.shards)
@@ -165,8 +162,5 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
             raise RuntimeError(f"{weight.meta} converted back differs from {unlike[0]}. Nothing is written")
     lines = [f"proven       shapes, and {len(meta.weights)} weights there and back, bit for bit"]
     if unlike_copies:
-        lines.append(
-            f"warning: {len(unlike_copies)} weights, such as {unlike_copies[0]}, should be the same in all of Meta's "
-            "files and are not: those of the first are taken"
-        )
+        lines.append(f"warning: {len(unlike_copies)} weights, such as {unlike_copies[0]}, differ; the first are taken")
     return lines

@@ -74,9 +74,7 @@ class MetaFolder:
     def _read_params(self) -> dict[str, Any]:
         file = self.path / "params.json"
         if not file.is_file():
-            raise UserError(
-                f"{self.says} has no params.json, which has the number of heads. Copy it from the original checkpoint"
-            )
+            raise UserError(f"{self.says} has no params.json. Copy it from the original checkpoint")
         params = read_json(file)
         params = params.get("model", params)
         problems = [
@@ -86,9 +84,7 @@ class MetaFolder:
         ]
         foreign = [name for name in FOREIGN if params.get(name)]
         if foreign:
-            problems.append(
-                f"{self.says} is not a Llama: params.json has {foreign[0]}. Only Llama 1, 2 and 3 are supported"
-            )
+            problems.append(f"{self.says} is not a Llama: params.json has {foreign[0]}")
         if problems:
             raise UserError(problems)
         return params
@@ -134,14 +130,11 @@ class MetaFolder:
         expected, rest = divmod(self.params["n_heads"] * self.head_dim, rows)
         if rest or not expected or columns != self.params["dim"]:
             raise UserError(
-                f"{self.says}: params.json says dim = {self.params['dim']} and n_heads = {self.params['n_heads']}, "
-                f"which does not go with wq of {rows} x {columns} in {self.files[0].name}: they are of two checkpoints"
+                f"{self.says}: params.json says dim = {self.params['dim']}, n_heads = {self.params['n_heads']}, wq is "
+                f"{rows} x {columns}: they are of two checkpoints"
             )
         if expected != len(self.files):
-            raise UserError(
-                f"{self.says} has {len(self.files)} consolidated files, and their weights are cut for {expected}. "
-                "Copy all files of one checkpoint into it"
-            )
+            raise UserError(f"{self.says} has {len(self.files)} consolidated files, cut for {expected}. Copy all")
 
     @cached_property
     def head_dim(self) -> int:
@@ -173,10 +166,7 @@ class MetaFolder:
             first, second = (shard["tok_embeddings.weight"] for shard in self.shards[:2])
             stored = rows if same_bits(first, second) else rows * number
         if _is_count(given) and given != stored:
-            raise UserError(
-                f"{self.path / 'params.json'}: vocab_size = {given}, and the embeddings have {stored} rows. Correct "
-                "it, or write -1"
-            )
+            raise UserError(f"{self.says}: vocab_size = {given} is not {stored}. Correct it, or write -1")
         return stored
 
     def _cut(self, weight: MetaWeight) -> ShardCut:
@@ -184,9 +174,8 @@ class MetaFolder:
         cut = find_cut(weight, next(iter(shards)), len(self.files)) if len(shards) == 1 else None
         if cut is None:
             raise UserError(
-                f"{self.says}: {weight.meta} has the shape {' and '.join(map(str, sorted(shards)))} in "
-                f"{len(self.files)} files; as params.json has it, it is {weight.shape} in all. They are of two "
-                "checkpoints, or it is not a Llama"
+                f"{self.says}: {weight.meta} has {' and '.join(map(str, sorted(shards)))} in {len(self.files)} files, "
+                f"and params.json gives {weight.shape}. They are of two checkpoints, or it is not a Llama"
             )
         return cut
 
