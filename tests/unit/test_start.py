@@ -228,7 +228,8 @@ def test_mistakes(machine, tmp_path):
     machine(8, **DLC)
     (tmp_path / "mine.yaml").write_text("config_name: gpt2\n")
     for words, said in (
-        ((), "nothing to train: zerofit launch recipes/clm/NAME.yaml"),
+        ((), "nothing to train. Name a recipe, e.g. recipes/clm/NAME.yaml"),
+        (("--max_restart", "1", RECIPE), "--max_restart is where a recipe or a program was expected. Did you mean"),
         (("--learning_rate", "1"), "--learning_rate is where a recipe or a program was expected"),
         ((str(tmp_path / "mine.yaml"),), "does not say the task"),
         (("recipes/clm/none.yaml",), "there is no such recipe"),
@@ -238,7 +239,7 @@ def test_mistakes(machine, tmp_path):
         ((RECIPE, "--strategy", "single"), "--strategy single and 16 processes: use ddp"),
         ((RECIPE, "--num_processes", "15"), "Use --num_processes 14"),
         ((RECIPE, "--machine_rank", "2"), "machine_rank 2 of 2"),
-        ((RECIPE, "--num_machines", "2"), "2 machines (--num_machines): set --main_process_ip as well"),
+        ((RECIPE, "--num_machines", "2"), "2 machines (--num_machines, RANK = 1): set --main_process_ip as well"),
     ):
         assert said in refusal(start.main, [*words, "--dry_run"])
 
