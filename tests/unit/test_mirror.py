@@ -438,6 +438,8 @@ def test_a_missing_package_and_unknown_stores_are_told_of(monkeypatch):
         raise ImportError("Install s3fs to access S3")
 
     check_refusal(["mirror = 'what://x'", "s3://"], MirrorStore, "what://x")
+    check_refusal(["file://tmp/run", "file:///tmp/run"], MirrorStore, "file://tmp/run")
+    check_refusal(["memory://run", "of one process"], MirrorStore, "memory://run")
     monkeypatch.setattr(addresses, "get_filesystem_class", missing)
     check_refusal(["mirror = 's3://b/run'", "pip install s3fs"], MirrorStore, "s3://b/run")
 
