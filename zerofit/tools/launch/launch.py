@@ -87,9 +87,7 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     passed_on = [word for words in taken for word in words if option_named(words[0]) == "rendezvous_minutes"]
     if wants_help(argv):
         launch_words.append("--help")
-    options = parse_recipe(
-        LaunchOptions, launch_words, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
-    )
+    options = parse_recipe(LaunchOptions, launch_words, prog="zerofit launch RECIPE|PROGRAM", tool=True)
     return options, program_of([*rest, *passed_on] if rest else [], options.task)
 
 
