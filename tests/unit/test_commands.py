@@ -104,7 +104,7 @@ def check_tool(words: list[str]) -> None:
         return
     if words[0] == "submit":
         if words[2:]:  # else it is only named
-            given = ["recipes/clm/stdlib-gpt2.yaml" if word == "RECIPE" else word for word in words[2:]]
+            given = ["recipes/clm/llama2-7b-continual.yaml" if word == "RECIPE" else word for word in words[2:]]
             options, others = submit.read_options(words[1], given)
             _, notes = make_job(options, others, ["zerofit"])
             assert not notes

@@ -15,6 +15,7 @@ from zerofit.recipe.files import atomic_file, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import BoundedLoader
 from zerofit.record.run_folder import RunFolder, differences
+from zerofit.record.terminal import say
 from zerofit.record.written_files import CHECKPOINTS
 
 OUTAGE_S = 600.0  # the store is tried so long, where nothing is known of the run without it
@@ -31,7 +32,7 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
     """
     assert recipe.mirror is not None, "of a run with a mirror"
     mirror, until = Mirror.open(recipe.mirror), time.monotonic() + OUTAGE_S
-    is_needed = not any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable())
+    is_needed, is_reported = not any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable()), False
     while True:
         try:
             if not mirror.is_ours:
@@ -47,6 +48,12 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
                 raise ConnectionError(
                     f"mirror = {recipe.mirror!r} cannot be read, and may have checkpoints of this run: {reason(error)}"
                 ) from None
+            if not is_reported:
+                say(
+                    f"warning   {recipe.mirror} cannot be read ({reason(error)}): it is tried for "
+                    f"{OUTAGE_S / 60:.0f} minutes, since it may have checkpoints of this run"
+                )
+            is_reported = True
             time.sleep(RETRY_S)
 
 

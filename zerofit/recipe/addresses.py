@@ -1,6 +1,6 @@
 """Addresses (s3://bucket/name) where a path is expected: inputs are downloaded once, and read as local files.
 
-Any file system of fsspec works: s3 (the package s3fs), gcs (gcsfs), az (adlfs), file, memory, ...
+Any file system of fsspec works that lasts: s3 (the package s3fs), gcs (gcsfs), az (adlfs), file, ...
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from fsspec import AbstractFileSystem, get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.cache import cache_root
@@ -31,17 +32,22 @@ def open_address(option: str, address: str) -> tuple[AbstractFileSystem, str]:
     """The file system of an address, and the path in it. Nothing is asked of the store.
 
     Raises:
-        UserError: nothing is known of such addresses, or a package is missing.
+        UserError: nothing is known of such addresses, or a package is missing; it is a relative path.
     """
-    protocol = address.partition("://")[0]
+    protocol, _, place = address.partition("://")
     try:
-        is_local = issubclass(get_filesystem_class(protocol), LocalFileSystem)
+        system = get_filesystem_class(protocol)
+        is_local = issubclass(system, LocalFileSystem)
         files, path = url_to_fs(address, **({"auto_mkdir": True} if is_local else {}))
     except ImportError as error:
         remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else first_line(error)
         raise UserError(f"{option} = {address!r}: a package is missing for {protocol}://. {remedy}") from None
     except ValueError as error:
         raise UserError(f"{option} = {address!r}: {first_line(error)}. Use s3://, gcs://, az:// or file://") from None
+    if is_local and not place.startswith(("/", "~")):
+        raise UserError(f"{option} = {address!r}: expected an absolute path, as file:///{place}")
+    if issubclass(system, MemoryFileSystem):
+        raise UserError(f"{option} = {address!r} is in the memory of one process. Use s3://, gcs://, az:// or file://")
     return files, path.rstrip("/")
 
 

@@ -119,6 +119,7 @@ def make_report(options: DoctorOptions, task: str | None, problems: list[str], s
     from zerofit.tools.doctor.examine import Examination
 
     examination = Examination(options, task, report, shell, is_sound=not problems)
+    report.findings += examination.machines()
     if task or options.strategy or options.deepspeed_config:
         report.examined = "this recipe" if task else "this strategy"
         examination.of_launch(_program(options, task))

@@ -65,7 +65,7 @@ class Examination:
             report.add(ERROR, refusal.problems)
             report.bad_input = True
             return
-        report.findings += [*self._machines(), *launch.findings]
+        report.findings += launch.findings
         report.command = shown_command(launch, program)
         report.values += launch_values(launch)
         offline = {"HF_HUB_OFFLINE": "1"}
@@ -80,7 +80,7 @@ class Examination:
             report.values += recipe_values(self.recipe, self.strategy, folder)
         self.needs = self._needs(launch)
 
-    def _machines(self) -> list[Finding]:
+    def machines(self) -> list[Finding]:
         """What `zerofit launch` reads of the scheduler's variables."""
         try:
             machines = read_machines(self.shell)

@@ -14,18 +14,19 @@ import shlex
 import sys
 from pathlib import Path
 
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import recipe_named, script
+from zerofit.recipe.words import counted
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
-from zerofit.tools.launch.schedulers import PORT, Machines, rank_of, read_machines, without_machines
+from zerofit.tools.launch.schedulers import PORT, Machines, given_machines, read_machines, without_machines
 from zerofit.tools.launch.supervise import Supervisor
 from zerofit.tools.tool_recipe import TASKS
 
-WHAT = "zerofit launch recipes/clm/NAME.yaml, or zerofit launch train/clm.py --config FILE"
+WHAT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.py --config FILE"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,9 +87,7 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     passed_on = [word for words in taken for word in words if option_named(words[0]) == "rendezvous_minutes"]
     if wants_help(argv):
         launch_words.append("--help")
-    options = parse_recipe(
-        LaunchOptions, launch_words, prog="zerofit launch [recipes/TASK/NAME.yaml | train/TASK.py]", tool=True
-    )
+    options = parse_recipe(LaunchOptions, launch_words, prog="zerofit launch RECIPE|PROGRAM", tool=True)
     return options, program_of([*rest, *passed_on] if rest else [], options.task)
 
 
@@ -102,7 +101,7 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
         UserError: there is no such file, or the task is unknown.
     """
     if not words:
-        raise UserError(f"nothing to train: {WHAT}")
+        raise UserError(f"nothing to train. {WHAT}")
     first, *options = words
     if task is not None and (first.endswith(".py") or first in TASKS):
         raise UserError(f"--task {task} and {first}: name one of them")
@@ -116,7 +115,9 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
         return [_shown(script(task)), *words]
     if first.startswith("--"):
         if "--config" not in words[:-1]:
-            raise UserError(f"{first} is where a recipe or a program was expected: {WHAT}")
+            close = nearest(option_named(first) or "", [field.name for field in dataclasses.fields(LaunchOptions)])
+            remedy = f"Did you mean --{close}? " if close else ""
+            raise UserError(f"{first} is where a recipe or a program was expected. {remedy}{WHAT}")
         recipe, options = words[words.index("--config") + 1], words
     else:
         recipe, options = first, ["--config", first, *options]
@@ -137,21 +138,26 @@ def choose_machines(options: LaunchOptions) -> Machines:
     """The machines from the environment, or from the options where --num_machines is given.
 
     Raises:
-        UserError: of several machines, the number of this one or the address of the first is missing or wrong.
+        UserError: of several machines, the number of this one or the address of the first is missing or wrong; a
+            port is none.
     """
     if options.num_machines is None:
         machines = read_machines(os.environ)
     else:
-        machines = Machines(1, rank_of(os.environ) if options.num_machines > 1 else 0)
-    given = {"count": options.num_machines, "rank": options.machine_rank, "address": options.main_process_ip}
-    given = {name: value for name, value in given.items() if value is not None}
-    machines = dataclasses.replace(machines, **given, **({"source": "--num_machines"} if "count" in given else {}))
+        machines = given_machines(options.num_machines, os.environ)
+    given = {"rank": options.machine_rank, "address": options.main_process_ip}
+    machines = dataclasses.replace(machines, **{name: value for name, value in given.items() if value is not None})
     needed = {"--machine_rank N": machines.rank, "--main_process_ip": machines.address} if machines.count > 1 else {}
     lacking = [option for option, value in needed.items() if value is None]
-    described = f"{machines.count} machines ({machines.source})"
+    described = f"{counted(machines.count, 'machine')} ({machines.source})"
     problems = [f"{described}: set {' and '.join(lacking)} as well"] if lacking else []
     if machines.rank is not None and machines.rank >= machines.count:
-        problems.append(f"machine_rank {machines.rank} of {described}: the first is 0")
+        remedy = f"they are 0 to {machines.count - 1}" if machines.count > 1 else "set --num_machines as well"
+        problems.append(f"machine_rank {machines.rank} of {described}: {remedy}")
+    port = machines.port if options.main_process_port is None else str(options.main_process_port)
+    first = min(machines.count, 2) - 1  # 0 is any free port, which other machines would not know
+    if port is not None and not (port.isdigit() and first <= int(port) < 2**16):
+        problems.append(f"port {port} of machine 0: expected {first} to 65535. Set --main_process_port")
     if problems:
         raise UserError(problems)
     return machines

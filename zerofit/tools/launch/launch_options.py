@@ -53,7 +53,8 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]],
         if name not in kinds:
             rest.append(word)
             continue
-        stands_alone = "=" in word or kinds[name] is bool or not words or words[0].startswith("--")
+        is_switch = kinds[name] is bool and words[:1] not in (["true"], ["false"])
+        stands_alone = "=" in word or is_switch or not words or words[0].startswith("--")
         taken.append([word] if stands_alone else [word, words.pop(0)])
     return taken, rest
 

@@ -168,10 +168,13 @@ def without_machines(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in generic and not name.startswith("PET_")}
 
 
-def rank_of(environment: Mapping[str, str]) -> int | None:
-    """The number of this machine, by whatever scheduler names it; None: none does."""
+def given_machines(count: int, environment: Mapping[str, str]) -> Machines:
+    """So many machines; the number of this one is that of whatever scheduler names it."""
     name = next((name for name in RANK_VARIABLES if name in environment), None)
-    return None if name is None else number_in(environment, name)
+    if count == 1 or name is None:
+        return Machines(count, 0 if count == 1 else None, source="--num_machines")
+    rank = number_in(environment, name)
+    return Machines(count, rank, source=f"--num_machines, {name} = {rank}")
 
 
 def _contradict(one: Machines, other: Machines) -> NoReturn:
@@ -183,7 +186,7 @@ def _contradict(one: Machines, other: Machines) -> NoReturn:
 
 def _of_slurm(environment: Mapping[str, str]) -> Machines | None:
     """None: Slurm has not given this job several machines."""
-    if int(environment.get("SLURM_NNODES", "1")) == 1:
+    if "SLURM_NNODES" not in environment or number_in(environment, "SLURM_NNODES") == 1:
         return None
     remedy = f"Start it once on each: srun --ntasks-per-node=1 zerofit launch ... ({THIS_MACHINE})"
     if SLURM.count not in environment:

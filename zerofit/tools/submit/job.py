@@ -10,10 +10,9 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.launch.launch import read_options
 from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
-from zerofit.tools.submit.submit_options import SubmitOptions
+from zerofit.tools.submit.submit_options import GRACE_S, SubmitOptions
 from zerofit.tools.tool_recipe import TASKS
 
-GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
 # torch's agent kills processes that have not ended so long after the first one has
 VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S - 30)}
 OF_THE_SCHEDULER = ("num_machines", "machine_rank", "main_process_ip", "dry_run")
@@ -72,7 +71,7 @@ def make_job(options: SubmitOptions, words: list[str], default_program: list[str
     taken, _ = take_words(LaunchOptions, words)
     refused = [name for name in OF_THE_SCHEDULER for given in taken if option_named(given[0]) == name]
     if refused:
-        raise UserError(f"--{refused[0]} is told by the scheduler. Remove it; the number of machines is --nodes")
+        raise UserError(f"--{refused[0]} has no place in a job's file. Remove it; the number of machines is --nodes")
     if options.processes_per_node:
         if any(option_named(given[0]) == "num_processes" for given in taken):
             raise UserError("--num_processes and --processes_per_node: keep one of the two")
@@ -88,14 +87,23 @@ def make_job(options: SubmitOptions, words: list[str], default_program: list[str
         raise UserError(problems)
     if launch.strategy:
         find_strategies([launch.strategy])
-    task, notes = Path(program[0]).stem, []
-    if task in TASKS:
-        try:
-            parse_recipe(TASKS[task], program[1:])
-        except UserError as error:
-            notes = [f"the launch will refuse this: {problem}" for problem in error.problems]
+    notes = _refused(program, launch.strategy or ("ddp" if processes > 1 else "single"), processes, processes // nodes)
     started = shlex.split(options.program) if options.program else default_program
     return Job(options.name or _name_of(program), words, nodes, options.gpus_per_node, started), notes
+
+
+def _refused(program: list[str], strategy: str, processes: int, local_processes: int) -> list[str]:
+    """What a run of a task will say of its options and of its strategy, before it starts."""
+    from zerofit.tools.rank_environment import strategy_of_a_launch  # it loads torch
+
+    script, *words = program
+    task = Path(script).stem
+    try:
+        if task in TASKS:
+            strategy_of_a_launch(parse_recipe(TASKS[task], words), strategy, "--strategy", processes, local_processes)
+    except UserError as error:
+        return [f"the launch will refuse this: {problem}" for problem in error.problems]
+    return []
 
 
 def _name_of(program: list[str]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
 from zerofit.tools.launch.restart_rule import FINAL
 from zerofit.tools.submit.commented import Path, commented
-from zerofit.tools.submit.job import GRACE_S, VARIABLES, Job
-from zerofit.tools.submit.submit_options import KubernetesOptions
+from zerofit.tools.submit.job import VARIABLES, Job
+from zerofit.tools.submit.submit_options import GRACE_S, KubernetesOptions
 
 NODE = "node"  # of the Job and the container; the Kubeflow Trainer looks for it
 ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}

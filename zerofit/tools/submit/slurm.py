@@ -11,8 +11,8 @@ import shlex
 from pathlib import Path
 
 from zerofit.recipe.errors import UserError
-from zerofit.tools.submit.job import GRACE_S, VARIABLES, Job
-from zerofit.tools.submit.submit_options import SlurmOptions
+from zerofit.tools.submit.job import VARIABLES, Job
+from zerofit.tools.submit.submit_options import GRACE_S, SlurmOptions
 
 OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID))\b")
 
@@ -90,8 +90,10 @@ def _read_site(file: Path) -> tuple[list[str], list[str]]:
     """(its #SBATCH lines, the others without empty ones at both ends), as they are."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"site = {str(file)!r}: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"site = {str(file)!r}: this is no text in UTF-8") from None
+    except OSError as error:
+        raise UserError(f"site = {str(file)!r}: {error.strerror}") from None
     head = [line for line in lines if line.startswith("#SBATCH")]
     rest = [line for line in lines if not line.startswith(("#SBATCH", "#!"))]
     found = [match[1] for line in lines if not line.lstrip().startswith("# ") for match in OF_A_TASK.finditer(line)]

@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         options.adopt("nodes", nodes, "--plan")
     job, notes = make_job(options, words, scheduler.program())
     text = scheduler.write(job, options)
+    if options.run and notes:
+        raise UserError(notes)
     for note in [*notes, *scheduler.notes(job)]:
         print(f"note: {note}", file=sys.stderr)
     if not options.output and not options.run:
@@ -121,6 +123,7 @@ def _run(command: list[str]) -> int:
 def _usage() -> str:
     lines = [f"  {name:<10}{scheduler.options.__doc__}" for name, scheduler in SCHEDULERS.items()]
     return "\n".join([
-        "usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [--option value]", "", *lines, "",
-        "`zerofit submit SCHEDULER --help` lists its options. Others are those of zerofit launch and of the recipe.",
+        "usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]", "", *lines, "",
+        "`zerofit submit SCHEDULER --help` lists its options. Others are those of",
+        "zerofit launch and of the recipe.",
     ])  # fmt: skip

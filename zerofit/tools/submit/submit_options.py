@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
 
+GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
+
 
 @dataclass
 class SubmitOptions(Recipe):
@@ -66,6 +68,8 @@ class SlurmOptions(SubmitOptions):
         found = super().problems()
         if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
             found.append(f"time = {self.time!r}: expected minutes, or D-HH:MM:SS, e.g. --time 24:00:00")
+        elif self.time and self.time.isdigit() and int(self.time) * 60 <= GRACE_S:
+            found.append(f"time = {self.time} (minutes): ranks save {GRACE_S} s before the limit. Use a longer one")
         return found
 
 
@@ -88,8 +92,10 @@ class KubernetesOptions(SubmitOptions):
         found = super().problems()
         if not self.folder.startswith("/"):
             found.append(f"folder = {self.folder!r}: expected a path that begins with /")
-        if not self.claim:
-            found.append("claim is empty: set --claim to the name of a PersistentVolumeClaim")
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", self.claim):
+            found.append(f"claim = {self.claim!r}: expected the name of a PersistentVolumeClaim: a-z, digits, - and .")
+        if not self.image or self.image != "".join(self.image.split()):
+            found.append(f"image = {self.image!r}: expected a container's image, e.g. --image registry/zerofit:1")
         return found
 
 
@@ -108,6 +114,8 @@ class SkyPilotOptions(SubmitOptions):
 
     def problems(self) -> list[str]:
         found = super().problems()
+        if not re.fullmatch(r"[\w.-]+", self.accelerator):
+            found.append(f"accelerator = {self.accelerator!r}: expected a name, e.g. H100; --gpus_per_node counts it")
         return found + [
             f"mounts = {text!r}: expected PATH=SOURCE, e.g. /data=s3://bucket/data"
             for text in (self.mounts or "").split(",") if text and not re.fullmatch(r"[/~][^=]*=.+", text)
