@@ -1,0 +1,37 @@
+r"""`zerofit show`: runs side by side, live.
+
+zerofit show outputs --watch                 # one table in the terminal
+zerofit show outputs/small outputs/large --watch
+"""
+
+from dataclasses import dataclass
+
+from zerofit.recipe.fields import option
+from zerofit.recipe.options import Recipe
+from zerofit.recipe.parse import parse_recipe
+from zerofit.tools.launch.launch_options import take_words
+from zerofit.tools.show.table import show_table
+from zerofit.tools.show.watched_run import WatchedRuns
+
+DEFAULT = ["outputs"]
+
+
+@dataclass
+class ShowOptions(Recipe):
+    """Folders of runs, or folders with runs in them (by default outputs), and how they are shown"""
+
+    watch: bool = option(False, "Renew the table every 2 s, until every run has ended.")
+
+
+def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
+    """(options, folders)."""
+    taken, rest = take_words(ShowOptions, argv)
+    words = [word for words in taken for word in words] + [word for word in rest if word.startswith("-")]
+    options = parse_recipe(ShowOptions, words, prog="zerofit show [FOLDER ...]", tool=True, hints={})
+    return options, [word for word in rest if not word.startswith("-")] or DEFAULT
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, places = read_options(list(argv or []))
+    show_table(WatchedRuns(places), options.watch)
+    return 0
