@@ -62,7 +62,7 @@ CASES = {
     ),
     "an attention that does not exist": (["--attn_implementation", "flash"], ["attn_implementation = 'flash'"]),
     "fp16 without a GPU": (["--precision", "fp16"], ["precision = fp16", "bf16"]),
-    "a tracker that is not installed": (["--report_to", "mlflow"], ["report_to", "wandb, tensorboard"]),
+    "a tracker that is not installed": (["--report_to", "mlflow"], ["report_to = 'mlflow'", "pip install mlflow"]),
     "an output folder that is a file": (["--output_dir", "{folder}/good.txt"], ["output_dir", "is a file"]),
 }  # fmt: skip
 
