@@ -148,7 +148,7 @@ def test_twenty_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     for number in range(20):
         make_run(tmp_path / "outputs" / f"run-{number:02}", code=0)
     (tmp_path / "outputs" / "notes").mkdir()
-    assert main(["show"]) == 0
+    assert main(["show", "--watch"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [each.split()[0] for each in shown[1:]] == [f"run-{number:02}" for number in range(20)]
     assert main(["show", "--watch", "outputs/run-01", "outputs/run-03"]) == 0

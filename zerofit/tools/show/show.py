@@ -1,7 +1,9 @@
 r"""`zerofit show`: runs side by side, live.
 
-zerofit show outputs --watch                 # one table in the terminal
-zerofit show outputs/small outputs/large --watch
+    zerofit show                                       # the runs in outputs/, in a browser
+    zerofit show --watch outputs/small outputs/large   # one table in the terminal
+
+It reads the folders of the runs, and writes nothing there.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.launch.launch_options import take_words
-from zerofit.tools.show.table import show_table
+from zerofit.tools.show.board import show_board
+from zerofit.tools.show.table import watch
 from zerofit.tools.show.watched_run import WatchedRuns
 
 DEFAULT = ["outputs"]
@@ -20,7 +23,17 @@ DEFAULT = ["outputs"]
 class ShowOptions(Recipe):
     """Folders of runs, or folders with runs in them (by default outputs), and how they are shown"""
 
-    watch: bool = option(False, "Renew the table every 2 s, until every run has ended.")
+    watch: bool = option(False, "One table in the terminal, until every run has ended; no server is started.")
+    port: int | None = option(
+        None, "Port of the dashboard on 127.0.0.1; by default the first free one from 7860.", minimum=1
+    )
+    no_browser: bool = option(False, "Print the address, and open no browser.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.watch and self.port is not None:
+            problems.append(f"port = {self.port}: --watch starts no server. Leave out one of the two")
+        return problems
 
 
 def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
@@ -33,5 +46,9 @@ def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
 
 def main(argv: list[str] | None = None) -> int:
     options, places = read_options(list(argv or []))
-    show_table(WatchedRuns(places), options.watch)
+    runs = WatchedRuns(places)
+    if options.watch:
+        watch(runs)
+    else:
+        show_board(runs, options.port, not options.no_browser)
     return 0

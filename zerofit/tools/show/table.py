@@ -1,4 +1,4 @@
-"""One table of all runs in the terminal, which fits a terminal of 80 columns."""
+"""`zerofit show --watch`: one table of all runs, which fits a terminal of 80 columns."""
 
 import os
 import sys
@@ -14,18 +14,14 @@ RUN, STRATEGY = 12, 8  # columns that a name has at least
 NOTHING = "-"
 
 
-def show_table(runs: WatchedRuns, renew: bool) -> None:
-    """Show the table once.
-
-    Args:
-        renew: again and again, at a terminal, until every run has ended.
-    """
+def watch(runs: WatchedRuns) -> None:
+    """Show the table; at a terminal again and again, until every run has ended."""
     height = 0
     while True:
         found = runs.poll()
         width, now = screen_width(), time.time()
         lines = table_of_runs(found, width, now).splitlines()
-        if width is None or not renew:
+        if width is None:
             say(*lines)
             return
         room = os.get_terminal_size().lines - 2

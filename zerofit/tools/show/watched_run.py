@@ -12,6 +12,7 @@ from typing import Any
 from zerofit.recipe.errors import UserError
 from zerofit.record.jsonl import LineReader, line_of_update
 from zerofit.record.run_folder import RunFolder, read_yaml
+from zerofit.record.written_files import CHECKPOINTS
 
 RECENT = 20  # updates whose median is the speed
 SILENT_S, SILENT_UPDATES = 60, 10  # a run without a new line for longer than both is silent
@@ -26,6 +27,8 @@ class WatchedRun:
         lines: {update: its line in metrics.jsonl}.
         restarts: how often the record was replaced since it was first read: at a resume, and at a rewind. Lines after
             the checkpoint are gone then, until they are written again.
+        restarted_at: the update that the record went back to at the latest of these.
+        written_at: when the latest line was written, in seconds since 1970.
     """
 
     def __init__(self, path: Path):
@@ -34,21 +37,23 @@ class WatchedRun:
         self.strategy: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self.lines: dict[int, dict[str, Any]] = {}
-        self.restarts = -1
-        self._file, self._written_at = None, 0.0
+        self.restarts, self.restarted_at, self.written_at = -1, 0, 0.0
+        self._file = None
 
     def poll(self) -> None:
         """Read what the run has written since the last call."""
         file, size = None, 0
         with contextlib.suppress(OSError):
             found = self.folder.metrics.path.stat()
-            file, size, self._written_at = found.st_ino, found.st_size, found.st_mtime
-        if self.restarts < 0 or file != self._file or size < self._reader.position:
+            file, size, self.written_at = found.st_ino, found.st_size, found.st_mtime
+        is_new = self.restarts < 0 or file != self._file or size < self._reader.position
+        if is_new:
             self._reader = LineReader(self.folder.metrics.path, line_of_update)
             self._file, self.lines = file, {}
             self.restarts += 1
             self.recipe, self.strategy = read_yaml(self.path / "recipe.yaml"), read_yaml(self.path / "strategy.yaml")
         self.lines |= {line["update"]: line for line in self._reader.poll()}
+        self.restarted_at = self.updates if is_new else self.restarted_at
         self.environment = self.folder.environment()
 
     def last(self, name: str) -> Any:
@@ -83,7 +88,7 @@ class WatchedRun:
         Args:
             now: seconds since 1970.
         """
-        code, silent_s = self.environment.get("exit_code"), now - self._written_at
+        code, silent_s = self.environment.get("exit_code"), now - self.written_at
         patience_s = SILENT_UPDATES * (self.median("seconds") or 0)
         if code is not None:
             return (EXIT, code) if code else (FINISHED, 0)
@@ -92,6 +97,13 @@ class WatchedRun:
         if silent_s > max(SILENT_S, patience_s):
             return SILENT, silent_s
         return RUNNING, 0
+
+    def checkpoints(self) -> list[int]:
+        """The updates of the checkpoints that are there now."""
+        found = (self.path / CHECKPOINTS).glob("update_????????/manifest.json")
+        return sorted(
+            int(file.parent.name.removeprefix("update_")) for file in found if file.parent.name[7:].isdigit()
+        )
 
     def seconds_left(self) -> float | None:
         """By the speed of the latest updates, without evaluations and checkpoints."""
