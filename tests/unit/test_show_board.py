@@ -71,7 +71,12 @@ def test_every_update_is_there_once_through_kills_resumes_and_rewinds(board, tmp
         ("warn", 12, "rewound: update 12: restart 1"),
         ("warn", 15, "resumed: update 15: restart 1"),
     ]
-    configuration = board.storage.get_run_config(PROJECT, "resumed", run_id="resumed")
+    make_run(tmp_path / "elsewhere" / "resumed", 3)
+    board.feed(WatchedRuns([str(tmp_path), str(tmp_path / "elsewhere")]).poll())
+    assert len(stored(board, "elsewhere/resumed")) == 3
+    assert len(stored(board, f"{tmp_path.name}/resumed")) == 16
+    assert stored(board, "resumed") == {}
+    configuration = board.storage.get_run_config(PROJECT, "rewound", run_id="rewound")
     assert configuration["strategy"] == "zero3_offload_optimizer"
     assert configuration["num_train_epochs"] == 2
 

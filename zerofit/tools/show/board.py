@@ -16,7 +16,7 @@ from typing import Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
-from zerofit.record.terminal import say
+from zerofit.record.terminal import doing, say
 from zerofit.record.trackers import is_installed
 from zerofit.tools.show.watched_run import EXIT, KILLED, WatchedRun, WatchedRuns
 
@@ -39,8 +39,10 @@ def show_board(runs: WatchedRuns, port: int | None, open_browser: bool) -> None:
             f"trackio is not installed, which shows the runs. `pip install trackio=={VERSION}`, or --watch"
         )
     with tempfile.TemporaryDirectory(prefix="zerofit-show-") as store:
-        board = Board(Path(store))
-        board.feed(runs.poll())
+        with doing() as say_now:
+            say_now("reading the runs ...")
+            board = Board(Path(store))
+            board.feed(runs.poll())
         url = board.serve(port, open_browser)
         say(f"{counted(len(runs.poll()), 'run')} at {url}", "Ctrl-C ends the dashboard, and no run")
         while True:
@@ -56,11 +58,13 @@ class Board:
     """
 
     def __init__(self, store: Path):
+        for name in [name for name in os.environ if name.startswith("TRACKIO_") and name.endswith("_ID")]:
+            del os.environ[name]  # of a store on the hub
         os.environ |= {"TRACKIO_DIR": str(store), "TRACKIO_PLOT_ORDER": ORDER}  # read when it is imported
         from trackio.sqlite_storage import SQLiteStorage
 
         self.storage = SQLiteStorage
-        self._sent: dict[Path, tuple[int, int, set[str]]] = {}  # restarts, lines, events
+        self._sent: dict[str, tuple[int, int, set[str]]] = {}  # of each run: restarts, lines, events
 
     def serve(self, port: int | None, open_browser: bool) -> str:
         """Start to serve. Returns the address."""
@@ -77,8 +81,11 @@ class Board:
 
     def feed(self, runs: dict[str, WatchedRun]) -> None:
         """Hand over what is new in each run."""
+        for name in self._sent.keys() - runs.keys():  # another run of this name has begun, and both have longer ones
+            self.storage.delete_run(PROJECT, name, run_id=name)
+            del self._sent[name]
         for name, run in runs.items():
-            restarts, lines, events = self._sent.get(run.path, (0, 0, set()))
+            restarts, lines, events = self._sent.get(name, (0, 0, set()))
             if run.restarts != restarts:
                 self.storage.delete_run(PROJECT, name, run_id=name)
                 restarts, lines, events = run.restarts, 0, set()
@@ -89,7 +96,7 @@ class Board:
                 PROJECT, name, titles=new, texts=[None] * len(new), levels=[found[text][0] for text in new],
                 steps=[found[text][1] for text in new], run_id=name,
             )  # fmt: skip
-            self._sent[run.path] = restarts, len(run.lines), {*events, *new}
+            self._sent[name] = restarts, len(run.lines), {*events, *new}
 
     def _send_lines(self, name: str, run: WatchedRun, known: int) -> None:
         lines = list(run.lines.values())
