@@ -29,6 +29,7 @@ TOOLS = (
     "convert megatron-args",
     "merge",
     "generate",
+    "show",
 )
 WITH_RECIPE = ("launch", "submit", "doctor", "plan", "compare", "verify")
 INTRO = """# Options

@@ -21,6 +21,7 @@ from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
+from zerofit.tools.show.show import read_options as read_show
 from zerofit.tools.submit import submit
 from zerofit.tools.submit.job import make_job
 from zerofit.tools.tool_recipe import TASKS, read_with_recipe
@@ -108,6 +109,9 @@ def check_tool(words: list[str]) -> None:
             options, others = submit.read_options(words[1], given)
             _, notes = make_job(options, others, ["zerofit"])
             assert not notes
+        return
+    if words[0] == "show":
+        read_show(words[1:])
         return
     if words[0] == "doctor":
         _, _, problems = read_doctor(words[1:])

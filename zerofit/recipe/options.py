@@ -15,7 +15,7 @@ from zerofit.recipe.model_options import LoraOptions, ModelOptions
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
-TRACKERS = ("all", "wandb", "tensorboard", "none")
+TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
 
 
 @dataclass
@@ -336,7 +336,9 @@ class TrackingOptions(Recipe):
     """Trackers"""
 
     with_tracking: bool = option(False, "Send the metrics to a tracker (report_to).", common=True)
-    report_to: str = option("all", "Tracker: wandb, tensorboard, all (those installed) or none.", choices=TRACKERS)
+    report_to: str = option(
+        "all", "Tracker: one of accelerate's, all (those installed) or none.", choices=("all", *TRACKERS, "none")
+    )
     report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the name of the task.")
     run_name: str | None = option(None, "Name of the run at the tracker; by default that of the output folder.")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class JsonlFile:
     def read(self) -> list[dict[str, Any]]:
         """The lines so far, without any that is not whole: what follows the last line break is left by a kill."""
         content = self.path.read_bytes() if self.path.is_file() else b""
-        return [line for text in content.split(b"\n")[:-1] if (line := _parsed(text)) is not None]
+        return [line for text in content.split(b"\n")[:-1] if (line := line_of_update(text)) is not None]
 
     def close(self) -> None:
         """No line comes any more. Raises OSError where some could not be written."""
@@ -79,12 +80,15 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
 class LineReader:
     """The whole lines of a file to which others append. Each is returned once.
 
+    Args:
+        parse: the bytes of a line -> its object; None: the line is passed over.
+
     Attributes:
         position: bytes that were read.
     """
 
-    def __init__(self, file: Path):
-        self.file, self.position = file, 0
+    def __init__(self, file: Path, parse: Callable[[bytes], dict[str, Any] | None] = json.loads):
+        self.file, self.position, self._parse = file, 0, parse
 
     def poll(self) -> list[dict[str, Any]]:
         """The lines that were added since the last call."""
@@ -95,7 +99,7 @@ class LineReader:
         except (FileNotFoundError, NotADirectoryError):
             return []
         self.position += len(whole) + len(line_break)
-        return [json.loads(line) for line in whole.split(b"\n") if line]
+        return [line for text in whole.split(b"\n") if text and (line := self._parse(text)) is not None]
 
     def drop_rest(self) -> None:
         """Remove what follows the lines that were read: a writer that was killed has left it."""
@@ -105,7 +109,7 @@ class LineReader:
             os.close(descriptor)
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def line_of_update(text: bytes) -> dict[str, Any] | None:
     """The object of a line; None if it is none, or not of an update."""
     try:
         line = json.loads(text)

@@ -41,6 +41,7 @@ class RunRecorder:
         if accelerator.trackers:
             ranks = {f"rank_seconds/{name}": value for name, value in line.get("rank_seconds", {}).items()}
             figures = {name: value for name, value in line.items() if name not in ("update", "rank_seconds")}
+            figures |= {"anomaly": 1} if "anomaly" in line else {}  # the reason is a text: not every tracker takes one
             accelerator.log(figures | ranks, step=line["update"])
         if self._engine.is_main:
             self.folder.metrics.add(line)

@@ -36,7 +36,7 @@ REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot
 }  # fmt: skip
 # DeepSpeed's own trackers, and where each names what it belongs to; and ours.
 PROJECTS = {"wandb": "project", "tensorboard": "job_name", "comet": "project"}
-HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "wandb"}
+HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "comet_ml"}
 VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 EXAMPLES = {
     "data_types": '{"grad_accum_dtype": "fp32"}',

@@ -28,7 +28,7 @@ from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.plot import plot_run
 from zerofit.record.recorder import RunRecorder
 from zerofit.record.terminal import Bar, duration
-from zerofit.record.trackers import start_trackers
+from zerofit.record.trackers import publish_results, start_trackers
 from zerofit.strategy.machines import check_same
 from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
 from zerofit.training.evaluation import timed_evaluation
@@ -82,8 +82,8 @@ def fit(
     environment = describe_environment(session.strategy.launch.command, engine.device) if engine.is_main else {}
     exporter = ModelExporter(engine, prepared.adapter, tokenizer, session.task, recipe, environment)
     checkpoints = _resume(prepared, task, state, best, exporter, environment)
-    note = start_trackers(engine.accelerator, session.config.trackers, recipe, session.folder, session.task, state)
-    session.say(*([f"note      {note}"] if note else []))
+    notes = start_trackers(engine.accelerator, session.config.trackers, recipe, session.folder, session.task, state)
+    session.say(*(f"note      {note}" for note in notes))
     session.shutdown.install()
     checkpoints.start()
     run = _run(prepared, task, state, best, checkpoints, throughput, tokenizer, environment)
@@ -212,6 +212,7 @@ def export(result: TrainResult) -> None:
                 result.exporter.write(weights, state.held_out, place)
         with folder.new_file("loss.png", "wb") as picture:
             plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
+    session.say(*publish_results(result.prepared.engine.accelerator, folder, state.updates))
     figures = state.best.figures if loads_best else state.held_out
     updates = state.best.update if loads_best else state.updates
     result.environment["held_out"] = {"update": updates, **figures} if figures else {}

@@ -1,0 +1,185 @@
+"""`zerofit show`: what it says of runs that train, are silent, were killed, have resumed or ended."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from helpers import ROOT
+
+from zerofit.cli import main
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import columns_of
+from zerofit.tools.show.table import HEAD, short_duration, short_number, table_of_runs
+from zerofit.tools.show.watched_run import WatchedRun, WatchedRuns
+
+LONG = "a-run-with-a-name-that-is-far-longer-than-any-column"
+
+
+def line(update: int, **changes) -> dict:
+    figures = {"epoch": update / 50, "consumed_samples": 8 * update, "loss": 4 - update / 100, "seconds": 0.5,
+               "tokens_per_s": 12345.6, "peak_memory_bytes": 3 * 2**30}  # fmt: skip
+    return {"update": update, **figures, **changes}
+
+
+def make_run(path, updates: int = 10, code: int | None = None, owner: int | None = None, **recipe) -> RunFolder:
+    """The folder of a run that has made so many updates.
+
+    Args:
+        code: that it ended with; None: it has not.
+        owner: the process that has begun it here; None: one on another machine.
+    """
+    path.mkdir(parents=True)
+    folder = RunFolder(path)
+    (path / "recipe.yaml").write_text(yaml.safe_dump({"max_train_steps": None, "num_train_epochs": 2, **recipe}))
+    (path / "strategy.yaml").write_text("name: zero3_offload_optimizer\n")
+    (path / ".lock").write_text(f"process {owner} of {platform.node()}\n" if owner else "process 1 of elsewhere\n")
+    folder.write_environment({"zerofit_commit": "a", **({} if code is None else {"exit_code": code})})
+    folder.metrics.start()
+    for update in range(1, updates + 1):
+        folder.metrics.add(line(update))
+    return folder
+
+
+def gone() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    return process.pid
+
+
+def watched(folder: RunFolder) -> WatchedRun:
+    run = WatchedRun(folder.path)
+    run.poll()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "later_s", "state"),
+    [
+        ({}, 30, ("running", 0)),
+        ({}, 600, ("silent", 600)),
+        ({"owner": os.getpid()}, 600, ("silent", 600)),
+        ({"owner": gone()}, 5, ("running", 0)),  # of another container: its lines come
+        ({"owner": gone()}, 30, ("killed", 0)),
+        ({"owner": gone(), "code": 0}, 600, ("finished", 0)),
+        ({"code": 87}, 600, ("exit", 87)),
+        ({"updates": 0}, 5, ("running", 0)),
+    ],
+)
+def test_the_state_of_a_run(tmp_path, options, later_s, state):
+    run = watched(make_run(tmp_path / "run", **options))
+    written = (tmp_path / "run" / "metrics.jsonl").stat().st_mtime
+    found = run.state(written + later_s)
+    assert (found[0], round(found[1])) == state
+
+
+def test_every_update_is_there_once_with_its_value_after_a_rewind_and_a_resume(tmp_path):
+    folder = make_run(tmp_path / "run", 6)
+    run = watched(folder)
+    folder.metrics.start(4)  # as a rewind does
+    folder.metrics.add(line(5, loss=9.5))
+    run.poll()
+    assert list(run.lines) == [1, 2, 3, 4, 5]
+    assert run.lines[5]["loss"] == 9.5
+    folder.metrics.close()
+    again = RunFolder(folder.path)
+    again.metrics.start(5)  # as a resume does
+    run.poll()
+    again.metrics.add(line(6, loss=8.5))
+    run.poll()
+    assert run.lines == {each["update"]: each for each in again.metrics.read()}
+    assert (len(run.lines), run.restarts) == (6, 2)
+
+
+def test_lines_that_are_half_written_or_damaged(tmp_path):
+    folder = make_run(tmp_path / "run", 2)
+    run = watched(folder)
+    with folder.metrics.path.open("ab") as file:
+        file.write(b'5\nnonsense\n{"update": 3, "loss": NaN}\n{"update": 4,')
+        file.flush()
+        run.poll()
+        assert list(run.lines) == [1, 2, 3]
+        file.write(b'"loss": 1.0}\n')
+    run.poll()
+    assert run.lines[4]["loss"] == 1.0
+
+
+def test_what_is_said_of_a_run(tmp_path):
+    folder = make_run(tmp_path / "run")
+    run = watched(folder)
+    assert (run.updates, run.num_updates, run.seconds_left()) == (10, 100, 45)
+    folder.metrics.add(line(11, eval_loss=2.5, eval_f1=0.5))
+    folder.metrics.add({"update": 12, "epoch": 0.24, "consumed_samples": 96, "anomaly": "loss is nan"})
+    run.poll()
+    assert (run.updates, run.last("loss"), run.held_out) == (12, 4 - 0.11, 2.5)
+    other = watched(make_run(tmp_path / "other", max_train_steps=40, metric_for_best_model="f1"))
+    assert (other.num_updates, other.held_out) == (40, None)
+    assert [short_duration(each) for each in (5, 754, 11100, 187200)] == ["5s", "12m", "3h05", "2d04"]
+    assert [short_number(each) for each in (999, 12345, 1.2e6)] == ["999", "12.3k", "1.2M"]
+
+
+@pytest.mark.parametrize("width", [80, 120, None])
+def test_the_table_fits_the_terminal(tmp_path, width):
+    huge = {"tokens_per_s": 123.4e6, "peak_memory_bytes": 1023 * 2**30, "loss": 99.999, "eval_loss": 99.999}
+    for name in (LONG, "漢字の名前" * 6, "short"):
+        folder = make_run(tmp_path / name, code=137 if name == LONG else None, max_train_steps=200000)
+        folder.metrics.add(line(100000, seconds=3000.0, **huge))
+    runs = WatchedRuns([str(tmp_path)]).poll()
+    lines = table_of_runs(runs, width, time.time() + 300000).splitlines()
+    assert len(lines) == 4
+    assert lines[0].split() == list(HEAD)
+    assert "silent 3d11" in lines[2] or "silent 3d11" in lines[3]
+    assert any(each.endswith("exit 137") for each in lines)
+    assert all("100000" in each and "99.999" in each and "1023.0G" in each for each in lines[1:])
+    if width:
+        assert max(map(columns_of, lines)) <= width
+        assert len({each.split()[0] for each in lines}) == 4
+    if width != 80:
+        assert "100000/200000" in lines[1]
+
+
+def test_twenty_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        make_run(tmp_path / "outputs" / f"run-{number:02}", code=0)
+    (tmp_path / "outputs" / "notes").mkdir()
+    assert main(["show", "--watch"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [each.split()[0] for each in shown[1:]] == [f"run-{number:02}" for number in range(20)]
+    assert main(["show", "--watch", "outputs/run-01", "outputs/run-03"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    make_run(tmp_path / "elsewhere" / "run-01", code=0)
+    assert main(["show", "outputs/run-01", "elsewhere", "--watch"]) == 0
+    assert [each.split()[0] for each in capsys.readouterr().out.splitlines()[1:]] == [
+        "outputs/run-01",
+        "elsewhere/run-01",
+    ]
+
+
+@pytest.mark.parametrize("words", [["outputs"], ["absent"], ["--wach"]])
+def test_a_mistake(tmp_path, capsys, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    assert main(["show", *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_nothing_is_written_locked_or_connected(tmp_path):
+    make_run(tmp_path / "run", code=0, owner=gone())
+    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()}
+    code = (
+        "import fcntl, socket, sys\n"
+        "def refuse(*_, **__): raise AssertionError\n"
+        "fcntl.flock = fcntl.lockf = socket.socket.__init__ = refuse\n"
+        f"from zerofit.cli import main\nmain(['show', '--watch', {str(tmp_path)!r}])\n"
+        "print([name for name in ('torch', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()} == before
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["exit_code"] == 0

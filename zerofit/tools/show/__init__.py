@@ -1,0 +1,1 @@
+"""Runs side by side, while they train and afterwards."""

@@ -1,0 +1,161 @@
+"""A run as its folder has it, while it trains and afterwards. Nothing in the folder is written or locked."""
+
+import contextlib
+import os
+import platform
+import re
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import UserError
+from zerofit.record.jsonl import LineReader, line_of_update
+from zerofit.record.run_folder import RunFolder, read_yaml
+from zerofit.record.written_files import CHECKPOINTS
+
+RECENT = 20  # updates whose median is the speed
+SILENT_S, SILENT_UPDATES = 60, 10  # a run without a new line for longer than both is silent
+GONE_S = 10  # the same of one whose process is not there; it may be there, and not be seen from this container
+RUNNING, SILENT, KILLED, FINISHED, EXIT = "running", "silent", "killed", "finished", "exit"
+
+
+class WatchedRun:
+    """One run; `poll` reads what is new.
+
+    Attributes:
+        lines: {update: its line in metrics.jsonl}.
+        restarts: how often the record was replaced since it was first read: at a resume, and at a rewind. Lines after
+            the checkpoint are gone then, until they are written again.
+        restarted_at: the update that the record went back to at the latest of these.
+        written_at: when the latest line was written, in seconds since 1970.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.folder = path, RunFolder(path)
+        self.recipe: dict[str, Any] = {}
+        self.strategy: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
+        self.lines: dict[int, dict[str, Any]] = {}
+        self.restarts, self.restarted_at, self.written_at = -1, 0, 0.0
+        self._file = None
+
+    def poll(self) -> None:
+        """Read what the run has written since the last call."""
+        file, size = None, 0
+        with contextlib.suppress(OSError):
+            found = self.folder.metrics.path.stat()
+            file, size, self.written_at = found.st_ino, found.st_size, found.st_mtime
+        is_new = self.restarts < 0 or file != self._file or size < self._reader.position
+        if is_new:
+            self._reader = LineReader(self.folder.metrics.path, line_of_update)
+            self._file, self.lines = file, {}
+            self.restarts += 1
+            self.recipe, self.strategy = read_yaml(self.path / "recipe.yaml"), read_yaml(self.path / "strategy.yaml")
+        self.lines |= {line["update"]: line for line in self._reader.poll()}
+        self.restarted_at = self.updates if is_new else self.restarted_at
+        self.environment = self.folder.environment()
+
+    def last(self, name: str) -> Any:
+        """A figure of the latest update that has it; None: there is none."""
+        return next((line[name] for line in reversed(self.lines.values()) if name in line), None)
+
+    def median(self, name: str) -> float | None:
+        """The same of the latest updates."""
+        values = [line[name] for line in list(self.lines.values())[-RECENT:] if name in line]
+        return statistics.median(values) if values else None
+
+    @property
+    def updates(self) -> int:
+        return max(self.lines, default=0)
+
+    @property
+    def num_updates(self) -> int | None:
+        """The updates of the whole run; None: it cannot be told yet."""
+        total, epoch = self.recipe.get("max_train_steps"), self.last("epoch")
+        if total is None and epoch:
+            total = round(self.recipe.get("num_train_epochs", 0) * self.updates / epoch)
+        return total or None
+
+    @property
+    def held_out(self) -> float | None:
+        """The latest held-out figure that the run is judged by."""
+        return self.last(f"eval_{self.recipe.get('metric_for_best_model') or 'loss'}")
+
+    def state(self, now: float) -> tuple[str, float]:
+        """What the run does, and with it how long it is silent, in seconds, or its exit code.
+
+        Args:
+            now: seconds since 1970.
+        """
+        code, silent_s = self.environment.get("exit_code"), now - self.written_at
+        patience_s = SILENT_UPDATES * (self.median("seconds") or 0)
+        if code is not None:
+            return (EXIT, code) if code else (FINISHED, 0)
+        if silent_s > max(GONE_S, patience_s) and self._process_is_gone():
+            return KILLED, 0
+        if silent_s > max(SILENT_S, patience_s):
+            return SILENT, silent_s
+        return RUNNING, 0
+
+    def checkpoints(self) -> list[int]:
+        """The updates of the checkpoints that are there now."""
+        found = (self.path / CHECKPOINTS).glob("update_????????/manifest.json")
+        return sorted(
+            int(file.parent.name.removeprefix("update_")) for file in found if file.parent.name[7:].isdigit()
+        )
+
+    def seconds_left(self) -> float | None:
+        """By the speed of the latest updates, without evaluations and checkpoints."""
+        seconds, total = self.median("seconds"), self.num_updates
+        return seconds * (total - self.updates) if seconds and total else None
+
+    def _process_is_gone(self) -> bool:
+        """Whether the process of the run was on this machine, and has ended without an exit code. Its lock would tell
+        as well, but who asks for a lock holds it for a moment, and may keep the run from starting again."""
+        try:
+            owner = re.match(r"process (\d+) of (.*)", (self.path / ".lock").read_text())
+            if owner is None or owner[2] != platform.node():
+                return False
+            os.kill(int(owner[1]), 0)
+        except (ProcessLookupError, OverflowError):
+            return True
+        except (OSError, ValueError):  # it is another user's, or there is no lock
+            return False
+        return False
+
+
+class WatchedRuns:
+    """The runs in some folders; `poll` finds those that have begun since the last call as well.
+
+    Args:
+        places: folders of runs, or folders of such folders.
+
+    Raises:
+        UserError: there is no such folder, or no run in any.
+    """
+
+    def __init__(self, places: Iterable[str]):
+        self.places, self._runs = [Path(place).expanduser() for place in places], {}
+        if missing := [str(place) for place in self.places if not place.is_dir()]:
+            raise UserError(f"{missing[0]!r} is no folder. Name the folder of a run, or one with runs in it")
+        if not self.poll():
+            raise UserError(f"no run in {', '.join(map(str, self.places))}. Name the folder of a run, or its parent")
+
+    def poll(self) -> dict[str, WatchedRun]:
+        """{name: run}, in the order of the folders, with what is new."""
+        for place in self.places:
+            below = [place] if _is_run(place) else filter(_is_run, sorted(place.iterdir()) if place.is_dir() else ())
+            for path in below:
+                self._runs.setdefault(path.resolve(), WatchedRun(path))
+        for run in self._runs.values():
+            run.poll()
+        names = [path.name for path in self._runs]
+        return {
+            path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}": run
+            for path, run in self._runs.items()
+        }
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file() or (path / "environment.json").is_file()
