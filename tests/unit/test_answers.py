@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from folders import save_blenderbot, save_writer, small_tokenizer
 from helpers import refusal, write_records
 from transformers import AutoConfig

@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BlenderbotConfig, T5Config
 from transformers.models.deberta_v2 import DebertaV2Config
 
-from zerofit.estimate.tracer import first_layers
 from zerofit.model.recomputation import enable_recomputation, keeping_contexts
-from zerofit.model.stages import keep_stage
 from zerofit.recipe import ClmRecipe, parse_recipe
 
 aten = torch.ops.aten
