@@ -102,7 +102,11 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         return predict_texts(engine, batches, data.tokenizer, data.prompts, session.folder, settings)
 
     def evaluate(engine):
-        batches = eval_batches(engine, data.validation, collate, recipe.per_device_eval_batch_size)
+        parts = data.held_out or {"": data.validation}  # of a mixture, that of each source
+        batches = {
+            name: eval_batches(engine, part, collate, recipe.per_device_eval_batch_size)
+            for name, part in parts.items()
+        }
         if preference is not None:
             return held_out_pairs(engine, batches, preference, len(data.validation))
         return held_out_loss(engine, batches, model_loss)

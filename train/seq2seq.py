@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         return eval_batches(engine, data.validation.samples, collate, recipe.per_device_eval_batch_size)
 
     def evaluate(engine):
-        figures = held_out_loss(engine, held_out_batches(engine), model_loss)
+        figures = held_out_loss(engine, {"": held_out_batches(engine)}, model_loss)
         if recipe.predict_with_generate:
             figures |= evaluate_generation(engine, held_out_batches(engine), data, session.folder, settings)
         return figures

@@ -100,6 +100,11 @@ CASES = {
         "--model_name_or_path", "{llama}", "--train_file", "{pairs}", "--chat_template", "instruction",
         "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
     ), ("zero3",)),
+    "mixture": Case("clm", 12, (
+        "--model_name_or_path", "{llama}", "--train_file", "3", "{material}/text/train.txt", "1",
+        "{material}/instruct/english.json", "--chat_template", "instruction", "--block_size", "160",
+        "--max_train_samples", "90", "--max_eval_samples", "9",
+    )),
     "deberta": Case("cls", 16, (
         "--model_name_or_path", "{deberta}", "--task_name", "mrpc", "--train_file", "{material}/glue/MRPC/train.tsv",
         "--validation_file", "{material}/glue/MRPC/dev.tsv", "--max_length", "64", "--max_train_samples", "100",

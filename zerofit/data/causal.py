@@ -1,12 +1,15 @@
 """Data of the causal task: text, chats, a tokenised corpus or prompts, whichever the recipe names, as samples."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
 from zerofit.data.chat.preferences import find_preferences, prepare_preferences
 from zerofit.data.chat.prepare import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
+from zerofit.data.mixture import MixedSamples, MixtureOrder, samples_of_a_pass, shares
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import TextData
 from zerofit.data.prompts import read_causal_prompts
@@ -44,7 +47,8 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         return read_causal_prompts(recipe, options, form, config, block_size)
     try:
         with one_process_at_a_time(options.cache.folder):
-            data = _prepare_text_or_chat(recipe, options, form, config, block_size)
+            prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
+            data = prepare(recipe, options, form, config, block_size)
     except UnicodeDecodeError as error:
         raise not_utf8(options, error) from None
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
@@ -80,6 +84,49 @@ def _prepare_text_or_chat(
     )
 
 
+def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int) -> TextData:
+    """Each source by itself, as if it were the only one; their samples are mixed, and each has a held-out part.
+
+    Raises:
+        UserError: a source cannot be used.
+    """
+    sources: dict[str, TextData] = {}
+    for _, files in recipe.mixture:
+        name = Path(files[0]).name.partition(".")[0]
+        name = name if name not in sources else f"{name}_{len(sources) + 1}"
+        patterns = {**options.patterns, "train": files}
+        own = replace(options, patterns=patterns if not sources else {"train": files})
+        if sources and "validation" in options.patterns:  # which the first source has read
+            own = replace(own, held_out_fraction=0.0)
+        sources[name] = _prepare_text_or_chat(recipe, own, form, config, block_size)
+    parts = list(sources.values())
+    first = next((data for data in parts if data.is_chat), parts[0])  # whose tokenizer has a template
+    held_out = {name: data.validation for name, data in sources.items() if data.validation}
+    mixed = TextData(
+        MixedSamples([data.train for data in parts]) if recipe.trains else None,
+        MixedSamples(list(held_out.values())) if held_out else None,
+        first.tokenizer,
+        block_size,
+        list(dict.fromkeys(note for data in parts for note in data.notes)),
+        [line for data in parts for line in data.shown],
+        is_chat=any(data.is_chat for data in parts),
+        held_out=held_out if len(held_out) > 1 else {},
+    )
+    if not recipe.trains:
+        return mixed
+    sizes = [len(data.train) for data in parts]
+    weights = shares([weight for weight, _ in recipe.mixture], sizes, recipe.mixture_temperature)
+    mixed.order = MixtureOrder(weights, sizes, recipe.seed)
+    mixed.samples_per_epoch = samples_of_a_pass(weights, sizes, recipe.stop_source)
+    for name, size, weight in zip(sources, sizes, weights):
+        passes = weight * mixed.samples_per_epoch / size
+        mixed.notes.append(
+            f"source    {name}: {weight:.1%} of the samples; an epoch of {mixed.samples_per_epoch:,} samples reads "
+            f"its {size:,} {passes:.2f} times"
+        )
+    return mixed
+
+
 def is_packed(recipe: ClmRecipe) -> bool:
     """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
     if recipe.predict_file or recipe.preference_loss:
@@ -97,7 +144,7 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
     else:
         given = [name for name in ("document_separator", "append_eos") if getattr(recipe, name) is not None]
         what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"
-    if given:
+    if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
     if form is not None and recipe.packing == "concatenate":

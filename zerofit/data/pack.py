@@ -261,6 +261,7 @@ class TextData:
         samples_per_epoch: training samples of one pass over the data; by default all.
         report: a table of the data; by default the statistics of both parts.
         prompts: those of predict_file, without any other part.
+        held_out: of a mixture, the held-out samples of each source by its name.
     """
 
     train: SampleSet | None
@@ -275,6 +276,7 @@ class TextData:
     samples_per_epoch: int = 0
     report: list[tuple[str, ...]] = field(default_factory=list)
     prompts: SampleSet | None = None
+    held_out: dict[str, SampleSet] = field(default_factory=dict)
 
     def __post_init__(self):
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())

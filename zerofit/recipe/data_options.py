@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.columns import WRITTEN
 from zerofit.recipe.fields import option
+from zerofit.recipe.paths import is_weight
 
 
 def unknown_encoding(name: str | None) -> list[str]:
@@ -91,6 +92,8 @@ class SourceOptions(Recipe):
             problems.append(
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
             )
+        if any(map(is_weight, self.train_file or [])) and not hasattr(self, "mixture"):
+            problems.append(f"train_file = {' '.join(self.train_file)}: only train/clm.py mixes sources by weights")
         problems += unknown_encoding(self.encoding)
         if self.delimiter and len(self.separator) != 1:
             problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import stat
 import sysconfig
 import tempfile
@@ -63,7 +64,7 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
         UserError: something is missing, a folder, or empty.
     """
     problems, files_with_content = [], []
-    for pattern in patterns:
+    for pattern in filter(lambda word: not is_weight(word), patterns):
         pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
         matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
         files = [Path(match) for match in matches if not os.path.isdir(match) or not glob.has_magic(pattern)]
@@ -82,6 +83,11 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
     if problems:
         raise UserError(problems)
     return sorted(dict.fromkeys(path.resolve() for path in files_with_content))
+
+
+def is_weight(word: str) -> bool:
+    """Whether a word of train_file is the weight of the files after it, and no file."""
+    return bool(re.fullmatch(r"\d+(\.\d*)?|\.\d+", word)) and not os.path.exists(word)
 
 
 def is_missing_folder(name: str) -> bool:

@@ -6,6 +6,7 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.causal_options import (
     ChatOptions,
     CorpusOptions,
+    MixtureOptions,
     PreferenceOptions,
     SampleOptions,
     TextOptions,
@@ -144,6 +145,7 @@ class ClmRecipe(
     SampleOptions,
     WritingOptions,
     TaskRecipe,
+    MixtureOptions,
     PreferenceOptions,
     ChatOptions,
     RecordOptions,

@@ -5,7 +5,7 @@ Logits are never gathered: what leaves a rank is two sums, and a few numbers or 
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,15 +53,27 @@ def timed_evaluation(task: Task, engine: Engine) -> tuple[dict[str, float], Eval
 
 @torch.no_grad()
 def held_out_loss(
-    engine: Engine, batches: Iterator[Batch], loss_sum: Callable[[Any, Batch], torch.Tensor]
+    engine: Engine, batches: Mapping[str, Iterator[Batch]], loss_sum: Callable[[Any, Batch], torch.Tensor]
 ) -> dict[str, float]:
-    """Loss (nats a token) and perplexity over all batches of all ranks."""
-    loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0
-    for batch, own in engine.losses(batches, loss_sum):
-        loss += own
-        targets += batch.num_targets
-    mean = mean_over_replicas(engine, loss, targets)
-    return {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
+    """Loss (nats a token) and perplexity over all batches of all ranks.
+
+    Args:
+        batches: of each held-out part by its name; of several, each has a loss of its own as well.
+    """
+    own: list[float] = []
+    for part in batches.values():
+        loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0
+        for batch, of_batch in engine.losses(part, loss_sum):
+            loss += of_batch
+            targets += batch.num_targets
+        own += [loss.item(), targets]
+    sums = engine.sum_over_replicas(own)
+    mean = sum(sums[::2]) / max(sum(sums[1::2]), 1)
+    figures = {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
+    if len(batches) > 1:
+        of_parts = zip(batches, sums[::2], sums[1::2])
+        figures |= {f"eval_loss_{name}": loss / max(targets, 1) for name, loss, targets in of_parts}
+    return figures
 
 
 def mean_over_replicas(engine: Engine, total: torch.Tensor, count: int) -> float:

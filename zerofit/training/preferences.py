@@ -34,12 +34,15 @@ def preference_loss(recipe: ClmRecipe) -> PreferenceLoss:
     return PreferenceLoss(kind, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
 
 
-def held_out_pairs(engine: Engine, batches: Iterator[Batch], loss: PreferenceLoss, pairs: int) -> dict[str, float]:
+def held_out_pairs(
+    engine: Engine, batches: Mapping[str, Iterator[Batch]], loss: PreferenceLoss, pairs: int
+) -> dict[str, float]:
     """The loss of held-out pairs, how many are ranked right, and how far apart the rewards are."""
     loss.begin()
-    mean = held_out_loss(engine, batches, loss)["eval_loss"]
+    losses = held_out_loss(engine, batches, loss)
+    del losses["eval_perplexity"]
     found = loss.figures(engine.sum_over_replicas(loss.sums), pairs)
-    return {"eval_loss": mean, "eval_accuracy": found.preference_accuracy, "eval_reward_margin": found.reward_margin}
+    return {**losses, "eval_accuracy": found.preference_accuracy, "eval_reward_margin": found.reward_margin}
 
 
 def measure_reference(
@@ -51,7 +54,7 @@ def measure_reference(
     """
     recipe: Any = session.recipe  # a ClmRecipe
     origin = _origin(engine.whole.config, recipe, session.strategy.precision)
-    for pairs in parts.values():
+    for pairs in (pairs for part in parts.values() for pairs in getattr(part, "sets", [part])):  # of a mixture
         name = hashlib.sha256(f"{pairs.key} {len(pairs)} {origin}".encode()).hexdigest()[:32]
         file = cache_root(recipe.cache_dir) / f"reference-{name}.npy"
         began = time.perf_counter()

@@ -1,0 +1,104 @@
+"""Mixtures of sources: shares at every prefix, one order for every number of processes, and each source's own data."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from helpers import recipe_of, refusal, write_records
+
+from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, samples_of_a_pass, shares
+from zerofit.data.order import MicroBatches
+from zerofit.recipe import ClmRecipe, ClsRecipe, parse_recipe
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_are_less_than_one_sample_away_from_the_weights_at_every_prefix(seed):
+    draw = np.random.default_rng(seed)
+    count = (2, 2, 3, 5, 9, 17)[seed]
+    weights = np.maximum(draw.dirichlet(np.full(count, 0.4)), 1e-4)
+    weights /= weights.sum()
+    chosen = ChosenSources(weights)
+    places = np.concatenate([chosen.block(number)[0] for number in range(2)])
+    counts = np.stack([np.cumsum(places == source) for source in range(count)], axis=1)
+    away = np.abs(counts - np.outer(np.arange(1, 2 * PLACES + 1), weights))
+    assert away.max() <= 1 - 1 / (2 * count - 2) + 1e-6
+    assert chosen.block(1)[1].tolist() == counts[PLACES - 1].tolist()
+
+
+def test_each_source_is_read_as_a_run_on_it_alone_reads_it():
+    """In epochs of its own, each a permutation, whatever the cuts at which places are asked for."""
+    weights, sizes = [0.6, 0.3, 0.1], [50, 7, 400]
+    order = MixtureOrder(weights, sizes, seed=3)
+    whole = order.places(0, 2 * PLACES + 100)
+    cuts = [0, 1, 17, PLACES - 3, PLACES + 5, 2 * PLACES, 2 * PLACES + 100]
+    pieces = [MixtureOrder(weights, sizes, seed=3).places(*cut) for cut in itertools.pairwise(cuts)]
+    assert np.array_equal(np.concatenate(pieces), whole)
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    for source, size in enumerate(sizes):
+        own = whole[(whole >= edges[source]) & (whole < edges[source + 1])] - edges[source]
+        assert len(own) > size
+        for epoch in range(len(own) // size):
+            assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert not np.array_equal(whole, MixtureOrder(weights, sizes, seed=4).places(0, len(whole)))
+
+
+@pytest.mark.parametrize(("world", "micro", "accumulation"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
+@pytest.mark.parametrize("consumed", [0, 24])
+def test_the_processes_of_an_update_have_the_same_samples_together(world, micro, accumulation, consumed):
+    order, total = MixtureOrder([0.75, 0.25], [30, 11], seed=0), 80
+    ranks = [[*MicroBatches(order, total, consumed, micro, accumulation, world, rank)] for rank in range(world)]
+    updates = [
+        sorted(index for rank in ranks for batch in rank[at : at + accumulation] for index in batch)
+        for at in range(0, len(ranks[0]), accumulation)
+    ]
+    expected = order.places(consumed, total).reshape(-1, 8)
+    assert updates == [sorted(update) for update in expected.tolist()]
+
+
+def test_temperature_and_the_end_of_an_epoch():
+    assert shares([3.0, 1.0], [10, 10], 1.0) == pytest.approx([0.75, 0.25])
+    assert shares([None, None], [900, 100], 1.0) == pytest.approx([0.9, 0.1])
+    assert shares([None, None], [900, 100], 2.0) == pytest.approx([0.75, 0.25])
+    assert samples_of_a_pass([0.5, 0.5], [100, 300], "first_exhausted") == 200
+    assert samples_of_a_pass([0.5, 0.5], [100, 300], "all_exhausted") == 600
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["0.7", "a.jsonl", "b.jsonl", "0.3", "c.txt"], [(0.7, ["a.jsonl", "b.jsonl"]), (0.3, ["c.txt"])]),
+    (["2", "a.jsonl", "1", "c.txt"], [(2.0, ["a.jsonl"]), (1.0, ["c.txt"])]),
+    (["a.jsonl", "c.txt"], []),
+])  # fmt: skip
+def test_sources_as_they_are_written(words, expected):
+    assert recipe_of(train_file=words).mixture == expected
+
+
+@pytest.mark.parametrize(("flags", "named"), [
+    (["--train_file", "a.txt", "0.5", "b.txt"], "a.txt stands before any weight"),
+    (["--train_file", "0.5", "0.5", "b.txt"], "a weight has no file"),
+    (["--train_file", "0", "a.txt", "1", "b.txt"], "weight 0"),
+    (["--train_file", "1", "a.txt"], "one source"),
+    (["--train_file", "a.txt", "--stop_source", "all_exhausted"], "stop_source"),
+])  # fmt: skip
+def test_mistakes_are_named(flags, named):
+    assert named in refusal(parse_recipe, ClmRecipe, flags)
+
+
+def test_other_tasks_take_no_weights():
+    assert "only train/clm.py" in refusal(parse_recipe, ClsRecipe, ["--train_file", "1", "a.csv", "2", "b.csv"])
+
+
+def test_text_and_chats_are_mixed(tmp_path, llama, prepare_causal):
+    chats = [{"instruction": f"Say {n}.", "output": f"It is {n}."} for n in range(40)]
+    write_records(tmp_path / "chats.jsonl", chats)
+    (tmp_path / "notes.txt").write_text("\n".join(f"Line {n} of the notes." for n in range(60)))
+    words = (tmp_path / "notes.txt", "1", tmp_path / "chats.jsonl")
+    flags = ("--chat_template", "instruction", "--packing", "none", "--document_separator", "line")
+    data = prepare_causal(llama, "3", *flags, "--train_file", "3", *words, validation_split_percentage=10)
+    assert [len(each) for each in data.train.sets] == [54, 36]
+    assert {name: len(part) for name, part in data.held_out.items()} == {"notes": 6, "chats": 4}
+    assert len(data.validation) == 10
+    assert data.samples_per_epoch == 72  # the notes are through
+    texts = [data.tokenizer.decode(data.train[index]["input_ids"]) for index in data.order.places(0, 8).tolist()]
+    assert sum("Response" in text for text in texts) == 2
+    assert json.dumps(data.notes).count("75.0% of the samples") == 1

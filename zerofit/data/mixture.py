@@ -1,0 +1,138 @@
+"""A mixture of sources: each has a weight, which is the share of the samples that come from it.
+
+Which source a place of the run has is Tijdeman's answer to the chairman assignment problem (R. Tijdeman, Discrete
+Mathematics 32, 1980): at every place, of each source, the number of samples so far is less than one away from its
+weight times the places. Which sample of the source it is follows from (seed, source) as in a run on that source alone.
+So the order depends neither on the processes nor on the batch, and the position is one number, as ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zerofit.data.order import SampleOrder
+from zerofit.data.pack import DatasetStats, Sample, SampleSet
+
+PLACES = 1 << 14  # that are laid out at a time
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """A source of training samples.
+
+    Args:
+        name: for the log, and for its held-out loss.
+        weight: its share of the samples; all add up to 1.
+    """
+
+    name: str
+    weight: float
+
+
+class ChosenSources:
+    """Which source each place has, place after place.
+
+    Args:
+        weights: they add up to 1.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        self.weights = np.asarray(weights, dtype=np.float64)
+        count = len(weights)
+        self._least = 1 / (2 * count - 2) if count > 1 else 0.0
+        self._blocks: list[np.ndarray] = []
+        self._counts = [np.zeros(count, dtype=np.int64)]  # before each block
+
+    def block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the sources of the places of a block, how many samples each source has had before it)."""
+        while len(self._blocks) <= number:
+            chosen = self._choose(len(self._blocks) * PLACES, self._counts[-1])
+            self._blocks.append(chosen)
+            self._counts.append(self._counts[-1] + np.bincount(chosen, minlength=len(self.weights)))
+        return self._blocks[number], self._counts[number]
+
+    def _choose(self, start: int, counts: np.ndarray) -> np.ndarray:
+        """Of the sources that may come (they lack 1 / (2 k - 2) of a sample or more), the one that must come first."""
+        weights, owed = self.weights.tolist(), (self.weights * start - counts).tolist()
+        chosen, least, sources = np.empty(PLACES, dtype=np.int16), self._least, range(len(self.weights))
+        for place in range(PLACES):
+            first, soonest = 0, np.inf
+            for source in sources:
+                lacks = owed[source] = owed[source] + weights[source]
+                if lacks >= least - 1e-9:
+                    until = (1 - least - lacks) / weights[source]  # places until it would lack too much
+                    if until < soonest:
+                        first, soonest = source, until
+            owed[first] -= 1
+            chosen[place] = first
+        return chosen
+
+
+class MixtureOrder:
+    """The order of a training run on a mixture.
+
+    Args:
+        sizes: samples of each source; they are numbered one source after another.
+    """
+
+    def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int):
+        self.chosen, self.offsets = ChosenSources(weights), np.concatenate([[0], np.cumsum(sizes)])
+        seeds = [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(len(sizes))]
+        self.orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds)]
+
+    def places(self, start: int, stop: int) -> np.ndarray:
+        """The sample indices at places [start, stop) of the run."""
+        found = np.empty(stop - start, dtype=np.int64)
+        for number in range(start // PLACES, -(-stop // PLACES)):
+            sources, before = self.chosen.block(number)
+            first, last = max(start - number * PLACES, 0), min(stop - number * PLACES, PLACES)
+            place = number * PLACES + first - start
+            part = sources[first:last]
+            for source, order in enumerate(self.orders):
+                at = np.flatnonzero(part == source)
+                begin = int(before[source] + (sources[:first] == source).sum())
+                drawn = order.places(begin, begin + len(at))
+                found[place + at] = self.offsets[source] + drawn
+        return found
+
+
+class MixedSamples:
+    """The samples of all sources, one source after another."""
+
+    def __init__(self, sets: Sequence[SampleSet]):
+        self.sets = list(sets)
+        self.offsets = np.concatenate([[0], np.cumsum([len(each) for each in sets])])
+        lengths = [each.lengths for each in sets]
+        self.lengths = None if any(each is None for each in lengths) else np.concatenate(lengths)
+        self.sort_key = self.lengths
+        stats = [each.stats for each in sets]
+        trained = [each.trained for each in stats]
+        self.stats = DatasetStats(
+            documents=sum(each.documents for each in stats),
+            tokens=sum(each.tokens for each in stats),
+            samples=sum(each.samples for each in stats),
+            truncated=sum(each.truncated for each in stats),
+            trained=None if None in trained else sum(trained),
+        )
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        source = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        return self.sets[source][int(index - self.offsets[source])]
+
+
+def shares(weights: Sequence[float | None], sizes: Sequence[int], temperature: float) -> list[float]:
+    """The share of each source: its weight, or its number of samples, to the power of 1 / temperature."""
+    given = [size if weight is None else weight for weight, size in zip(weights, sizes)]
+    raised = np.asarray(given, dtype=np.float64) ** (1 / temperature)
+    return (raised / raised.sum()).tolist()
+
+
+def samples_of_a_pass(weights: Sequence[float], sizes: Sequence[int], stop: str) -> int:
+    """The samples after which the first source has been read in full (stop: first_exhausted), or all have been
+    (all_exhausted)."""
+    until = [size / weight for size, weight in zip(sizes, weights)]
+    return max(1, int(min(until)) if stop == "first_exhausted" else int(np.ceil(max(until))))
