@@ -266,28 +266,6 @@ def test_questions_about_a_text():
         columns.read({**record, "answers": {"text": []}})
 
 
-def test_parlais_text(tmp_path):
-    """Exchanges of an episode are one conversation; each label is a reply to all that was said before it."""
-    lines = [
-        "text:your persona: I ski.\\nHi.\tlabels:Hello.|Hey.\tlabel_candidates:a|b\tepisode_done:False",
-        "id:x\ttext:How are you?\tlabels:Well__PIPE__fine.\tepisode_done:True",
-        "",
-        "text:Bye.\teval_labels:See you.\tepisode_done:True",
-    ]
-    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n")
-    table = read_conversation_files([tmp_path / "a.txt"])
-    columns = find_columns(PairColumns(), table)
-    assert [pair for record in table for pair in columns.read(record)] == [
-        Pair(["your persona: I ski.\nHi."], "Hello."),
-        Pair(["your persona: I ski.\nHi.", "Hello.", "How are you?"], "Well|fine."),
-        Pair(["Bye."], "See you."),
-    ]
-    (tmp_path / "a.txt").write_text("\n".join([*lines, "text:no answer"]))
-    assert "a.txt, line 5: a line of ParlAI's text has" in refusal(read_conversation_files, [tmp_path / "a.txt"])
-    (tmp_path / "plain.txt").write_text("text of no form\n")
-    assert read_conversation_files([tmp_path / "plain.txt"]) is None
-
-
 def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache, prepare):
     rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
     recipe = Seq2SeqRecipe(train_file=[str(write_records(tmp_path / "a.jsonl", rows))], cache_dir=cache)

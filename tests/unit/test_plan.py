@@ -167,20 +167,6 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
     assert completed[0] == completed[1]
 
 
-def test_every_nth_layer_is_put_together_from_two_traces(monkeypatch):
-    rows, every = Rows("clm", 48), 2
-    of = {which: tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=which) for which in (True, False)}
-    composed = EveryNth(of[True], of[False], every).steps(2)
-    full, none = (of[which].steps(2) for which in (True, False))
-    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
-    traced = tracer(gpt2(5), rows, dtype=torch.bfloat16, recomputed=every).steps(2)
-    assert completions(composed) == completions(traced)
-    most = [max(one.start + one.rise for one in steps) for steps in (full, composed, traced, none)]
-    assert most[0] < most[1] == most[2] < most[3]
-    operations = [sum(len(one.operations) for one in steps) for steps in (none, composed, traced, full)]
-    assert operations[0] < operations[1] == operations[2] < operations[3]
-
-
 def test_every_gradient_is_counted_once():
     config = gpt2()
     steps = tracer(config, Rows("clm", 48), dtype=torch.float32).steps(1)
