@@ -346,7 +346,7 @@ def test_an_adapter_by_itself_on_its_base_and_merged(model, adapter, generate, t
 def test_adapters_that_do_not_belong_here(model, adapter, generate):
     flags = ["--prompt", "a", "--max_new_tokens", 3]
     both = generate("--model", adapter, "--adapter", adapter, *flags, expect=2).err
-    assert "an adapter itself" in both
+    assert "is an adapter, and adapter" in both
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
     assert "--model BASE --adapter FOLDER" in generate("--model", adapter, *flags, expect=2).err
