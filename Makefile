@@ -9,7 +9,7 @@ ONE    := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-cls train-seq2seq compare test test-all test-real test-unit test-launch test-gpu lint \
-  format bench clean
+  format docs-check bench wheel lock audit sbom clean
 ifdef TORCH
 .PHONY: $(READY)
 endif
@@ -67,8 +67,34 @@ lint: $(READY)       ## check style and types
 format: $(READY)     ## put into style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
+docs-check: $(READY) ## check the documents: links, commands, options, changelog, licences
+	$(BIN)/python -m pytest tests/unit/test_tree.py tests/unit/test_commands.py tests/unit/test_options_page.py \
+	  tests/unit/test_trust.py $(ARGS)
+
 bench: $(READY)      ## measure the loop against a bare one and against the transformers Trainer
 	$(BIN)/python benchmarks/loop_speed.py $(ARGS)
+
+wheel: $(READY)      ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+# Programs about dependencies, each in an environment of its own.
+TOOL := $(BIN)/uv tool run --quiet --from
+
+$(BIN)/uv: | $(READY)
+	$(BIN)/python -m pip install --quiet uv==0.13.9
+
+lock: $(BIN)/uv      ## resolve the dependencies into constraints.txt; for newer ones: make lock ARGS=--upgrade
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --annotation-style line \
+	  --custom-compile-command "make lock" --extra trackers --extra dev --extra megatron --extra s3 \
+	  --output-file constraints.txt pyproject.toml $(ARGS)
+
+audit: $(BIN)/uv     ## ask PyPI for known vulnerabilities of the dependencies in constraints.txt
+	$(TOOL) pip-audit==2.10.1 pip-audit --disable-pip --require-hashes --requirement constraints.txt $(ARGS)
+
+sbom: $(BIN)/uv      ## write what constraints.txt holds to dist/zerofit.cdx.json, a CycloneDX SBOM
+	@mkdir -p dist
+	$(TOOL) cyclonedx-bom==7.5.0 cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+	  --output-file dist/zerofit.cdx.json constraints.txt
 
 clean:               ## remove caches and build leftovers (not .venv, not outputs/)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

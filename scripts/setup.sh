@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Create a virtual environment and install zerofit with pinned dependencies: setup.sh FOLDER
+# Create a virtual environment and install zerofit with the versions of constraints.txt: setup.sh FOLDER
+# Each file that pip takes has a hash that constraints.txt names, but for three: torch of another source than PyPI, which
+# has hashes of its own; the build tools of packages that come as source; and this clone.
 # torch comes with CUDA where the machine has an NVIDIA GPU, and without where it has none (a few GB less). To choose:
 #   TORCH=cpu                       no GPU, whatever the machine has
 #   TORCH=cuda                      with CUDA, for instance on a login node whose compute nodes have GPUs
@@ -11,7 +13,7 @@ venv=${1:?usage: setup.sh FOLDER}
 python=${PYTHON:-python3}
 chosen=$(cat "$venv/.torch" 2>/dev/null || true)
 choice=${TORCH:-$chosen}
-pinned=$(grep '^torch==' constraints.txt)
+pinned=$(grep -o '^torch==[^ ]*' constraints.txt)
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
   echo "zerofit needs Python 3.11 or newer, and $python is $("$python" --version 2>&1 || true)." \
@@ -43,7 +45,7 @@ install_torch() {
         esac
       fi
       ;;
-    cuda | NVIDIA*) ;;
+    cuda | NVIDIA*) words=(--require-hashes --no-deps --requirement "$venv/torch.txt") ;;
     AMD)
       echo "this machine has an AMD GPU, for which torch comes from an index of its own, one for each version of ROCm:" \
         "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started; or TORCH=cpu make setup" >&2
@@ -57,10 +59,13 @@ install_torch() {
   echo "$choice" >"$venv/.torch"
 }
 
+# torch and what its build with CUDA brings; and all else, which is the same with any build
+awk -v folder="$venv" '/^[^ ]/ { file = /^(torch|triton|nvidia-.*|cuda-.*)==/ ? "torch" : "others" }
+  { print > folder "/" file ".txt" }' constraints.txt
 has_the_torch || install_torch
 echo "installing the other dependencies ..."
-grep -v '^torch==' constraints.txt >"$venv/constraints.txt"  # torch is there, of the version that was chosen
-"${pip[@]}" --constraint "$venv/constraints.txt" --editable '.[trackers,dev,megatron]'
+"${pip[@]}" --require-hashes --no-deps --requirement "$venv/others.txt"
+"${pip[@]}" --no-deps --no-build-isolation --editable .
 if [ "$choice" != cpu ]; then
   "$venv/bin/python" - <<'PYTHON'
 import sys

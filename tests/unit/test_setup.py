@@ -1,6 +1,7 @@
 """scripts/setup.sh, driven by a Python that writes down what it is asked to do."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,7 +45,15 @@ def setup(tmp_path):
 
 
 def pinned() -> str:
-    return next(line for line in Path(ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    lines = Path(ROOT / "constraints.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch==")).removesuffix(" \\")
+
+
+def named(file: Path) -> set[str]:
+    """Names of the packages in a lock, of which each has a hash."""
+    entries = re.findall(r"^([\w.-]+)==.*\\\n    --hash=sha256:", file.read_text(), re.MULTILINE)
+    assert len(entries) == len(re.findall(r"^\w", file.read_text(), re.MULTILINE))
+    return set(entries)
 
 
 def test_an_old_python_is_told_of(setup):
@@ -60,24 +69,33 @@ def test_an_old_python_is_told_of(setup):
     ("torch", "gpus", "words"),
     [
         ("", "", "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"),
-        ("", "NVIDIA", "torch==2.13.0"),
+        ("", "NVIDIA", "--require-hashes --no-deps --requirement VENV/torch.txt"),
         ("cpu", "NVIDIA", "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"),
-        ("cuda", "", "torch==2.13.0"),
+        ("cuda", "", "--require-hashes --no-deps --requirement VENV/torch.txt"),
         ("torch --index-url https://example.org/rocm", "AMD", "torch --index-url https://example.org/rocm"),
     ],
 )
-def test_which_torch(setup, torch, gpus, words):
+def test_which_torch(setup, tmp_path, torch, gpus, words):
     code, said, installs = setup(torch, gpus)
     assert code == 0, said
-    assert installs[0] == words.replace("torch==2.13.0", pinned())
-    assert installs[-1].endswith(".[trackers,dev,megatron]")
+    assert installs[0] == words.replace("torch==2.13.0", pinned()).replace("VENV", str(tmp_path / "venv"))
+    assert installs[1] == f"--require-hashes --no-deps --requirement {tmp_path / 'venv' / 'others.txt'}"
+    assert installs[2:] == ["--no-deps --no-build-isolation --editable ."]
+
+
+def test_only_torch_and_cuda_depend_on_the_build(setup, tmp_path):
+    setup()
+    of_torch, others = (named(tmp_path / "venv" / file) for file in ("torch.txt", "others.txt"))
+    assert {"torch", "triton", "nvidia-nccl-cu13", "cuda-toolkit"} <= of_torch
+    assert {"accelerate", "deepspeed", "numpy", "setuptools", "sympy"} <= others
+    assert not [name for name in others if name.startswith(("torch", "nvidia", "cuda"))]
 
 
 def test_the_choice_holds_until_there_is_another(setup):
+    assert len(setup("cuda")[2]) == 3
+    assert len(setup()[2]) == 2
     assert len(setup("cuda")[2]) == 2
-    assert len(setup()[2]) == 1
-    assert len(setup("cuda")[2]) == 1
-    assert len(setup("cpu")[2]) == 2
+    assert len(setup("cpu")[2]) == 3
 
 
 def test_amd_is_told_what_to_do(setup):
