@@ -21,6 +21,7 @@ from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
 from zerofit.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from zerofit.record.run_folder import RunFolder
+from zerofit.training.generation import predict_texts, writing_settings
 from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
@@ -99,15 +100,14 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
     assert "holds a training run" in refusal(refuse_a_training_run, folder)
 
 
-TESTED = {  # the columns of test.tsv, a record of it, and what is submitted for the first class of the model
-    "cola": ("index\tsentence", "0\ta cat", "CoLA", "0"),
-    "mnli": ("index\tpromptID\tpairID\tsentence1_binary_parse\tsentence1\tsentence2", "0\t1\t2\t(a)\ta\tb", "MNLI-m",
-             "entailment"),
-    "mrpc": ("index\t#1 ID\t#2 ID\t#1 String\t#2 String", "0\t4\t5\ta\tb", "MRPC", "0"),
-    "qnli": ("index\tquestion\tsentence", "0\ta\tb", "QNLI", "entailment"),
-    "qqp": ("id\tquestion1\tquestion2", "0\ta\tb", "QQP", "0"),
-    "rte": ("index\tsentence1\tsentence2", "0\ta\tb", "RTE", "entailment"),
-    "sst2": ("index\tsentence", "0\ta", "SST-2", "0"),
+TESTED = {  # the columns of test.tsv, and a record of it
+    "cola": ("index\tsentence", "0\ta cat"),
+    "mnli": ("index\tpromptID\tpairID\tsentence1_binary_parse\tsentence1\tsentence2", "0\t1\t2\t(a)\ta\tb"),
+    "mrpc": ("index\t#1 ID\t#2 ID\t#1 String\t#2 String", "0\t4\t5\ta\tb"),
+    "qnli": ("index\tquestion\tsentence", "0\ta\tb"),
+    "qqp": ("id\tquestion1\tquestion2", "0\ta\tb"),
+    "rte": ("index\tsentence1\tsentence2", "0\ta\tb"),
+    "sst2": ("index\tsentence", "0\ta"),
     "stsb": ("index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
              "0\tg\tf\t1\t2\ts\tt\ta\tb"),
     "wnli": ("index\tsentence1\tsentence2", "0\ta\tb"),

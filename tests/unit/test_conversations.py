@@ -53,8 +53,8 @@ def test_columns_that_are_found(record, options, expected):
 @pytest.mark.parametrize(
     ("record", "options", "words"),
     [
-        ({"a": "x", "b": "y", "c": "z"}, {}, "name --dialogue_column, or --source_column and --target_column"),
-        ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences: two answers each"),
+        ({"a": "x", "b": "y", "c": "z"}, {}, "name --source_column and --target_column"),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences"),
         ({"a": TURNS, "b": "y"}, {"source_column": "a", "target_column": "b"}, "source_column = 'a' holds no text"),
     ],
 )

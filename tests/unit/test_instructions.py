@@ -138,7 +138,6 @@ def test_a_system_text():
         (
             CHAT,
             {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [1]}]},
-            "turn 2 of its messages",
         ),
         (RATED, {"messages": TURNS, "label": False}, r"its answer is a rejected one \(label: false\)"),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"turn 2 of its messages \(assistant"),
@@ -208,7 +207,7 @@ def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_pat
     ("flags", "words"),
     [
         (["--packing", "concatenate"], ["packing = concatenate", "--packing documents or none"]),
-        ([], ["has no chat template", "chatml, instruction, instruction-ja, llama-2-chat, none, or a .jinja file"]),
+        ([], ["no chat template", "chatml, instruction, instruction-ja, llama-2-chat, none, or a .jinja file"]),
     ],
 )
 def test_options_that_do_not_go_with_instructions(tmp_path, prepare, flags, words):
