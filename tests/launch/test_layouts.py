@@ -96,7 +96,7 @@ def test_partitions_within_a_machine_follow_a_checkpoint(go_on):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "2")])
+@pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "full")])
 def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, strategy, which):
     go_on("single", strategy, "--gradient_checkpointing", which)
 

@@ -148,7 +148,7 @@ def test_every_launcher_makes_the_same_run(text, cache, tmp_path):
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        ("--gradient_checkpointing 2", 1e-5),
+        ("--gradient_checkpointing", 1e-5),
         ("--precision bf16", 2e-2),
         ("--torch_compile --max_train_steps 2", 1e-4),
     ],

@@ -263,7 +263,7 @@ def test_the_schedule_is_megatrons(flags):
         ("--disable-bias-linear", "no biases"),
         ("--position-embedding-type alibi", "neither family has it"),
         ("--fp16 --bf16", "keep one of the two"),
-        ("--load elsewhere", "--model_name_or_path FOLDER"),
+        ("--load elsewhere", "set --model_name_or_path"),
         ("--optimizer sgd", "AdamW is the only optimizer"),
         ("--num-layers two", "an integer was expected"),
     ],

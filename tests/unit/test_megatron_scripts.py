@@ -119,7 +119,7 @@ def test_a_script_that_starts_nothing_asks_for_what_it_misses():
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("python pretrain_gpt.py \\\n  --lr 1\n--fp16", "--fp16 is a command of its own (line 3)"),
+        ("python pretrain_gpt.py \\\n  --lr 1\n--fp16", "line 3: --fp16 is a command"),
         ("< A=1\n> A=2\npython pretrain_gpt.py \\\n> --fp16", "line 1: < or > at its beginning is a mark of a diff"),
         ("python pretrain_gpt.py --data-path <DATA> --fp16", "line 1: --data-path <DATA> is to be filled in"),
     ],

@@ -160,11 +160,7 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
     for what in ("flops", "bytes"):
         of_both = [sum(getattr(each, what) for one in steps for each in one.operations) for steps in (composed, every)]
         assert of_both[0] == of_both[1] > 0
-    completed = [
-        [(one.completed, one.place, one.start, one.rise, one.gradient) for one in steps if one.completed]
-        for steps in (composed, every)
-    ]
-    assert completed[0] == completed[1]
+    assert completions(composed) == completions(every)
 
 
 def test_every_gradient_is_counted_once():

@@ -559,37 +559,6 @@ def test_what_is_not_joined(data, tokenizers, small, tmp_path, made, capsys):
     assert "uint16 and" in refused(capsys, "merge", "--input", without_end, data("megatron/first_document"), *output)
 
 
-def edit(path: Path, place: int, kind: type, number: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(np.array([number], kind).tobytes())
-
-
-def test_info_on_damaged_corpora(small, tmp_path, capsys):
-    source = write_lines(tmp_path / "a.jsonl", ["one", "two and two", "three"])
-    made = prepared(tmp_path, source, small)
-    binary, index, card = (Path(f"{made}{ending}") for ending in (".bin", ".idx", ".json"))
-    whole = {path: path.read_bytes() for path in (binary, index, card)}
-    lengths = np.frombuffer(whole[index], np.int32, 3, 34)
-    damages = [
-        (lambda: edit(index, 34 + 12 + 8, np.int64, 2), "does not begin where the one before it ends"),
-        (lambda: edit(binary, 0, np.uint16, 60_000), "ids are below 300"),
-        (lambda: card.write_text(whole[card].decode().replace('"documents": 3', '"documents": 4')), "documents = 4"),
-        (
-            lambda: (edit(index, 34, np.int32, 0), edit(index, 38, np.int32, lengths[1] + lengths[0])),
-            "has the length 0",
-        ),
-    ]
-    for damage, said in damages:
-        damage()
-        assert prepare("info", "--input", made) == 2
-        shown = capsys.readouterr()
-        assert said in shown.out + shown.err, said
-        for path, held in whole.items():
-            path.write_bytes(held)
-    assert prepare("info", "--input", made) == 0
-
-
 def test_types_of_ids_are_megatrons():
     assert {code: kind.__name__ for code, kind in corpus_files.DTYPES.items()} == {
         kind.value: kind.name for kind in megatron().indexed.DType
