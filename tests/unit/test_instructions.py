@@ -138,6 +138,7 @@ def test_a_system_text():
         (
             CHAT,
             {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [1]}]},
+            "turn 2 of its messages",
         ),
         (RATED, {"messages": TURNS, "label": False}, r"its answer is a rejected one \(label: false\)"),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"turn 2 of its messages \(assistant"),
