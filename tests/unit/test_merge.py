@@ -370,11 +370,11 @@ NAN = float("nan")
         (config(task_type="TOKEN_CLS"), ["TOKEN_CLS", "SEQ_CLS"]),
         (config(base_model_name_or_path=None), ["names no base", "--base"]),
         (config(base_model_name_or_path="/no/such/folder"), ["/no/such/folder", "no such folder", "--base"]),
-        (config(base_model_name_or_path="no-such/model"), ["no-such/model", "from the hub", "--base"]),
+        (config(base_model_name_or_path="no-such/model"), ["no-such/model", "on the hub", "--base"]),
         (config(target_modules=["query_key_value"]), ["another base", "query_key_value"]),
         (config(target_modules=["q_proj", "v_proj"]), ["no place for model.layers.0.mlp.down_proj"]),
         (config(from_the_future=1), ["newer peft", "from_the_future"]),
-        (weights(lambda of: of.update({name: torch.empty(0) for name in list(of)[:3]})), ["3 of its 12", "ZeRO-3"]),
+        (weights(lambda of: of.update({name: torch.empty(0) for name in list(of)[:3]})), ["3 of its 12"]),
         (weights(dict.clear), ["no tensor"]),
         (weights(lambda of: [tensor.fill_(NAN) for tensor in of.values()]), ["diverged"]),
         (weights(lambda of: of.pop(first(of, "lora_A"))), ["no weights", "lora_A"]),
@@ -426,7 +426,6 @@ def test_a_head_that_nobody_has(tmp_path, tokenizer, capsys):
               metadata={"format": "pt"})  # fmt: skip
     message = refusal(case, capsys)
     assert "pooler.dense" in message
-    assert "modules_to_save" in message
 
 
 def test_a_quantised_base(build, capsys):

@@ -355,7 +355,7 @@ def test_the_report_ranks_and_says_what_does_not_fit(capsys):
     [
         (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
         (["--gpu_memory", "100MiB"], "CUDA context"),
-        (["--gpu", "cpu"], "Set --gpu_memory"),
+        (["--gpu", "cpu"], "set the memory of one process"),
         ([], "set --machine"),
         (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
         (["--gpu", "h100-80gb", "--num_gpus", "3", "--global_batch_size", "16"], "global_batch_size = 16"),
