@@ -57,7 +57,7 @@ PAIRS = (
     "--max_train_samples 400 --predict_with_generate false"
 ).split()
 LORA, AGAIN = ("--lora",), ("--gradient_checkpointing",)
-SELECTIVE, SECOND, THIRD = ((*AGAIN, which) for which in ("selective", "2", "3"))
+SELECTIVE = (*AGAIN, "selective")
 ON_HOST = ("--activation_offload",)
 GENERATES = tuple(
     (
@@ -243,17 +243,12 @@ SHARED = [  # two ranks share each layer, split each row, are stages, or gather 
     _make("GPT-NeoX, 3 of 320", "fsdp2", "bf16", 128, 1, (2, 9), LORA),
 ]
 RECOMPUTED = [  # the same with each way of recomputing, and others
-    *(
-        _make("Llama, 8 of 256", "ddp", "fp32", 64, 1, (2, 8), WHOLE, *way)
-        for way in ((), (AGAIN,), (SELECTIVE,), (SECOND,))
-    ),
+    *(_make("Llama, 8 of 256", "ddp", "fp32", 64, 1, (2, 8), WHOLE, *way) for way in ((), (AGAIN,), (SELECTIVE,))),
     _make("GPT-2 with dropout, 4 of 256", "zero2", "fp32", 64, 1, (2, 8), WHOLE, SELECTIVE),
     _make("GPT-2, 4 of 256", "zero3", "fp32", 64, 2, (2, 8), WHOLE, SELECTIVE),
     _make("Llama, 4 of 256", "fsdp2", "bf16", 64, 1, (2, 8), WHOLE, SELECTIVE),
     _make("GPT-2, 4 of 256", "tp", "fp32", 64, 1, (2, 8), WHOLE, SELECTIVE),
-    _make("Llama, 8 of 256", "pp", "fp32", 64, 2, (2, 8), WHOLE, SECOND),
     _make("DeBERTa, 3 of 192", "ddp", "fp32", 64, 1, (2, 8), SELECTIVE),
-    _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 8), SECOND),
     _make("T5, 3 + 3 of 256", "zero1", "fp32", 64, 1, (2, 8), SELECTIVE),
 ]
 OFFLOADED = [  # the inputs of recomputed layers wait on the host; the same without
@@ -268,7 +263,6 @@ OFFLOADED = [  # the inputs of recomputed layers wait on the host; the same with
             ("sp", "fp32", 1),
         )
     ),
-    _make("Llama, 8 of 256", "single", "fp32", 256, 1, (2, 8), WHOLE, SECOND, ON_HOST),
     _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN, ON_HOST),
     _make("DeBERTa, 3 of 192", "zero2", "fp32", 64, 1, (2, 12), AGAIN, ON_HOST),
 ]

@@ -272,7 +272,7 @@ def test_an_evaluation_counts_where_training_fits(capsys):
     ("flags", "words"),
     [
         (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
-        (["--gpu", "cpu"], "Set --gpu_memory"),
+        (["--gpu", "cpu"], "set the memory of one process"),
         (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
         (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
         ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),

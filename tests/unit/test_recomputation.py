@@ -91,12 +91,12 @@ def test_gradients_are_the_same_with_dropout_in_every_family():
         for autocast in (False, True):
             model.activation_checkpointing_disable()
             expected = gradients(model, autocast)
-            for which in (True, "selective", 2):
+            for which in (True, "selective"):
                 enable_recomputation(model, which)
                 for mine, theirs in zip(gradients(model, autocast), expected, strict=True):
                     assert torch.equal(mine, theirs), (name, which, autocast)
                 tried.add((name, which))
-    assert len(tried) == 6 * 3
+    assert len(tried) == 6 * 2
 
 
 def test_selective_recomputes_no_product_and_keeps_less(monkeypatch):
