@@ -38,12 +38,12 @@ def folder(tmp_path_factory):
 CASES = {
     "unknown key": (["--learnin_rate", "1"], ["--learnin_rate", "Did you mean learning_rate?"]),
     "a file without text": (["--train_file", "{folder}/blank.txt", "--document_separator", "line"], ["no text"]),
-    "block size": (["--block_size", "65"], ["block_size = 65 (--block_size)", "64 positions", "64 or less"]),
+    "block size": (["--block_size", "65"], ["block_size = 65 (--block_size)", "64 positions"]),
     "a split that holds out nothing": (
         ["--validation_split_percentage", "0.0001", "--document_separator", "file"],
         ["validation_split_percentage = 0.0001", "no sample"],
     ),
-    "vocabularies": (["--config_overrides", "vocab_size=100"], ["270 tokens", "vocab_size has 100 rows"]),
+    "vocabularies": (["--config_overrides", "vocab_size=100"], ["270 tokens", "vocab_size 100 rows"]),
     "a hub model without a network": (
         ["--config_name", "no_such_org/no_such_model"], ["config_name = 'no_such_org/no_such_model'", "no network"],
     ),

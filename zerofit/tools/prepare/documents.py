@@ -95,7 +95,7 @@ def _describe(path: Path) -> InputFile:
     if not size:
         raise UserError(f"input = {str(path)!r}: the file is empty")
     if not kind and not _begins_an_object(path):
-        raise UserError(f"input = {str(path)!r}: known are {', '.join(KINDS)}, each but .parquet also .gz")
+        raise UserError(f"input = {str(path)!r}: unknown file extension. Known are {', '.join(KINDS)}; also .gz")
     return InputFile(path, kind or "json", size)
 
 

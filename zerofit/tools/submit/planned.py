@@ -50,6 +50,6 @@ def _fastest(plan: PlanOptions) -> Prediction | None:
     """Of the strategies as they stand in their files; None: none fits."""
     planner, _, _, outcomes, _ = prepare(plan)
     possible = [one for one in outcomes if one.degrees == read_pair(one.strategy).degrees]
-    find = partial(planner.find, sizes=plan.sizes, max_batch_size=plan.max_batch_size)
+    find = partial(planner.find, sizes=plan.micro_batches, max_batch_size=plan.max_batch_size)
     find_all(planner.model, possible, find, lambda done, count: None)
     return min((one.best for one in possible if one.best), key=lambda one: one.rank, default=None)
