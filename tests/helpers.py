@@ -39,15 +39,6 @@ def tiny_model(family: str, attn_implementation: str = "sdpa", vocab_size: int =
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
 
 
-SMALL_BLENDERBOT = [
-    "--config_name", "blenderbot-400M-distill", "--config_overrides",
-    "d_model=96,encoder_layers=1,decoder_layers=1,encoder_attention_heads=4,decoder_attention_heads=4,"
-    "encoder_ffn_dim=128,decoder_ffn_dim=128,dropout=0",
-    "--per_device_train_batch_size", "16", "--learning_rate", "3e-3", "--num_warmup_steps", "20",
-    "--max_train_steps", "150", "--val_max_target_length", "16",
-]  # fmt: skip
-
-
 def tiny_deberta(folder: Path, num_labels: int) -> None:
     """A DeBERTa-v2 with relative attention and random weights, without dropout, and a tokenizer for its family."""
     from transformers import AutoConfig, AutoModelForSequenceClassification

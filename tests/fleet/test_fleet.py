@@ -2,17 +2,17 @@
 
 import signal
 
+import pytest
 from helpers import launch
 
 
 def test_a_run_outlives_what_happens_to_it(job, machines, tmp_path):
     """Only the launcher of its machine sees a rank end; both restart. A launcher too many is refused, and disturbs
-    nothing. A signal to one machine ends all, and the same command resumes. The losses are those of a run on one
-    machine."""
-    run = job("run", steps=60, flags=["--max_restarts", 2]).start_all()
+    nothing. A signal to one machine ends all. The losses are those of a run on one machine."""
+    run = job("run", steps=40, flags=["--max_restarts", 2]).start_all()
     run.reaches(12)
     run.machines[1].ranks()[3].kill()
-    run.reaches(25)
+    run.reaches(20)
     assert "rank 3 was killed by SIGKILL" in run.said()
     assert "restart 1 of 2" in run.said()
 
@@ -27,18 +27,16 @@ def test_a_run_outlives_what_happens_to_it(job, machines, tmp_path):
     assert "machine 1 takes part in this run already, and gpu02 has the same number" in twin_log.read_text()
     assert "restart 2 of 2" not in run.said()
 
-    if run.last_update() < 60:
-        run.running[1].send_signal(signal.SIGTERM)
-        assert run.ends(120) == [85, 85], run.said()[-6000:]
-        assert run.last_update() < 60
-        run.start_all()
-    assert run.ends() == [0, 0], run.said()[-6000:]
+    run.running[1].send_signal(signal.SIGTERM)
+    codes, made = run.ends(120), run.last_update()
+    assert codes == [85 if made < 40 else 0] * 2, run.said()[-6000:]
 
     expected = launch(tmp_path / "whole", *run.options, strategy="ddp", processes=4)
-    assert run.losses() == {line["update"]: line["loss"] for line in expected if "loss" in line}
-    assert sorted(run.losses()) == list(range(1, 61))
+    assert run.losses() == {line["update"]: line["loss"] for line in expected if 1 <= line["update"] <= made}
+    assert sorted(run.losses()) == list(range(1, made + 1))
 
 
+@pytest.mark.long  # on one machine: launch/test_exits.py; how machines agree on a code: unit/test_machine_group.py
 def test_a_mistake_ends_all_machines_with_its_code_once(job):
     run = job("run", options=["--train_file", "none.txt"], flags=["--max_restarts", 3]).start_all()
     assert run.ends(120) == [2, 2]
@@ -47,7 +45,7 @@ def test_a_mistake_ends_all_machines_with_its_code_once(job):
 
 
 def test_a_wrong_address_is_a_message(job):
-    run = job("run", flags=["--rendezvous_minutes", 0.2])
+    run = job("run", flags=["--rendezvous_minutes", 0.1])
     run.start(1, main_process_ip="10.77.0.99")
     assert run.ends(90) == [2]
     assert "gpu01 has not reached machine 0 at 10.77.0.99:29501" in run.log(1).read_text()

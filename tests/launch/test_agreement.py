@@ -19,13 +19,7 @@ from folders import tools_in_this_process
 from helpers import ROOT, completed, launch, load_texts, metrics, tiny_deberta, tiny_t5, updates, write_records
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BlenderbotTokenizer,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BlenderbotTokenizer
 
 from zerofit.cli import main as zerofit
 from zerofit.data.tables import hold_out
@@ -392,20 +386,14 @@ def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
 
 
 LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
-    ("zero2", [(8, "zero3_offload", 1)]),
     ("zero2", [(8, "single", 1), (16, "zero3_offload", 2)]),
-    ("zero2", [(8, "zero3", 2), (16, "ddp", 2)]),
-    ("zero2", [(8, "sp", 2), (16, "single", 1)]),
     ("zero2", [(8, "single", 1), (16, "sp", 2)]),
-    ("tp", [(8, "single", 1), (16, "zero2", 2)]),
     ("zero2", [(8, "tp", 2), (16, "sp", 2)]),
     ("tp_zero3 x dp", [(8, "tp_zero2", 2), (16, "zero3", 2)]),
     ("pp", [(8, "zero2", 2), (16, "single", 1)]),
-    ("zero2", [(8, "single", 1), (16, "pp", 2)]),
     ("3d", [(8, "zero3", 2), (16, "pp", 2)]),
     ("zero2", [(8, "3d", 4), (16, "tp", 2)]),
     ("fsdp2", [(8, "single", 1), (16, "zero2", 2)]),
-    ("zero2", [(8, "single", 1), (16, "fsdp2", 2)]),
     ("hsdp", [(8, "single", 1), (16, "zero2", 2)]),
 )
 LEGS = [("tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
@@ -460,20 +448,6 @@ def test_evaluation_alone_gives_the_figures_of_the_run(run, tmp_path, case, layo
     figures = {name: value for name, value in lines[-1].items() if name.startswith("eval_")}
     assert figures
     assert {name: line[name] for name in figures} == pytest.approx(figures, rel=1e-6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_predictions_without_targets_are_those_of_the_run(run, tmp_path, layout):
-    _, output = run("blenderbot", REFERENCE)
-    expected = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"source": row["source"]}) + "\n" for row in expected))
-    strategy, processes, _ = LAYOUTS[layout]
-    flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--predict_file", asked)
-    completed(tmp_path / "answers", *flags, strategy=strategy, processes=processes, task="seq2seq")
-    found = [json.loads(line) for line in (tmp_path / "answers" / "predictions.jsonl").read_text().splitlines()]
-    assert found == [{name: row[name] for name in ("source", "prediction")} for row in expected]
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from zerofit.cli import main as zerofit
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")
+pytestmark = pytest.mark.long  # in parts: unit/test_convert.py and unit/test_prepare.py
 
 CONTINUAL = [
     "--split", "90,10,0", "--block_size", "128", "--reset_position_ids", "true", "--reset_attention_mask", "true",
@@ -48,7 +49,6 @@ def test_the_converted_model_is_the_one_that_it_was(chain, llama):
     assert (ours - theirs).abs().max() < 1e-5
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "processes", "then"), [("ddp", 2, "single"), ("zero3", 2, "single"), ("zero2", 1, "zero3")]
 )
@@ -82,14 +82,3 @@ def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path, strategy
     do("convert", "meta-to-hf", "--input", tmp_path / "meta", "--output", tmp_path / "hf")
     weights = [(folder / "model.safetensors").read_bytes() for folder in (output / "model", tmp_path / "hf")]
     assert weights[0] == weights[1]
-
-
-@pytest.mark.long
-def test_a_corpus_is_evaluated_without_training(chain, tmp_path):
-    model, corpus = chain
-    flags = ["--data_path", corpus, *CONTINUAL]
-    whole = launch(tmp_path / "run", "--model_name_or_path", model, *flags, strategy="single", processes=1)
-    flags += ["--model_name_or_path", tmp_path / "run", "--evaluate_only"]
-    for strategy, processes in (("single", 1), ("zero3", 2)):
-        (line,) = launch(tmp_path / strategy, *flags, strategy=strategy, processes=processes)
-        assert line["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""`zerofit compare`, for real: it is interrupted in every way and resumes, over all three tasks."""
+"""`zerofit compare`, for real: it is interrupted in every way and resumes."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from helpers import ROOT, SMALL_BLENDERBOT, environment
+from helpers import ROOT, environment
 
 from zerofit.tools.compare.finish import read_finished
 from zerofit.tools.launches import MARK
@@ -138,69 +138,6 @@ def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
     assert journal(output, "size") == sizes, "nothing is repeated"
     assert "holds the same batch" not in said
     assert "ddp holds the largest batch, 2 per process" in said
-
-
-@pytest.mark.long
-def test_examples_with_an_adapter_beside_the_whole_model(material, tmp_path, cache):
-    output = tmp_path / "comparison"
-    code, said = run(
-        None, output, "--task", "cls", "--strategies", "zero2,zero2:lora=true", "--batch_sizes", "4",
-        "--memory_limit", "1GiB", "--model_type", "bert", "--config_overrides",
-        "num_hidden_layers=2,hidden_size=256,num_attention_heads=2,intermediate_size=512",
-        "--train_tokenizer_vocab_size", "2000", "--train_file", str(material / "glue/MRPC/train.tsv"),
-        "--task_name", "mrpc", "--max_length", "96", "--cache_dir", cache,
-    )  # fmt: skip
-    assert code == 0, said
-    whole, adapter = journal(output, "size")
-    assert adapter["held"][0]["optimizer"] < 0.2 * whole["held"][0]["optimizer"]
-    about = journal(output, "ready")[0]["about"]
-    assert about["longest"] == {"input_ids": 96}
-    assert about["mean_sample"] < 96
-    assert whole["tokens_per_s"] == pytest.approx(96 * whole["samples_per_s"])
-    rows = [line.split()[:2] for line in said.splitlines() if line.startswith("  zero2")]
-    assert rows[:2] == [["zero2", "4"], ["zero2:lora=true", "4"]]
-
-
-@pytest.mark.long
-def test_pairs_are_generated_from_too(material, tmp_path, cache):
-    output = tmp_path / "comparison"
-    code, said = run(
-        None, output, "--task", "seq2seq", "--strategies", "zero3", "--batch_sizes", "2", "--memory_limit", "2GiB",
-        "--train_file", str(material / "dialogue/talks.json"), "--max_train_samples", "300",
-        "--max_source_length", "40", "--max_target_length", "24", "--cache_dir", cache, "--tokenizer_name",
-        str(material / "tokenizers" / "blenderbot"), *SMALL_BLENDERBOT[:4],
-        "--val_max_target_length", "16", "--per_device_eval_batch_size", "64",
-    )  # fmt: skip
-    assert code == 0, said
-    (found,) = journal(output, "size")
-    assert found["outcome"] == "fits"
-    assert found["tokens_per_s"] == pytest.approx((40 + 24) * found["samples_per_s"])
-    for trained, evaluated in zip(found["ranks"], found["with_evaluation"]):
-        assert evaluated["reserved"] > trained["reserved"], "64 rows of the greatest length against 2"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategies", ["ddp", "ddp,zero2"])
-def test_a_limit_below_what_a_process_needs_is_told_after_one_launch(recipe, tmp_path, strategies):
-    code, said = run(recipe, tmp_path / "low", "--strategies", strategies, "--memory_limit", "100MiB")
-    assert code == 2
-    assert "memory_limit: 100 MiB, of which an empty process takes" in said
-    assert len(journal(tmp_path / "low", "launch")) == len(strategies.split(",")), "one for each strategy"
-
-
-def test_mistakes_cost_no_launch(recipe, tmp_path):
-    """Neither one of the recipe, as far as it shows on the disk, nor one of the comparison."""
-    code, said = run(
-        recipe, tmp_path / "no-data", "--strategies", "ddp", "--memory_limit", "1GiB", "--train_file", "nowhere.txt"
-    )
-    assert code == 2
-    assert said == "error: train_file = 'nowhere.txt': there is no such file\n"
-    assert not (tmp_path / "no-data").exists()
-    code, said = run(recipe, tmp_path / "unknown", "--strategies", "zero7")
-    assert code == 2
-    assert "Did you mean zero" in said
-    assert "There are 3d, ddp, " in said
-    assert not (tmp_path / "unknown").exists()
 
 
 @pytest.mark.long

@@ -141,24 +141,3 @@ def test_ranks_that_route_differently_do_not_wait_for_each_other(cache, tmp_path
     assert max(line["expert_load_max"] for line in curves[0]) > 3.5  # of at most 8 / 2
     assert min(line["expert_load_min"] for line in curves[0]) == 0
     assert "aux_loss" not in curves[0][0]
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_an_adapter_on_experts_needs_them_in_full(run, start, tmp_path, strategy):
-    run("packed", "single")
-    done = start("lora on experts", strategy, 2, tmp_path / "run")
-    assert done.returncode == 2
-    assert "lora_target_modules = gate_up_proj down_proj:" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(("strategy", "words"), [
-    ("tp", "tensor parallelism does not support mixtral"), ("pp", "a mixtral has no pipeline"),
-    ("sp", "is not supported for a mixtral"), ("3d", "a mixtral has no pipeline"),
-])  # fmt: skip
-def test_what_cannot_split_a_mixture_says_so(start, tmp_path, strategy, words):
-    done = start("packed", strategy, 4 if strategy == "3d" else 2, tmp_path / "run")
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Use a pair without it, such as zero3" in done.stderr
-    assert "Traceback" not in done.stderr

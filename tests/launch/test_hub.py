@@ -100,14 +100,15 @@ def test_an_outage_is_said_once_and_the_next_push_has_everything(hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [pytest.param((), id="model", marks=pytest.mark.long), pytest.param(("--lora", "true"), id="adapter")]
+    ("strategy", "flags"),
+    [pytest.param("zero3", (), id="model", marks=pytest.mark.long), pytest.param("ddp", ["--lora"], id="adapter")],
 )
-def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, flags):
+def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, strategy, flags):
     run = tmp_path / "run"
     launch(
         run, "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--max_train_steps", 4,
-        "--save_steps", 2, "--push_to_hub", "somebody/model", "--hub_strategy", "every_save", *flags, strategy="zero3",
-        processes=2, launcher=True,
+        "--save_steps", 2, "--push_to_hub", "somebody/model", "--hub_strategy", "every_save", *flags,
+        strategy=strategy, processes=2, launcher=True,
     )  # fmt: skip
     files = {
         str(file.relative_to(run / "model")): file.read_bytes()

@@ -6,6 +6,7 @@ FSDP2 is torch's own sharding.
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ LAYOUTS = {  # micro-batch, processes, machines; two micro-batches an update
     "single": (4, 1, 1), "sp": (4, 2, 1), "zero3_hpz": (1, 4, 2), "fsdp2": (2, 2, 1),
     "hsdp": (1, 4, 2),
 }  # fmt: skip
+HSDP = pytest.param("hsdp", marks=pytest.mark.long)
 GROUPS = {"sp": 2, "zero3_hpz": 2, "fsdp2": 1, "hsdp": 3}  # that a rank makes at least
 
 
@@ -41,12 +43,16 @@ def start(cache):
 
 
 @pytest.fixture(scope="module")
-def runs(start, tmp_path_factory):
-    """{strategy: output folder}."""
+def run(start, tmp_path_factory):
+    """run(strategy) -> output folder; each is launched once."""
     folder = tmp_path_factory.mktemp("layouts")
-    for strategy in LAYOUTS:
-        start(strategy, folder / strategy)
-    return {strategy: folder / strategy for strategy in LAYOUTS}
+
+    def once(strategy: str) -> Path:
+        if not (folder / strategy).exists():
+            start(strategy, folder / strategy)
+        return folder / strategy
+
+    return once
 
 
 def check_alike(ours, theirs) -> None:
@@ -56,62 +62,63 @@ def check_alike(ours, theirs) -> None:
             assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-15), (name, line["update"])
 
 
-@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz", "fsdp2", "hsdp"])
-def test_it_trains_as_one_process_does(runs, strategy):
-    check_alike(metrics(runs[strategy]), metrics(runs["single"]))
+@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz", "fsdp2", HSDP])
+def test_it_trains_as_one_process_does(run, strategy):
+    check_alike(metrics(run(strategy)), metrics(run("single")))
 
 
-def test_a_partition_is_a_machine(runs):
-    effective = yaml.safe_load((runs["zero3_hpz"] / "strategy.yaml").read_text())
+def test_a_partition_is_a_machine(run):
+    effective = yaml.safe_load((run("zero3_hpz") / "strategy.yaml").read_text())
     assert effective["num_machines"] == 2
     assert effective["deepspeed"]["zero_optimization"]["zero_hpz_partition_size"] == 2
 
 
+@pytest.fixture
+def go_on(run, start, tmp_path):
+    """go_on(origin, strategy, more options) -> the folder of a run that was killed after update 2, and goes on."""
+
+    def gone_on(origin, strategy, *more):
+        output = tmp_path / "run"
+        shutil.copytree(run(origin), output, symlinks=True)
+        shutil.rmtree(output / "checkpoints" / "update_00000004")
+        shutil.rmtree(output / "model")
+        start(strategy, output, *more)
+        check_alike(metrics(output), metrics(run("single")))
+        return output
+
+    return gone_on
+
+
 @pytest.mark.long
-def test_partitions_within_a_machine_follow_a_checkpoint(runs, start, tmp_path):
+def test_partitions_within_a_machine_follow_a_checkpoint(go_on):
     """They are copies of the weights that were there before it was read."""
-    output = tmp_path / "run"
-    shutil.copytree(runs["zero3_hpz"], output, symlinks=True)
-    shutil.rmtree(output / "checkpoints" / "update_00000004")
-    shutil.rmtree(output / "model")  # as if it had been killed before
-    start("zero3_hpz", output)
-    check_alike(metrics(output), metrics(runs["single"]))
+    go_on("zero3_hpz", "zero3_hpz")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "full")])
-def test_a_run_goes_on_in_another_layout_with_recomputed_activations(runs, start, tmp_path, strategy, which):
-    output = tmp_path / "run"
-    shutil.copytree(runs["single"], output, symlinks=True)
-    shutil.rmtree(output / "checkpoints" / "update_00000004")
-    shutil.rmtree(output / "model")
-    start(strategy, output, "--gradient_checkpointing", which)
-    check_alike(metrics(output), metrics(runs["single"]))
+def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, strategy, which):
+    go_on("single", strategy, "--gradient_checkpointing", which)
 
 
-def test_gradients_that_are_reduced_once_an_update(runs, cache, tmp_path):
+def test_gradients_that_are_reduced_once_an_update(run, cache, tmp_path):
     pair = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
     pair["fsdp_config"]["fsdp_sync_each_batch"] = False
     (tmp_path / "once.yaml").write_text(yaml.safe_dump(pair))
     flags = ["--per_device_train_batch_size", "2", "--cache_dir", cache]
     lines = launch(tmp_path / "run", *RUN, *flags, strategy=str(tmp_path / "once.yaml"), processes=2)
-    check_alike(lines, metrics(runs["single"]))
+    check_alike(lines, metrics(run("single")))
     made = yaml.safe_load((tmp_path / "run" / "strategy.yaml").read_text())
     assert made["fsdp"]["sync_each_batch"] is False
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
-def test_a_rank_holds_half_of_the_rows_and_goes_on_where_one_process_has_left(runs, start, tmp_path, strategy):
-    ours, theirs = (json.loads((runs[each] / "environment.json").read_text())["bytes_held_by_rank_0"]
+@pytest.mark.parametrize("strategy", ["fsdp2", HSDP])
+def test_a_rank_holds_half_of_the_rows_and_goes_on_where_one_process_has_left(run, go_on, strategy):
+    ours, theirs = (json.loads((run(each) / "environment.json").read_text())["bytes_held_by_rank_0"]
                     for each in (strategy, "single"))  # fmt: skip
     assert ours == pytest.approx({name: size / 2 for name, size in theirs.items()}, rel=0.01)
-    output = tmp_path / "run"
-    shutil.copytree(runs["single"], output, symlinks=True)
-    shutil.rmtree(output / "checkpoints" / "update_00000004")
-    shutil.rmtree(output / "model")
-    start(strategy, output)
-    check_alike(metrics(output), metrics(runs["single"]))
-    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (output, runs["single"]))
+    output = go_on("single", strategy)
+    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (output, run("single")))
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], weight, rtol=1e-3, atol=2e-5) for name, weight in theirs.items())
 

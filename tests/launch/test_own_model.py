@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from folders import small_tokenizer, tools_in_this_process, write_ported_model
+from folders import small_tokenizer, write_ported_model
 from helpers import ROOT, launch, launched, updates
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from zerofit.cli import main as zerofit
 
 pytestmark = pytest.mark.long
 FOLDER = ROOT / "docs" / "own-model"
@@ -53,16 +51,6 @@ def test_its_figures_are_those_of_one_process(trained, tokenizer, tmp_path):
     lines = launch(tmp_path / "run", *model, *DATA, "--max_train_steps", "12", strategy="single", processes=1)
     for ours, theirs in zip(updates(lines), updates(trained[1]), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-
-
-@pytest.mark.long
-def test_an_adapter_of_it_is_merged(trained, tmp_path):
-    flags = ["--model_name_or_path", trained[0] / "model", *DATA, "--max_train_steps", "2", "--lora"]
-    launch(tmp_path / "run", *flags, "--lora_target_modules", "qkv", "up")
-    merged = ["--adapter", tmp_path / "run" / "model", "--output", tmp_path / "merged", "--trust_remote_code"]
-    with tools_in_this_process():
-        assert zerofit(["merge", *map(str, merged)]) == 0
-    AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
 
 
 def test_its_code_does_not_run_unasked(tokenizer, tmp_path):

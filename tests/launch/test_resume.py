@@ -169,28 +169,6 @@ def test_dropout_goes_on_as_it_was(legs):
     assert legs.clock.samples[3:4] == legs.signal.samples[3:4]
 
 
-@pytest.mark.long  # with a device's memory: tests/device
-def test_a_rank_without_memory_says_what_held_it_and_what_would_help(endless, tmp_path):
-    # Freed tensors go back to the system, so that each update has to ask for them again.
-    run = Run(tmp_path, *endless, strategy="ddp", processes=2, MALLOC_MMAP_THRESHOLD_="65536")
-    run.wait_for_updates(5)
-    rank, held = run.rank(1), []
-    for _ in range(50):
-        held.append(int(Path(f"/proc/{rank.pid}/status").read_text().split("VmData:")[1].split()[0]) * 1024)
-        time.sleep(0.01)
-    room = min(held) + 2**19
-    rank.rlimit(psutil.RLIMIT_DATA, (room, room))
-    said = run.said()
-    assert "out of memory: rank 1 of 2, " in said
-    assert "exitcode  : 87" in said
-    report = said.partition("held by this rank")[2].partition("torch/distributed/elastic")[0]  # it repeats it
-    table, remedies = report.split("what would help, by what it saves:")
-    assert "optimizer state" in table
-    assert "--gradient_checkpointing" in remedies
-    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in remedies
-    assert "[rank1]: Traceback" not in said
-
-
 @pytest.fixture(scope="module")
 def poisoned(llama, tmp_path_factory) -> list:
     """A model in which one word is too large for a sum, texts of which one has it, and the options to train on it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import BIN, ROOT, completed, environment, launch, metrics, tiny_deberta, tiny_t5, updates
+from helpers import BIN, ROOT, completed, environment, launch, metrics, tiny_deberta, updates
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
     AutoConfig,
@@ -148,24 +148,6 @@ def alike(ours: list[dict], theirs: list[dict]) -> bool:
     return texts[0] == texts[1] and numbers[0] == pytest.approx(numbers[1], abs=1e-6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "flags", [["--length_grouping", "none"], ["--length_grouping", "update", "--pad_to_max_length"]]
-)
-def test_how_rows_are_padded_changes_no_loss(sst2, trained, flags):
-    """`update` only deals an update's own samples to its micro-batches: the curve is that of no grouping at all."""
-    reference = updates(trained[0])[:12]
-    lines = updates(sst2("_".join(flags), 12, *flags, "--save_best", "false")[0])
-    for name in ("loss", "grad_norm", "tokens"):
-        ours, expected = ([line[name] for line in each] for each in (lines, reference))
-        assert len(ours) == 12
-        assert ours == pytest.approx(expected, rel=1e-5)
-    padding = [sum(line["padding"] for line in each) / 12 for each in (lines, reference)]
-    assert padding[1] < 0.8 * padding[0]
-    if "--pad_to_max_length" in flags:
-        assert padding[0] > 0.5
-
-
 # ------------------------------------------------------------------------------------- other data, other families
 
 
@@ -219,23 +201,6 @@ def test_a_llama_learns_a_number(llama, cache, tmp_path, strategy, processes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_t5_is_trained_in_bf16_where_fp16_was_asked_for(material, cache, tmp_path, strategy):
-    tiny_t5(tmp_path / "t5", material / "tokenizers" / "blenderbot")
-    rows = [{"document": f"a long text number {i} about a cat", "summary": f"cat {i}"} for i in range(40)]
-    (tmp_path / "news.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = completed(
-        tmp_path / "run", "--model_name_or_path", tmp_path / "t5", "--train_file", tmp_path / "news.jsonl",
-        "--source_prefix", "summarize: ", "--precision", "fp16", "--max_train_steps", "4", "--cache_dir", cache,
-        "--val_max_target_length", "4", strategy=strategy, processes=1, task="seq2seq",
-    )  # fmt: skip
-    assert "bf16 in place of fp16, in which a t5" in done.stdout
-    assert all(math.isfinite(line["loss"]) for line in updates(metrics(tmp_path / "run")))
-    assert "precision: bf16" in (tmp_path / "run" / "strategy.yaml").read_text()
-    assert predictions(tmp_path / "run")[0]["source"].startswith("summarize: a long text number")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("task", ["cls", "seq2seq"])
 def test_rows_of_many_lengths_are_compiled_a_few_times(material, cache, tmp_path, task):
     """The log says how often; losses are those of the model that is not compiled."""
@@ -277,15 +242,7 @@ def run_published(command: str, folder: Path, *launcher: str) -> None:
     """The command as it was published; names resolve to folders under `folder`, as the hub cannot be reached."""
     words = shlex.split(command)
     assert words[:2] == ["accelerate", "launch"]
-    words = [
-        str(BIN / "accelerate"),
-        "launch",
-        "--main_process_port",
-        "0",
-        *launcher,
-        str(ROOT / words[2]),
-        *words[3:],
-    ]
+    words = [str(BIN / "accelerate"), "launch", "--main_process_port", "0", *launcher, ROOT / words[2], *words[3:]]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=400, env=environment())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 

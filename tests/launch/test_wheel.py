@@ -39,12 +39,6 @@ def test_a_recipe_by_its_name(run):
     assert "zerofit/recipes/clm/stdlib-gpt2.yaml" in shown
 
 
-def test_another_strategy(run):
-    shown = run("launch", "stdlib-packages", "--dry_run", "--strategy", "zero3", "--num_processes", "2")
-    assert "site/zerofit/accelerate_configs/zero3.yaml" in shown
-    assert "train/cls.py" in shown
-
-
 def test_what_fits_and_whether_it_can_run(run):
     shape = ["--task", "clm", "--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "x", "--gpu",
              "t4-16gb"]  # fmt: skip

@@ -110,14 +110,10 @@ def test_what_the_run_has_recorded_counts(port):
     ("codes", "code"),
     [
         ([0, 0], 0),
-        ([85, 85], 85),
         ([143, 85], 85),
         ([143, 1], 1),
         ([137, 2], 2),
-        ([87, 1], 87),
-        ([0, 137], 137),
         ([85, 137], 137),
-        ([143, 143], 143),
     ],
 )
 def test_the_code_of_a_run(codes, code):

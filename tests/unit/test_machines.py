@@ -14,7 +14,7 @@ from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.recipe import ClmRecipe
-from zerofit.recipe.files import appears, is_shared, is_there, put_in_place
+from zerofit.recipe.files import appears, is_shared, is_there
 from zerofit.strategy import machines
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.machines import check_same
@@ -141,17 +141,6 @@ def test_file_systems_that_machines_share(monkeypatch, tmp_path, kind, shared):
     disks = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: disks)
     assert is_shared(tmp_path / "cache") is shared
-
-
-def test_a_folder_that_another_machine_has_made_first_stays(tmp_path):
-    for name in ("mine.partial", "index"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    put_in_place(tmp_path / "mine.partial", tmp_path / "index")
-    assert (tmp_path / "index" / "file").read_text() == "index"
-    assert not (tmp_path / "mine.partial").exists()
-    with pytest.raises(OSError, match="No such file"):
-        put_in_place(tmp_path / "mine.partial", tmp_path / "other")
 
 
 def test_collectives_wait_longer_than_the_watchdog_is_patient():

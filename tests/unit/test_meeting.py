@@ -14,10 +14,8 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.utils.store import barrier
 
-from zerofit.recipe.errors import UserError
 from zerofit.strategy import meeting as meetings
-from zerofit.strategy.meeting import Ended, Meeting, digest_of_code, open_store, reach, serve_store
-from zerofit.strategy.processes import store_of_one_process
+from zerofit.strategy.meeting import Ended, Meeting, open_store, serve_store
 from zerofit.training import rank_meeting
 from zerofit.training.rank_meeting import RankMeeting
 
@@ -112,15 +110,6 @@ def test_a_number_that_is_given_twice_ends_all(members):
         assert "--machine_rank" in end.report()
 
 
-def test_the_code_of_a_machine(tmp_path):
-    (tmp_path / "a.py").write_text("1")
-    before = digest_of_code(tmp_path)
-    (tmp_path / "note.txt").write_text("")
-    assert digest_of_code(tmp_path) == before
-    (tmp_path / "a.py").write_text("2")
-    assert digest_of_code(tmp_path) != before
-
-
 # -------------------------------------------------------------------------------------------------------------- stores
 
 
@@ -133,25 +122,6 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
     again.set("a", "1")
     assert store.get("a") == b"1"
     assert "--main_process_port" in refusal(serve_store, store.port, everywhere=False)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_store_of_a_process_that_nobody_has_launched(monkeypatch):
-    for name, value in (("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-        monkeypatch.setenv(name, value)
-    store = store_of_one_process()
-    assert f"0100007F:{store.port:04X}" in Path("/proc/net/tcp").read_text()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert store_of_one_process() is None, "the launcher has it"
-
-
-def test_an_address_where_no_machine_is():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(UserError, match="--main_process_ip") as raised:
-        reach("127.0.0.1", port, 0.2)
-    assert f"127.0.0.1:{port}" in raised.value.report()
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import yaml
-from helpers import refusal
 from transformers import GPT2Config, LlamaConfig
 
 from zerofit.cli import main as zerofit
@@ -143,13 +142,6 @@ def test_no_flag_is_lost():
     assert "(--seed" in found, "Megatron's defaults count where ours are others"
 
 
-def test_what_is_not_filled_in_is_asked_for_by_name():
-    problems = converted(GPT, {"MORE": ""}).flags.problems
-    assert len(set(problems)) == 2
-    assert "$VOCAB_FILE (line 2: <Specify path to file>/gpt2-vocab.json is to be filled in)" in problems[0]
-    assert "Add VOCAB_FILE=value" in problems[0]
-
-
 def test_a_gpt_counts_samples():
     recipe = converted(GPT, FILLED).recipe
     assert recipe["config_name"] == "gpt2"
@@ -269,31 +261,16 @@ def test_the_schedule_is_megatrons(flags):
     [
         ("--swiglu", "no family has swiglu, layernorm"),
         ("--disable-bias-linear", "no biases"),
-        (OF_LLAMA + "--hidden-dropout 0.1", "a Llama of transformers always has 0"),
-        ("--num-experts 8", "a mixture of experts"),
         ("--position-embedding-type alibi", "neither family has it"),
-        ("--no-position-embedding", "no family is without positions"),
-        ("--kv-channels 16", "a GPT-2 of transformers always has 8"),
         ("--fp16 --bf16", "keep one of the two"),
-        ("--lr-decay-style inverse-square-root", "there are linear, cosine"),
         ("--load elsewhere", "set --model_name_or_path"),
-        ("--save x --load x --finetune", "set --model_name_or_path"),
         ("--optimizer sgd", "AdamW is the only optimizer"),
-        ("--train-data-path A --valid-data-path B", "by --split"),
-        ("--data-impl lazy", "zerofit prepare"),
-        ("--tokenizer-type NullTokenizer", "--tokenizer_name"),
         ("--num-layers two", "an integer was expected"),
     ],
 )
 def test_what_contradicts_is_an_error(flags, said):
     done = typed(MINIMAL + flags)
     assert any(said in problem for problem in done.flags.problems), done.flags.problems
-
-
-def test_a_json_that_contradicts_the_flags():
-    problems = converted(LLAMA.replace("--bf16", "").replace('"train_batch_size" : $GLOBAL', '"train_batch_size": 5'))
-    assert "train_batch_size = 5" in problems.flags.problems[0]
-    assert "there is no --bf16" in problems.flags.problems[1]
 
 
 def test_replicas_share_the_global_batch():
@@ -312,9 +289,7 @@ def test_replicas_share_the_global_batch():
     ("flags", "strategy", "degrees"),
     [
         ("--tensor-model-parallel-size 2 --sequence-parallel", "tp", {"tensor_parallel": {"autotp_size": 2}}),
-        ("--tensor-model-parallel-size 4 --use-distributed-optimizer", "tp", {"tensor_parallel": {"autotp_size": 4}}),
         ("--tensor-model-parallel-size 2 --zero-stage 2", "tp_zero2", {"tensor_parallel": {"autotp_size": 2}}),
-        ("--ds-sequence-parallel-size 4 --zero-stage 3", "sp", {"sequence_parallel_size": 4}),
         ("--context-parallel-size 2", "sp", {"sequence_parallel_size": 2}),
         ("--pipeline-model-parallel-size 4 --zero-stage 1", "pp", {"pipeline": STAGES | {"stages": 4}}),
         (
@@ -356,33 +331,13 @@ def test_what_a_run_refuses_beside_degrees_is_left_out_of_the_pair(tmp_path):
     assert rows['"prescale_gradients":'].status == rows['"pipeline":'].status == "no counterpart"
 
 
-def test_what_the_processes_do_not_divide_becomes_zero_3():
-    done = typed(f"torchrun --nproc_per_node 2 {MINIMAL} --tensor-model-parallel-size 4")
-    assert (done.layout.strategy, done.layout.tensor) == ("zero3", 1)
-    assert "num_processes = 2 is not a multiple of 4" in done.flags.rows["tensor_model_parallel_size"].words
-
-
-def test_a_degree_that_is_left_over_is_not_said_to_become_zero_3_beside_a_pipeline():
-    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
-    done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 8 {flags}")
-    assert (done.layout.strategy, done.layout.stage, done.layout.sequence) == ("3d", 1, 1)
-    words = done.flags.rows["context_parallel_size"].words
-    assert "rows are not split together with another kind" in words
-    assert "data-parallel ones here" in words
-    assert "ZeRO-3" not in words
-
-
 @pytest.mark.parametrize(
     ("flags", "value"),
     [
         ("--recompute-activations", "selective"),
-        ("--recompute-granularity selective", "selective"),
         ("--recompute-granularity full --recompute-activations", "selective"),  # as in Megatron
-        ("--recompute-granularity full", True),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", True),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", True),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", True),
-        ("--checkpoint-activations", True),
     ],
 )
 def test_recomputation_is_answered_with_the_nearest_one(flags, value):
@@ -414,7 +369,6 @@ def test_weights_to_begin_with_must_fit(tmp_path):
         ("--untie-embeddings-and-output-weights", {"tie_word_embeddings": True}, "tie_word_embeddings: true"),
         ("", {"tie_word_embeddings": False}, "there is no --untie-embeddings-and-output-weights"),
         ("--num-key-value-heads 2", {"tie_word_embeddings": True}, "--num-key-value-heads 2: "),
-        ("--num-query-groups 2 --group-query-attention", {"tie_word_embeddings": True}, "--num-query-groups 2: "),
         ("--num-key-value-heads 2", {"num_key_value_heads": 2, "tie_word_embeddings": True}, None),
     ],
 )
@@ -424,13 +378,6 @@ def test_heads_and_tied_embeddings_are_those_of_the_weights(flags, stored, said,
     LlamaConfig(**sizes, **stored).save_pretrained(tmp_path)
     problems = typed(MINIMAL + OF_LLAMA + flags, model_name_or_path=str(tmp_path)).flags.problems
     assert [said in problem for problem in problems] == [True] * bool(said)
-
-
-def test_vocabulary_files_beside_sentencepiece_are_known():
-    done = typed(MINIMAL + "--tokenizer-type SentencePieceTokenizer --tokenizer-model t/tokenizer.model")
-    assert not done.flags.problems
-    assert done.recipe["tokenizer_name"] == "t"
-    assert statuses(done)["--vocab-file"] == statuses(done)["--merge-file"] == "no counterpart"
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -458,74 +405,3 @@ def test_the_command_writes_what_can_be_launched(tmp_path, capsys):
     assert zerofit(line) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert zerofit([*line, "--overwrite"]) == 0
-
-
-def test_nothing_is_written_where_something_is_wrong(tmp_path, capsys):
-    arguments = ["convert", "megatron-args", "--output", str(tmp_path / "x"), "--", *shlex.split(MINIMAL), "--swiglu"]
-    assert zerofit(arguments) == 2
-    assert not (tmp_path / "x").exists()
-    assert "no family has" in capsys.readouterr().err
-    assert zerofit(["convert", "megatron-args"]) == 2
-    assert "name a script" in capsys.readouterr().err
-
-
-def test_corpora(tmp_path, capsys):
-    (tmp_path / "a_document.bin").touch()
-    script = tmp_path / "prepare.sh"
-    script.write_text(
-        "python tools/preprocess_data.py --input my.jsonl --output-prefix mine --vocab-file v/vocab.json "
-        "--dataset-impl mmap --tokenizer-type GPT2BPETokenizer --merge-file v/merges.txt --append-eod --workers 4 "
-        "--chunk-size 25\n"
-        f"python tools/merge_datasets.py --input {tmp_path} --output-prefix all\n"
-        f"python tools/merge_datasets.py --input {tmp_path}/later --output-prefix all\n"
-    )
-    assert zerofit(["convert", "megatron-args", str(script)]) == 0
-    shown_text = capsys.readouterr().out
-    assert (
-        "\nzerofit prepare --input my.jsonl --output_prefix mine --vocab_file v/vocab.json --merge_file v/merges.txt "
-        "--workers 4 --append_eod\n" in shown_text
-    )
-    assert f"\nzerofit prepare merge --input {tmp_path} --output_prefix all\n" in shown_text
-    assert "\nzerofit prepare merge --input mine_text_document --output_prefix all\n" in shown_text
-    assert re.search(r"--chunk-size 25 +no counterpart", shown_text)
-
-
-# --------------------------------------------------------------------------------------------------------------- hints
-
-
-@pytest.mark.parametrize(
-    ("flag", "said", "not_said"),
-    [
-        ("--attention-dropout", "attn_pdrop", "lora_dropout"),
-        ("--deepspeed", "accelerate launch --config_file", "seed"),
-        ("--recompute-activations", "selective", "Did you mean"),
-        ("--tensor-model-parallel-size", "tp.yaml", "Did you mean"),
-        ("--swiglu", "llama-2-7b", "Did you mean"),
-        ("--hysteresis", "remove it", "Did you mean"),
-        ("--min_lr", "--min_lr_ratio", "Did you mean"),
-        ("--trian_iters", "Did you mean train_iters?", "Megatron"),
-        ("--world-size", "zerofit plan --", "Did you mean"),
-        ("--max-global-batch-size", "zerofit plan --", "Did you mean"),
-    ],
-)
-def test_flags_that_are_typed_into_training(flag, said, not_said):
-    words = [flag, "1", "--config_name", "gpt2", "--tokenizer_name", "gpt2", "--data_path", "A"]
-    message = refusal(parse_recipe, ClmRecipe, words)
-    assert said in message
-    assert not_said not in message
-
-
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("--dataset-impl", "mmap"),
-        ("--tokenizer-type", "--tokenizer"),
-        ("--chunk-size", "remove it"),
-        ("--split-sentences", "BERT"),
-    ],
-)
-def test_flags_that_are_typed_into_prepare(flag, said, capsys):
-    assert zerofit(["prepare", flag, "x"]) == 2
-    shown_text = capsys.readouterr().err
-    assert said in shown_text
-    assert "Did you mean" not in shown_text

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
@@ -10,7 +9,6 @@ from test_megatron import typed
 
 from zerofit.cli import main as zerofit
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
-from zerofit.tools.convert.megatron_args.searched import plan_lines
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -45,9 +43,6 @@ def test_the_names_of_a_port_of_llama(command, family, parameters):
     [
         ("--layernorm-type rmsnorm", "no family has gelu, rmsnorm"),
         ("--position-embedding-type rotary --no-bias", "no biases"),
-        ("--layernorm-type scalenorm", "RMSNorm or LayerNorm"),
-        ("--activation-func-type reglu", "swiglu (Llama) or gelu (GPT-2)"),
-        ("--position-embedding-type rotary --apply-layernorm-rms", "--apply-layernorm-rms: not a known flag"),
         ("--rotary-interleaved-magic", "it changes the model"),
     ],
 )
@@ -56,8 +51,7 @@ def test_what_shapes_the_model_is_never_passed_over(flags, said):
 
 
 def test_a_program_of_ones_own_is_not_taken_for_a_gpt():
-    problems = typed(f"torchrun pretrain_x.py {FLAGS}").flags.problems
-    assert "pretrain_x.py is not read" in problems[0]
+    assert "pretrain_x.py is not read" in typed(f"torchrun pretrain_x.py {FLAGS}").flags.problems[0]
 
 
 def with_json(tmp_path, **block) -> list[str]:
@@ -71,7 +65,6 @@ def with_json(tmp_path, **block) -> list[str]:
     [
         ({"wandb": {"enabled": True, "project": "arxiv", "group": "a"}}, ("wandb", "arxiv")),
         ({"tensorboard": {"enabled": "true", "job_name": "tb", "output_path": "x"}}, ("tensorboard", "tb")),
-        ({"wandb": {"enabled": True}, "tensorboard": {"enabled": True, "job_name": "tb"}}, ("all", "tb")),
         ({"wandb": {"enabled": False, "project": "arxiv"}, "csv_monitor": {"enabled": True}}, None),
     ],
 )
@@ -88,11 +81,8 @@ def test_trackers_of_deepspeed_become_those_of_the_run(tmp_path, block, tracking
     [
         ("python", "", "single"),
         ("torchrun --nproc_per_node 4", "", "ddp"),
-        ("torchrun --nproc_per_node 4", "--use-distributed-optimizer", "zero1"),
         ("torchrun --nproc_per_node 4", "--zero-stage 2", "zero2"),
         ("torchrun --nproc_per_node 4", "--zero-stage 3", "zero3"),
-        ("torchrun --nproc_per_node 4", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "3d"),
-        ("torchrun --nproc_per_node 4", "--context-parallel-size 2", "sp"),
     ],
 )
 def test_what_is_written_is_what_a_run_resolves(tmp_path, launcher, flags, strategy, capsys):
@@ -110,9 +100,7 @@ def test_what_is_written_is_what_a_run_resolves(tmp_path, launcher, flags, strat
 )
 def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
     assert zerofit(with_json(tmp_path, **block)) == 2
-    message = capsys.readouterr().err
-    assert said in message
-    assert f"a run would refuse this: {tmp_path / 'ds.json'}" in message
+    assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -143,22 +131,3 @@ def test_a_job_that_searches_its_strategy_becomes_a_recipe_and_a_line_of_plan(tm
     options, _ = read_with_recipe(PlanOptions, shlex.split(plan)[2:], "zerofit plan")
     assert (options.max_global_batch_size, options.global_batch_size, options.min_lr_ratio) == (32, None, 1.0)
     assert [file.name for file in out.iterdir()] == ["recipe.yaml"], "plan writes the pair"
-
-    assert zerofit([*convert, "--output", str(tmp_path / "other")]) == 0
-    printed = capsys.readouterr().out
-    assert "--gpu a100-80gb" in printed
-    assert "the script names no GPU" in printed
-
-
-def test_a_search_of_a_job_that_is_not_started():
-    flags = f"{FLAGS}--task-type llmacc.megatron.GPT --world-size 64 --local-world-size 8 --global-batch-size 16"
-    done = typed(f"python -m llmacc.pretrain {flags} --tensor-model-parallel-size 2 --micro-batch-size 1")
-    assert not done.flags.problems
-    assert (done.layout.world, done.layout.machines) == (64, 8)
-    assert "per_device_train_batch_size" not in done.recipe
-    assert " ".join(plan_lines(done, Path("o"), {"DEVICE_MEMORY_GB": "80"})).startswith(
-        "zerofit plan --task clm --config o/recipe.yaml --num_gpus 64 --gpus_per_node 8 --gpu_memory 80GB --top 1"
-    )
-    assert "only llmacc.megatron.GPT" in " ".join(
-        typed(f"-m llmacc.pretrain {flags} --task-type llmacc.megatron.BERT").flags.problems
-    )

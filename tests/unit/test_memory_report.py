@@ -13,19 +13,11 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
-from zerofit.estimate.memory_constants import NF4_BYTES
-from zerofit.estimate.remedies import (
-    PassSizes,
-    RankStates,
-    Shortage,
-    remedies,
-    smaller_batch,
-    state_setup,
-)
-from zerofit.health.out_of_memory import RunFacts, explain, host_advice, take_stock
-from zerofit.health.out_of_memory_errors import figures_of, is_out_of_memory
+from zerofit.estimate.remedies import PassSizes, RankStates, Shortage, remedies, state_setup
+from zerofit.health.out_of_memory import RunFacts, explain, take_stock
+from zerofit.health.out_of_memory_errors import is_out_of_memory
 from zerofit.model.loss import install_loss
-from zerofit.recipe import ClmRecipe, Seq2SeqRecipe
+from zerofit.recipe import ClmRecipe
 from zerofit.record.terminal import size
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.layout import ParallelLayout
@@ -111,23 +103,14 @@ def test_real_errors_of_the_host_are_recognised():
     ("error", "where"),
     [
         (torch.OutOfMemoryError(CUDA), "device"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
         (RuntimeError(NO_HANDLE), "device"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`"), None),
         (DistBackendError(NCCL.format("Cuda failure 2 'out of memory'")), "device"),
-        (DistBackendError(NCCL.format("Cuda failure 'out of memory'")), "device"),
-        (DistBackendError(NCCL.format("Failed to CUDA calloc async 4 bytes")), "device"),
         (DistBackendError(NCCL.format("Failed to CUDA host alloc 4194304 bytes")), "host"),
-        (DistBackendError(NCCL.format("Cuda failure 1 'invalid argument'")), None),
         (RuntimeError(PIN_THREAD), "host"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "device"),
         (RuntimeError("std::bad_alloc"), "host"),
-        (OSError(12, "Cannot allocate memory"), "host"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
-        (OSError(28, "No space left on device"), None),
-        (ValueError("std::bad_alloc is a C++ exception"), None),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
 )
 def test_errors_by_their_text(error, where):
@@ -135,13 +118,6 @@ def test_errors_by_their_text(error, where):
     wrapped = RuntimeError("DataLoader worker failed")
     wrapped.__cause__ = error
     assert is_out_of_memory(wrapped) == where
-
-
-def test_figures_are_read_from_the_error():
-    assert figures_of(torch.OutOfMemoryError(CUDA)) == {
-        "asked": 2.5 * GIB, "total": round(79.1 * GIB), "free": GIB / 2, "in_use": 75 * GIB, "unused": 4 * GIB,
-    }  # fmt: skip
-    assert figures_of(RuntimeError("something else")) == {}
 
 
 # ------------------------------------------------------------------------------------------------------------ remedies
@@ -154,15 +130,6 @@ def test_at_most_five_remedies_come_by_what_they_save():
     }  # fmt: skip
     saved = [remedy.saves for remedy in remedies(shortage())]
     assert saved == sorted(saved, reverse=True)
-
-
-def test_every_layer_can_be_recomputed_where_some_are():
-    def saved(which) -> float | None:
-        found = remedies(shortage(recipe=ClmRecipe(gradient_checkpointing=which, lora=True), host_free=0))
-        return next((one.saves for one in found if one.option == "--gradient_checkpointing full"), 0)
-
-    assert saved("selective") is None
-    assert saved(True) == 0
 
 
 def test_nothing_in_force_is_proposed():
@@ -178,12 +145,10 @@ def test_nothing_in_force_is_proposed():
     [
         ({}, False, ["zero2_offload", "zero3", "zero3_offload"]),
         ({}, True, []),  # an adapter has next to no state
-        ({"ranks": 1}, False, ["zero2_offload", "zero3_offload"]),
         ({"stage": 3}, False, ["zero3_offload", "zero3_offload_optimizer"]),
         ({"stage": 2, "offload": ("optimizer",)}, False, ["zero3_offload", "zero3_offload_optimizer"]),
         ({"stage": 1, "tensor": 2}, False, ["tp_zero3"]),
         ({"stage": 1, "pipeline": 2}, False, []),
-        ({"stage": 3, "sequence": 2}, False, []),
     ],
 )
 def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pairs):
@@ -192,46 +157,6 @@ def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pair
     named = re.findall(r"--config_file (\S+)", " ".join(found))
     assert sorted(named) == [f"accelerate_configs/{name}.yaml" for name in pairs]
     assert all((ROOT / name).is_file() for name in named)
-
-
-def test_remedies_belong_to_the_phase():
-    for phase in ("update", "load", "save"):
-        assert not any("batch_size" in option or "loss" in option for option in options(shortage(phase=phase)))
-    evaluation = options(shortage(recipe=ClmRecipe(per_device_eval_batch_size=16), phase="evaluate"))
-    assert evaluation["--per_device_eval_batch_size 8"] == 16
-    assert "--gradient_checkpointing" not in evaluation
-    assert options(shortage(phase="evaluate"))["--lora"] == 16, "gradients are gone by then"
-
-
-def test_offload_is_proposed_where_the_host_has_room():
-    for name, each in (("zero2_offload", 32), ("zero3_offload", 40)):  # four processes, each with a quarter
-        room = shortage(host_free=(each + 1) * GIB)
-        assert pair(name) in options(room)
-        assert pair(name) not in options(replace(room, host_free=(each - 1) * GIB))
-
-
-def test_host_memory_has_remedies_of_its_own():
-    recipe = ClmRecipe(dataloader_num_workers=4)
-    offloading = shortage(
-        strategy_of(3, ranks=4, offload=("optimizer",)), recipe, on_host=True, copied=GIB, activations=0
-    )
-    assert list(options(offloading)) == [
-        "--num_processes 2 --gradient_accumulation_steps 4", pair("zero3"), "--save_async false",
-        "--dataloader_num_workers 0",
-    ]  # fmt: skip
-
-
-def test_every_option_that_is_proposed_exists():
-    known = {*ClmRecipe().to_dict(), *Seq2SeqRecipe().to_dict(), "config_file", "num_processes", "save_async"}
-    several = (shortage(), shortage(phase="evaluate"), shortage(phase="load"), shortage(on_host=True))
-    named = {name for s in several for option in options(s) for name in re.findall(r"--(\w+)", option)}
-    assert len(named) >= 6
-    assert named <= known
-
-
-@pytest.mark.parametrize(("sizes", "smaller"), [((8, 1), (4, 2)), ((6, 3), (3, 6)), ((5, 1), (1, 5)), ((1, 4), None)])
-def test_the_global_batch_stays(sizes, smaller):
-    assert smaller_batch(*sizes) == smaller
 
 
 # ---------------------------------------------------------------------------------------------------- of a real engine
@@ -257,15 +182,13 @@ def test_an_engine_is_measured(tiny_run):
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.")
     facts = RunFacts(strategy, engine)
     message = explain(error, "backward", 1, "clm", recipe, facts)
-    lines, weights = message.splitlines(), sum(parameter.nbytes for parameter in engine.module.parameters())
-    assert len(lines) <= 20
-    assert lines[0] == "out of memory: rank 0 of 1, backward of update 1, host memory (ddp, fp32)"
-    assert lines[1].startswith("  asked for 1.00 GiB; ")
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    assert message.startswith("out of memory: rank 0 of 1, backward of update 1, host memory (ddp, fp32)")
+    assert "asked for 1.00 GiB; " in message
     assert re.search(rf"weights\s+{size(weights)}", message)
-    assert f"optimizer state (none now; about {size(2 * weights)} to come)" in message
+    assert f"about {size(2 * weights)} to come" in message
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in message
     assert "offload" not in message, "on a CPU there is nothing to move to the host"
-    assert any("batch_size" in line for line in host_advice(recipe, facts))
 
 
 def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
@@ -281,20 +204,6 @@ def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
 # ------------------------------------------------------------------------------------------- before there is an engine
 
 
-def test_while_loading_only_what_makes_weights_smaller_helps():
-    found = options(shortage(phase="load", activations=0))
-    assert found == {
-        pair("zero3_offload"): 8, "--lora --load_in_4bit --precision bf16": pytest.approx(8 - 2 * NF4_BYTES),
-        pair("zero3"): 6, "--lora --precision bf16": 4,
-    }  # fmt: skip
-    half = shortage(strategy_of(3, "bf16"), phase="load", activations=0)
-    assert list(options(half)) == [pair("zero3_offload")]
-    assert list(options(replace(half, on_host=True, on_cpu=True))) == [], "fewer processes would hold more each"
-    assert options(shortage(phase="load", activations=0, on_host=True, on_cpu=True)) == {
-        "--num_processes 2 --gradient_accumulation_steps 4": 16, pair("zero3"): 6, "--lora --precision bf16": 4,
-    }  # fmt: skip
-
-
 def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
     monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
@@ -303,16 +212,10 @@ def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):
     facts = RunFacts(strategy, parameters=GIB, program_bytes=2 * GIB)
     found = take_stock(MemoryError(), "load", recipe, facts)
     assert (found.held.weights, found.rest, found.expected.weights) == (3 * GIB, 2 * GIB, 4 * GIB)
-    lines = explain(MemoryError(), "load", None, "clm", recipe, facts).splitlines()
-    assert lines[2] == (
-        "  the model has 1,073,741,824 parameters: of each rank 4.00 GiB of weights, 16.00 GiB with gradients and "
-        "optimizer state, of the 12.00 GiB that it may have (exceeds the limit by 4.00 GiB)"
-    )
-    assert re.fullmatch(r"\s+weights, so far \(about 4\.00 GiB once loaded\)\s+3\.00 GiB", lines[4])
+    assert "exceeds the limit by 4.00 GiB" in explain(MemoryError(), "load", None, "clm", recipe, facts)
     assert replace(found, process_limit=7 * GIB).limit == 7 * GIB
     several = replace(found, shortage=replace(found.shortage, local_processes=4))
     assert several.limit == 3 * GIB, "four processes share the host"
-    assert host_advice(recipe, facts)[0].startswith("model    the model has 1,073,741,824 parameters")
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,10 @@ import torch
 from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer
 from helpers import tiny_deberta, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from zerofit.cli import main
-from zerofit.model.adapter_folder import differs, find_base, open_adapter, sample_weights
+from zerofit.model.adapter_folder import find_base, open_adapter, sample_weights
 from zerofit.recipe import UserError
 from zerofit.tools import merge_adapter
 
@@ -175,9 +170,8 @@ def test_kinds_of_adapters(build, settings, tied):
 
 
 @pytest.mark.parametrize(("stored", "flags", "written"), [
-    (torch.float32, [], "float32"), (torch.bfloat16, [], "bfloat16"),
-    (torch.bfloat16, ["--precision", "fp32"], "float32"),
-    (torch.float32, ["--precision", "bf16"], "bfloat16"), (torch.float32, ["--precision", "fp16"], "float16"),
+    (torch.bfloat16, [], "bfloat16"), (torch.bfloat16, ["--precision", "fp32"], "float32"),
+    (torch.float32, ["--precision", "fp16"], "float16"),
 ])  # fmt: skip
 def test_precision(build, stored, flags, written):
     case = build(dtype=stored)
@@ -260,35 +254,7 @@ def test_settings_of_generation_that_transformers_would_not_save(build):
     assert "temperature" not in written
 
 
-def test_an_adapter_that_was_not_trained_is_told(build, capsys):
-    case = build()
-    case.edit_weights(lambda tensors: [tensor.zero_() for name, tensor in tensors.items() if "lora_B" in name])
-    agree(logits_of(merge(case)), case.alone)
-    assert "changes nothing" in capsys.readouterr().out
-
-
 # -------------------------------------------------------------------------------------------------------- base_weights
-
-
-def test_the_sample_of_a_weight():
-    weight = torch.arange(640.0).view(20, 32)
-    assert sample_weights(weight) == [10.0 * place for place in range(64)]
-    assert sample_weights(weight.t()) == weight.t().flatten()[::10].tolist()
-    assert len(sample_weights(torch.ones(3))) == 64
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_rounded_base_is_the_same_base(dtype):
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 0.02
-    recorded, rounded = sample_weights(weight), sample_weights(weight.to(dtype))
-    assert recorded != rounded
-    assert not differs(recorded, rounded)
-    assert not differs(rounded, recorded)
-    assert differs(recorded, sample_weights(weight + 0.001 * torch.randn(64, 64)))
-    assert differs(recorded, [*rounded[:60], 1.0, 1.0, 1.0, 1.0])
-    assert not differs(recorded, [*rounded[:62], 1.0, 1.0])
-    assert differs(recorded, rounded[:-1])
-    assert differs(recorded, [float("nan")] * 64)
 
 
 def record_base(case: Case, model) -> None:
@@ -310,23 +276,10 @@ def test_another_base_of_the_same_shapes_is_refused(build, capsys):
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight += 0.01 * torch.randn(32, 32)
     model.save_pretrained(case.base)
-    message = refusal(case, capsys)
-    assert "another base" in message
-    assert "model.layers.1.self_attn.q_proj" in message
+    assert "model.layers.1.self_attn.q_proj" in refusal(case, capsys)
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
-
-
-def test_folders_that_hold_no_adapter(build, tmp_path, capsys):
-    case = build()
-    assert "no such folder" in refusal(case, capsys, adapter=tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    assert "no adapter_config.json" in refusal(case, capsys, adapter=tmp_path / "empty")
-    assert "full model" in refusal(case, capsys, adapter=case.base)
-    (tmp_path / "run").mkdir()
-    shutil.copytree(case.adapter, tmp_path / "run" / "model")
-    assert f"Name {tmp_path / 'run' / 'model'}" in refusal(case, capsys, adapter=tmp_path / "run")
 
 
 def file(name: str, content: bytes | None):
@@ -364,24 +317,16 @@ NAN = float("nan")
         (file("adapter_model.safetensors", None), ["adapter_model.safetensors", "missing"]),
         (file("adapter_model.safetensors", b"nonsense, not tensors"), ["adapter_model.safetensors", "broken"]),
         (file("adapter_config.json", b"{"), ["adapter_config.json", "cannot be read"]),
-        (file("adapter_config.json", b"[]"), ["adapter_config.json", "no JSON object"]),
-        (file("base_weights.json", b"{"), ["base_weights.json", "cannot be read"]),
         (config(peft_type="PREFIX_TUNING"), ["PREFIX_TUNING", "LoRA"]),
-        (config(task_type="TOKEN_CLS"), ["TOKEN_CLS", "SEQ_CLS"]),
-        (config(base_model_name_or_path=None), ["names no base", "--base"]),
         (config(base_model_name_or_path="/no/such/folder"), ["/no/such/folder", "no such folder", "--base"]),
-        (config(base_model_name_or_path="no-such/model"), ["no-such/model", "on the hub", "--base"]),
-        (config(target_modules=["query_key_value"]), ["another base", "query_key_value"]),
         (config(target_modules=["q_proj", "v_proj"]), ["no place for model.layers.0.mlp.down_proj"]),
         (config(from_the_future=1), ["newer peft", "from_the_future"]),
         (weights(lambda of: of.update({name: torch.empty(0) for name in list(of)[:3]})), ["3 of its 12"]),
-        (weights(dict.clear), ["no tensor"]),
         (weights(lambda of: [tensor.fill_(NAN) for tensor in of.values()]), ["diverged"]),
         (weights(lambda of: of.pop(first(of, "lora_A"))), ["no weights", "lora_A"]),
         (base(num_hidden_layers=1), ["another base", "no place for model.layers.1."]),
         (base(num_hidden_layers=3), ["another base", "no weights: model.layers.2."]),
         (base(hidden_size=48), ["another base", "has the shape"]),
-        (base(num_key_value_heads=4), ["another base", "has the shape"]),
         (without_tokenizer, ["no tokenizer"]),
     ],
 )
@@ -391,15 +336,6 @@ def test_what_cannot_be_merged(build, capsys, spoil, words):
     message = refusal(case, capsys)
     for word in words:
         assert word in message, message
-
-
-def test_half_of_what_was_trained_in_full(build, capsys):
-    case = build(modules_to_save=["lm_head"], config={"tie_word_embeddings": False})
-    case.edit_weights(lambda of: of.pop(first(of, "lm_head")))
-    message = refusal(case, capsys)
-    assert "no weights" in message
-    assert "lm_head" in message
-    assert "merge that first" in refusal(case, capsys, "--base", str(case.adapter))
 
 
 def test_a_base_of_another_size_where_the_configuration_lies_beside_the_adapter(build, capsys):
@@ -424,8 +360,7 @@ def test_a_head_that_nobody_has(tmp_path, tokenizer, capsys):
     weights = load_file(base / "model.safetensors")
     save_file({name: tensor for name, tensor in weights.items() if "pooler" not in name}, base / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
-    message = refusal(case, capsys)
-    assert "pooler.dense" in message
+    assert "pooler.dense" in refusal(case, capsys)
 
 
 def test_a_quantised_base(build, capsys):
@@ -435,10 +370,7 @@ def test_a_quantised_base(build, capsys):
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (case.base / "config.json").write_text(json.dumps(config))
     message = refusal(case, capsys)
-    assert "quantised" in message
-    assert "--base" in message
     assert "--dequantize" in message
-    assert "bitsandbytes" in refusal(case, capsys, "--dequantize")
 
 
 def test_an_adapter_that_was_trained_on_quantised_weights(build, capsys):
@@ -453,19 +385,16 @@ def test_an_adapter_that_was_trained_on_quantised_weights(build, capsys):
     assert "quantization_config" not in json.loads((output / "config.json").read_text())
 
 
-def test_an_output_that_holds_something(build, capsys, tmp_path):
+def test_an_output_that_holds_something(build, tmp_path):
     case = build()
     arguments = ["merge", "--adapter", str(case.adapter), "--output", str(tmp_path / "taken")]
     (tmp_path / "taken").mkdir()
     assert main(arguments) == 0, "an empty folder may be used"
     before = sorted((tmp_path / "taken").iterdir())
-    capsys.readouterr()
     assert main(arguments) == 2
-    assert "not empty" in capsys.readouterr().err
     assert sorted((tmp_path / "taken").iterdir()) == before
     (tmp_path / "file").write_text("")
     assert main([*arguments[:-1], str(tmp_path / "file")]) == 2
-    assert "is a file" in capsys.readouterr().err
 
 
 def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):

@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from zerofit.record import meters
-from zerofit.record.meters import ThroughputMeter, peak_flops, without_mfu
+from zerofit.record.meters import ThroughputMeter, peak_flops
 from zerofit.strategy.gpu_table import peak_of
 
 
@@ -25,25 +23,6 @@ from zerofit.strategy.gpu_table import peak_of
 )  # fmt: skip
 def test_peaks_by_name(name, tera):
     assert peak_of(name) == (tera and tera * 1e12)
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 312 * 14 / 108),
-        ("NVIDIA B200 MIG 1g.23gb", 2250 * 14 / 148),
-        ("NVIDIA L4", 121),
-    ],
-)
-def test_a_slice_of_a_gpu_reaches_as_much_as_it_has_of_its_multiprocessors(name, tera, monkeypatch):
-    device, properties = torch.device("cuda", 0), lambda device: SimpleNamespace(multi_processor_count=14)
-    monkeypatch.setattr(meters, "device_name", lambda device: name)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert peak_flops(device, "bf16") == (tera and pytest.approx(tera * 1e12))
-    said = without_mfu(device, "bf16", None)
-    assert (tera is None) == (said is not None and name in said and "--peak_tflops" in said)
-    assert without_mfu(device, "bf16", 10.0) is None
-    assert peak_flops(device, "bf16", 10.0) == 10e12, "what the user says counts"
 
 
 def test_a_cpu_has_no_known_peak():

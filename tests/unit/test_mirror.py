@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import socket
 import threading
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.mirror_store import MirrorStore, files_of
 from zerofit.recipe import addresses
-from zerofit.recipe.errors import UserError
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.record.written_files import NAMES
-from zerofit.training.rank_meeting import RankMeeting
 
 
 class Faults:
@@ -254,16 +251,6 @@ def test_a_store_that_never_answers_stops_nothing(scene, faults, monkeypatch):
     assert "0 checkpoints mirrored, 20 not" in summary
 
 
-def test_a_checkpoint_that_is_being_read_stays(scene):
-    for update in (1, 2):
-        scene.save(update)
-    with scene.directory.reading(scene.directory.folder(1)):
-        for update in (3, 4):
-            scene.save(update)
-        assert [folder.name[-1] for folder in scene.directory.folders()] == ["4", "3", "1"]
-    assert [folder.name[-1] for folder in scene.directory.folders()] == ["4", "3"]
-
-
 # ------------------------------------------------------------------------------------------------ two writers
 
 
@@ -397,33 +384,6 @@ def test_an_outage_at_the_start(lost, faults, monkeypatch):
         lost.restored()
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_rank_0_goes_first_and_its_refusal_is_that_of_all(refused):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks, done = [RankMeeting({**variables, "RANK": str(rank)}) for rank in (0, 1)], []
-
-    def action() -> str:
-        done.append("restored")
-        if refused:
-            raise UserError("mirror: another run writes there")
-        return "the mirror"
-
-    def rank_0() -> None:
-        with contextlib.suppress(UserError):
-            done.append(ranks[0].first_on_rank_0("mirror", action))
-
-    thread = threading.Thread(target=rank_0)
-    thread.start()
-    if refused:
-        check_refusal(["another run writes there"], ranks[1].first_on_rank_0, "mirror", action)
-    else:
-        assert ranks[1].first_on_rank_0("mirror", action) is None
-    thread.join()
-    assert done == ["restored"] + ["the mirror"] * (not refused)
-
-
 def test_manifests_of_strangers_name_no_file_elsewhere():
     assert files_of(b'{"files": {"state/a": {}}}') == ["state/a"]
     for text in (b'{"files": {"../a": {}}}', b'{"files": {"/a": {}}}', b"{", b"[]", None):
@@ -431,15 +391,6 @@ def test_manifests_of_strangers_name_no_file_elsewhere():
 
 
 # --------------------------------------------------------------------------------------------------- addresses
-
-
-def test_a_missing_package_and_unknown_stores_are_told_of(monkeypatch):
-    def missing(protocol):
-        raise ImportError("Install s3fs to access S3")
-
-    check_refusal(["mirror = 'what://x'", "s3://"], MirrorStore, "what://x")
-    monkeypatch.setattr(addresses, "get_filesystem_class", missing)
-    check_refusal(["mirror = 's3://b/run'", "pip install s3fs"], MirrorStore, "s3://b/run")
 
 
 def test_inputs_are_downloaded_once_and_again_when_they_change(faults, tmp_path):

@@ -1,12 +1,9 @@
 """Mixtures of experts: the auxiliary loss is the model's own, padding does not count, loads are what was chosen."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from helpers import refusal, tiny_model
-from transformers import AutoModelForCausalLM
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import Documents, PackedBlocks
@@ -14,11 +11,8 @@ from zerofit.estimate.operations import MATRIX
 from zerofit.estimate.planned_model import make_model
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.tracer import Tracer, TraceSettings
-from zerofit.model.configuration import load_configuration
-from zerofit.model.lora import check_expert_targets, split_targets
 from zerofit.model.loss import install_loss
-from zerofit.model.parameters import flops_per_token, true_shape
-from zerofit.recipe import ClmRecipe
+from zerofit.model.parameters import flops_per_token
 from zerofit.strategy.expert_parallel import check_experts, experts_of
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -139,16 +133,6 @@ def test_the_filling_of_packed_rows_is_not_counted():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_experts_of_a_layer_are_parameters_of_one_module(family):
-    """So under ZeRO-3 every rank gathers the same, whatever its routers choose: no leaf modules are needed."""
-    found = [module for name, module in mixture(family).named_modules() if name.endswith(".experts")]
-    assert len(found) >= 2
-    for module in found:
-        assert not [child for child in module.children() if list(child.parameters())]
-        assert [len(true_shape(parameter)) for parameter in module.parameters()] == [3, 3]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_that_are_divided(family):
     model = mixture(family)
     layers = 2 if family == "qwen3_moe" else 3
@@ -158,36 +142,6 @@ def test_experts_that_are_divided(family):
     message = refusal(check_experts, model.config, 3, "ep.yaml")
     assert "ep.yaml: expert parallelism on 3 processes, and the model has 4 experts" in message
     assert "--num_processes 2, 4, or fsdp2.yaml" in message
-
-
-@pytest.mark.parametrize(("sharding", "options", "words"), [
-    ({"shards_parameters": True}, {}, "needs weights that are not sharded. Use zero2, ddp or single"),
-    ({"fully_shards": True}, {}, "needs weights that are not sharded"),
-    ({}, {"lora_dropout": 0.1}, "does not go together with lora_dropout"),
-    ({}, {"use_dora": True}, "does not go together with use_dora"),
-])  # fmt: skip
-def test_an_adapter_on_experts_is_refused_where_it_cannot_be(sharding, options, words):
-    strategy = SimpleNamespace(**{"shards_parameters": False, "fully_shards": False, **sharding})
-    modules, weights = split_targets(mixture("qwen2_moe"), ["q_proj", "down_proj", "experts.down_proj"])
-    assert (modules, weights) == (["q_proj", "down_proj"], ["experts.down_proj"])  # its shared expert has modules
-    said = refusal(check_expert_targets, weights, strategy, ClmRecipe(**options))
-    assert words in said
-    check_expert_targets([], strategy, ClmRecipe(**options))
-
-
-@pytest.mark.parametrize(("model_type", "remedy"), [("granitemoe", "output_router_logits=false"), ("olmoe", None)])
-def test_an_auxiliary_loss_that_is_not_computed_is_refused(model_type, remedy):
-    recipe = ClmRecipe(model_type=model_type, config_overrides="output_router_logits=true")
-    if remedy is None:
-        assert load_configuration(recipe, AutoModelForCausalLM).output_router_logits
-    else:
-        assert remedy in refusal(load_configuration, recipe, AutoModelForCausalLM)
-
-
-def test_operations_are_those_of_the_experts_that_a_token_passes_through():
-    few, many = (mixture(num_experts=count, num_hidden_layers=1) for count in (4, 8))
-    routers = 6.0 * 32 * 4  # four experts more have as many rows of the router more
-    assert flops_per_token(many, 64) - flops_per_token(few, 64) == routers
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

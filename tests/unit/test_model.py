@@ -28,7 +28,6 @@ from zerofit.model.parameters import (
     true_shape,
 )
 from zerofit.model.pretrained_io import read_model
-from zerofit.model.recomputation import enable_recomputation
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.strategy import Strategy
@@ -127,13 +126,9 @@ def test_overrides():
     assert (config.n_layer, config.resid_pdrop, config.n_embd, config.use_cache) == (3, 0, 96, False)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [("n_layers=3", ["no n_layers", "Did you mean n_layer?"]), ("n_layer=deep", ["n_layer", "int"]),
-     ("n_layer=2.5", ["n_layer", "int"])],
-)  # fmt: skip
-def test_overrides_that_fit_nothing(overrides, words):
-    check_refusal(words, load_configuration, ClmRecipe(config_name="gpt2", config_overrides=overrides))
+@pytest.mark.parametrize("overrides", ["n_layers=3", "n_layer=2.5"])
+def test_overrides_that_fit_nothing(overrides):
+    check_refusal(["n_layer"], load_configuration, ClmRecipe(config_name="gpt2", config_overrides=overrides))
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -251,32 +246,22 @@ def test_sizes_that_follow_others_follow_their_overrides():
 # ----------------------------------------------------------------------------- vocabulary files that have other names
 
 
-@pytest.fixture
-def renamed(data, tmp_path):
-    """The folder of GPT-2's two files as Megatron's guide and others call them."""
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(data("tokenizers/gpt2") / name, tmp_path / f"gpt2-tiny-{name}")
-    return tmp_path
-
-
-def test_vocabulary_files_of_any_name(data, renamed):
+def test_vocabulary_files_of_any_name(data, tmp_path):
+    """GPT-2's two files as Megatron's guide and others call them."""
     config = AutoConfig.for_model("llama")  # which says nothing of them
-    files = {"vocab_file": str(renamed / "gpt2-tiny-vocab.json"), "merge_file": str(renamed / "gpt2-tiny-merges.txt")}
+    files = {
+        "vocab_file": str(tmp_path / "gpt2-tiny-vocab.json"),
+        "merge_file": str(tmp_path / "gpt2-tiny-merges.txt"),
+    }
+    for path, name in zip(files.values(), ("vocab.json", "merges.txt")):
+        shutil.copyfile(data("tokenizers/gpt2") / name, path)
     named = load_tokenizer(TokenizerOptions.of(ClmRecipe(**files)), config)
     text = "def hello(world): return 1"
     assert named(text)["input_ids"] == read_plainly(data("tokenizers/gpt2"), text)
     assert named.name_or_path == files["vocab_file"]
     assert named.decode([named.eos_token_id]) == "<|endoftext|>"
-    for option in ("tokenizer_name", "model_name_or_path"):
-        found = load_tokenizer(TokenizerOptions.of(ClmRecipe(**{option: str(renamed)})), AutoConfig.for_model("gpt2"))
-        assert found(text)["input_ids"] == named(text)["input_ids"]
-    (renamed / "other.json").write_text('{"a": 0, "<|endoftext|>": 1}')
-    for vocab_file, said in (
-        (files["merge_file"], "is no JSON file"),
-        (str(renamed / "other.json"), f"merge_file = {files['merge_file']!r} is not of vocab_file"),
-    ):
-        wrong = ClmRecipe(vocab_file=vocab_file, merge_file=files["merge_file"])
-        assert said in refusal(load_tokenizer, TokenizerOptions.of(wrong), config)
+    folder = TokenizerOptions.of(ClmRecipe(tokenizer_name=str(tmp_path)))
+    assert load_tokenizer(folder, AutoConfig.for_model("gpt2"))(text)["input_ids"] == named(text)["input_ids"]
 
 
 # ----------------------------------------------------------------------------------------- weights that are no numbers
@@ -293,12 +278,9 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
     launch = SimpleNamespace(world_size=1, rank=0)
     strategy = Strategy(launch, batches=None, precision="fp32", deepspeed=None, source="")
     said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, strategy, 0)
-    assert f"model_name_or_path = {str(tmp_path)!r}: 2 of its 28 weights" in said
     assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said
-    assert "an earlier checkpoint" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
-    assert said.startswith(f"error: model = {str(tmp_path)!r}: 2 of its 28 weights hold NaN")
-    assert ("--precision bf16" in said) == (dtype == torch.float16)
+    assert "2 of its 28 weights hold NaN" in said
 
 
 def test_under_zero_3_each_rank_looks_at_its_share(monkeypatch):
@@ -315,16 +297,6 @@ def test_under_zero_3_each_rank_looks_at_its_share(monkeypatch):
     model.weight.ds_tensor, found[:] = torch.tensor([0.0, torch.nan]), [{}]
     assert count_not_finite(model) == {}, "the filler"
     check_finite(model, "model_name_or_path = 'x'")
-
-
-def test_a_model_that_cannot_recompute_activations_is_named():
-    from transformers import CTRLConfig, CTRLLMHeadModel
-
-    model = CTRLLMHeadModel(CTRLConfig(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, dff=8))
-    assert "a ctrl (CTRLLMHeadModel) cannot compute blocks again" in refusal(enable_recomputation, model, True)
-    llama = tiny_model("llama")
-    enable_recomputation(llama, True)
-    assert llama.is_gradient_checkpointing
 
 
 def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, monkeypatch):
@@ -362,20 +334,6 @@ def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
     assert set(asked) == {"huggingface.co"}
     assert sum(waited) == 3, "and nothing has waited but this"
     assert constants.is_offline_mode()
-    configuration.work_offline_without_network.cache_clear()
-
-
-def test_with_a_network_it_is(monkeypatch):
-    from huggingface_hub import constants
-
-    from zerofit.model import configuration
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(configuration, "getproxies", dict)
-    monkeypatch.setattr(configuration.socket, "getaddrinfo", lambda *_: [])
-    configuration.work_offline_without_network.cache_clear()
-    configuration.work_offline_without_network()
-    assert not constants.is_offline_mode()
     configuration.work_offline_without_network.cache_clear()
 
 

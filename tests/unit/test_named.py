@@ -12,8 +12,6 @@ from zerofit.strategy import launch as launch_module
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.named import environment_of
 from zerofit.strategy.read import read_strategy
-from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.verify import VerifyOptions
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml")) + sorted((ROOT / "tests/published").glob("zero*.yaml"))
 GPT2 = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt"]
@@ -75,24 +73,6 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
         assert theirs["ACCELERATE_MIXED_PRECISION"] == ours["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
-def test_a_pair(torchrun):
-    options = recipe("--strategy", "zero1")
-    strategy = read_strategy(options)
-    assert strategy.deepspeed["zero_optimization"]["stage"] == 1
-    assert strategy.name == "zero1"
-    assert strategy.launch.json_path == "ds_configs/zero1.json"
-    assert options.strategy is None, "the recipe that is recorded can be started under any other"
-
-
-def test_a_precision_of_the_yaml(torchrun, tmp_path):
-    (tmp_path / "own.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
-    strategy = read_strategy(recipe("--strategy", str(tmp_path / "own.yaml")))
-    assert strategy.precision == "bf16"
-    assert strategy.describe_layout.startswith(f"ddp ({tmp_path}/own.yaml), 2 processes, bf16")
-    said = refusal(read_strategy, recipe("--strategy", str(tmp_path / "own.yaml"), "--precision", "fp32"))
-    assert "own.yaml" in said
-
-
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp2", "tp", "pp", "sp"])
 def test_strategies_that_shard_refuse_other_optimizers_than_adamw(torchrun, strategy):
     options = recipe("--optim", "adafactor", "--strategy", strategy)
@@ -122,21 +102,3 @@ def test_two_strategies_are_refused(torchrun, monkeypatch):
     accelerate_launch(monkeypatch, "--use_deepspeed")
     torchrun["ACCELERATE_USE_DEEPSPEED"] = "true"
     assert "was told to use DeepSpeed" in refusal(read_strategy, recipe("--deepspeed_config", "ds_configs/zero1.json"))
-
-
-def test_mistakes(torchrun, tmp_path):
-    (tmp_path / "r.yaml").write_text("strategy: zero1\n")
-    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\n")
-    (tmp_path / "dynamo.yaml").write_text("distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}\n")
-    for flags, said in (
-        (("--strategy", "zero9"), "strategy 'zero9': there is no file"),
-        (("--strategy", "zero1", "--deepspeed_config", "ds_configs/zero1.json"), "Keep one of the two"),
-        (("--deepspeed_config", "none.json"), "there is no such file. Name a DeepSpeed JSON"),
-        (("--config", str(tmp_path / "r.yaml")), "r.yaml, line 1: strategy = 'zero1': a recipe says what is trained"),
-        (("--strategy", "single"), "Use --strategy ddp"),
-        (("--strategy", str(tmp_path / "dynamo.yaml")), "dynamo_config is not supported without accelerate launch"),
-        (("--strategy", str(tmp_path / "fsdp.yaml")), "fsdp_version = 1 is not supported. Write fsdp_version: 2"),
-    ):
-        assert said in refusal(read_strategy, recipe(*flags))
-    tool = ["--config", str(ROOT / "recipes/clm/stdlib-gpt2.yaml"), "--strategy", "zero2"]
-    assert "--strategies zero2" in refusal(read_with_recipe, VerifyOptions, tool, "zerofit verify")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from helpers import loss_and_gradients
 
 import zerofit.model.chunked_loss as chunked_module
-from zerofit.model.loss import IGNORE, has_separate_body, install_loss, loss_of_examples, shifted_right
+from zerofit.model.loss import IGNORE, install_loss, loss_of_examples, shifted_right
 from zerofit.model.parameters import flops_per_pair_token
 
 VOCAB = 97
@@ -79,37 +79,12 @@ def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_which_bodies_can_be_called_without_their_head(name):
-    assert has_separate_body(pair_model(name)) == (name in SEPARATE)
-
-
-@pytest.mark.parametrize("name", PAIRS)
 def test_the_decoder_reads_the_target_shifted_right(name):
     model, labels = pair_model(name), torch.tensor([[5, 6, 2], [7, 2, IGNORE]])
     start = model.config.decoder_start_token_id
     assert shifted_right(model, labels).tolist() == [[start, 5, 6], [start, 7, 2]]
     longer = F.pad(labels, (0, 1), value=IGNORE)
     assert shifted_right(model, longer).tolist() == [[start, 5, 6, 2], [start, 7, 2, 0]]
-
-
-def test_a_model_that_cannot_shift_is_helped():
-    class Plain:
-        class config:
-            decoder_start_token_id, pad_token_id = 8, 9
-
-    labels = torch.tensor([[5, 6, 2, IGNORE, IGNORE], [7, 2, IGNORE, IGNORE, IGNORE]])
-    assert shifted_right(Plain, labels).tolist() == [[8, 5, 6, 2, 9], [8, 7, 2, 9, 9]]
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_padding_changes_nothing(name):
-    """A source alone has the loss that it has beside a longer one."""
-    model, inputs = pair_model(name), batch()
-    install_loss(model, "full")
-    alone = {"input_ids": inputs["input_ids"][1:2, :6], "attention_mask": inputs["attention_mask"][1:2, :6],
-             "labels": inputs["labels"][1:2]}  # fmt: skip
-    other = {key: tensor[:1] for key, tensor in inputs.items()}
-    torch.testing.assert_close(model(**alone) + model(**other), model(**inputs), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -131,7 +131,6 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
     ("content", "options", "accumulation"),
     [
         ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
-        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, {}, 8),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
         ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
     ],
@@ -145,27 +144,13 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
     ("content", "options", "words"),
     [
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping = 0.5", "max_grad_norm = 1.0"]),
-        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, ["= 4", "= 2"]),
-        ({"train_micro_batch_size_per_gpu": 4}, {"per_device_train_batch_size": 8}, ["= 4", "= 8"]),
         ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
-        ({"gradient_accumulation_steps": 4}, {"global_batch_size": 32}, ["gradient_accumulation_steps = 4", "= 2"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}},
-            {"adam_beta2": 0.95},
-            ["betas[1]", "0.95"],
-        ),
         ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, {}, ["= 3 does not divide 2 processes"]),
     ],
 )
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
-    message = refusal(resolve, tmp_path, content, recipe_of(**options))
-    assert "mine.json" in message
-    for word in words:
-        assert word in message, message
-    for name in options:
-        assert f"--{name}" in message or name == "global_batch_size" or "train_batch_size" in content, message
+    check_refusal(["mine.json", *words], resolve, tmp_path, content, recipe_of(**options))
 
 
 DISK = {"device": "nvme", "nvme_path": "/tmp"}
@@ -179,29 +164,14 @@ def zero(stage: int, **settings) -> dict:
     ("content", "words"),
     [
         ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
-        ({"gradient_clipping": True}, ["gradient_clipping", "expected a number"]),
         ({"bf16": True}, ["bf16 = true", "expected an object"]),
         (zero(2, overlap_com=True), ["zero_optimization.overlap_com", "overlap_comm?"]),
-        (zero(2, offload_optimizer={"devise": "cpu"}), ["zero_optimization.offload_optimizer.devise", "device?"]),
-        (zero(2, offload_optimizer={"device": "cpu", "ratio": 3}), ["ratio = 3"]),
         (zero(3, offload_optimizer=DISK, offload_param=DISK), ['.offload_param.device = "nvme"', 'Write "cpu"']),
         (zero(2, offload_optimizer=DISK), ["under stage 2", "ds_configs/zero3_offload_nvme.json"]),
-        (
-            zero(3, offload_optimizer={"device": "nvme", "pipeline_read": True}),
-            ["nvme_path is", "pipeline_read = true"],
-        ),
         (zero(7), ["zero_optimization.stage = 7"]),
-        (zero(0), ["stage = 0", "ddp.yaml"]),
-        (zero(1, compute_grad_norm=False), ["compute_grad_norm = false", "Remove it"]),
-        ({"tensor_parallel": 2}, ["tensor_parallel = 2", 'e.g. {"autotp_size": 2}']),
         ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
-        ({"sequence_parallel_size": 0}, ["sequence_parallel_size = 0", "e.g. 2"]),
-        ({"pipeline": 2}, ["pipeline = 2", 'e.g. {"stages": 2}']),
-        ({"pipeline": {"stages": "auto"}}, ["pipeline.stages = 'auto': expected a number"]),
         ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning is not supported", "order of samples"]),
-        ({"amp": {"enabled": True}}, ["amp is not supported: DeepSpeed 0.19 has removed it"]),
         ({"wandb": {"enabled": True}}, ["wandb would open a second run", "--report_to wandb"]),
-        ({"csv_monitor": {"enabled": True}}, ["csv_monitor", "metrics.jsonl. Remove it"]),
     ],
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
@@ -220,21 +190,9 @@ def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
     assert len(notes) == 4
 
 
-def test_what_has_no_effect_is_said_and_what_is_off_is_no_matter(tmp_path):
-    path = tmp_path / "mine.json"
-    monitor = {"enabled": False}
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "wandb": monitor, "activation_checkpointing": {
-        "partition_activations": True}}))  # fmt: skip
-    _, _, (note,) = read_config(launch(path))
-    assert "activation_checkpointing has no effect on these models: say --gradient_checkpointing" in note
-
-
 def test_a_broken_json(tmp_path):
     (tmp_path / "broken.json").write_text("{,}")
     assert "not valid JSON" in refusal(read_config, launch(tmp_path / "broken.json"))
-    assert "no such file" in refusal(read_config, launch(tmp_path / "absent.json"))
-    (tmp_path / "empty.json").write_text("{}")
-    assert "zero_optimization" in refusal(read_config, launch(tmp_path / "empty.json"))
 
 
 # ------------------------------------------------------------------------------------------------ what accelerate says
@@ -260,13 +218,9 @@ def launched(monkeypatch, tmp_path):
     ("words", "is_one"),
     [
         ("/bin/python /bin/accelerate launch --config_file a.yaml train/clm.py", True),
-        ("/bin/python /bin/accelerate-launch --config_file a.yaml train/clm.py", True),
-        ("python -m accelerate.commands.launch train/clm.py", True),
         ("python -m accelerate.commands.accelerate_cli launch train/clm.py", True),
         ("python -P zerofit/tools/launch/agent.py --num_processes 2 train/clm.py", True),
         ("/bin/python /bin/torchrun --nproc_per_node 2 train/clm.py", False),
-        ("/bin/accelerate config", False),
-        ("bash launch.sh", False),
     ],
 )
 def test_the_launcher_is_known_under_each_of_its_names(words, is_one):
@@ -299,10 +253,6 @@ def test_precision_of_a_json(launched, tmp_path):
     assert read_strategy(recipe_of()).deepspeed["bf16"]["enabled"] is True
     with pytest.raises(UserError, match=r"bf16 \(.*mine.json\) and fp16 \(--precision\)"):
         read_strategy(recipe_of(precision="fp16"))
-    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}))
-    assert read_strategy(recipe_of()).precision == "bf16", "DeepSpeed's older name"
-    launched({}, ACCELERATE_MIXED_PRECISION="fp8")
-    assert "fp8 is not supported" in refusal(read_strategy, recipe_of())
 
 
 def test_clipping_in_a_plain_yaml(launched):
@@ -312,9 +262,9 @@ def test_clipping_in_a_plain_yaml(launched):
         read_strategy(recipe_of(max_grad_norm=1.0))
 
 
-def read_split_rows(launched, tmp_path, options: ClmRecipe, degree: int = 2, world_size: int = 2, **zero):
+def read_split_rows(launched, tmp_path, options: ClmRecipe, world_size: int):
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}, "sequence_parallel_size": degree}))
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
     launched({}, WORLD_SIZE=str(world_size), **variables)
     return read_strategy(options)
@@ -337,10 +287,8 @@ def test_batches_that_do_not_fit_say_what_would():
     for options, words in (
         ({"per_device_train_batch_size": 5, "global_batch_size": 24}, "make it a multiple of 10"),
         ({"per_device_train_batch_size": 4, "global_batch_size": 24, "gradient_accumulation_steps": 2}, "is 3"),
-        ({"per_device_train_batch_size": 2, "global_batch_size": 24, "global_batch_warmup": "3@9"}, "4, 8, 12"),
-        ({"per_device_train_batch_size": 2, "global_batch_size": 24, "global_batch_warmup": "24@9"}, "4, 8, 12"),
         ({"per_device_train_batch_size": 2, "global_batch_size": 24, "global_batch_warmup": "16@9"}, "4, 8, 12"),
     ):
         assert words in refusal(resolve_batches, recipe_of(**options), 2)
-    for text in ("64", "64@", "@9", "0@9", "64@0", "64->1024@9"):
+    for text in ("64@", "0@9", "64->1024@9"):
         assert "START@UPDATES" in "".join(recipe_of(global_batch_warmup=text).problems())

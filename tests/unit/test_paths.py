@@ -1,16 +1,13 @@
 """What is missing on the disk is told at once: all of it, by every task and tool, before torch is imported."""
 
-import errno
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers import ROOT, check_refusal, environment, refusal
 
 from zerofit.recipe import ClmRecipe, parse_recipe
-from zerofit.recipe.paths import cannot_be_written, check_paths
+from zerofit.recipe.paths import check_paths
 from zerofit.tools.compare import compare as compare
 from zerofit.tools.verify import verify as verify
 
@@ -50,19 +47,6 @@ def test_what_is_there_or_may_be_on_the_hub_is_let_through(text, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_a_folder_that_cannot_be_written(text, tmp_path):
-    assert cannot_be_written(tmp_path / "new" / "run") is None
-    assert cannot_be_written(tmp_path) is None
-    assert "is a file" in cannot_be_written(tmp_path / "a.txt" / "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"], "nothing is left behind"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's")
-def test_a_folder_that_nobody_may_write():
-    said = refusal(check_paths, ClmRecipe(**GOOD), Path("/proc/self/run"))
-    assert said.startswith("error: output_dir = '/proc/self/run' cannot be written: ")
-
-
 @pytest.mark.parametrize("task", ["clm", "cls", "seq2seq"])
 def test_it_comes_before_torch(tmp_path, task):
     """A run of two processes that is refused took 16 seconds of two cores."""
@@ -98,17 +82,6 @@ def test_of_a_runs_folder_the_model_is_taken(tmp_path, flags):
     assert recipe.model_name_or_path == str(tmp_path / "run" / "model")
     assert recipe.source("model_name_or_path") == "--model_name_or_path"
     check_paths(recipe, tmp_path / "new")
-
-
-def test_a_full_disk_is_found_before_the_run(tmp_path, monkeypatch):
-    assert cannot_be_written(tmp_path) is None
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    said = refusal(check_paths, ClmRecipe(), tmp_path / "run")
-    assert f"output_dir = {str(tmp_path / 'run')!r} cannot be written: No space left on device" in said
 
 
 def test_checkpoints_that_cannot_be_written_are_found_before_the_run(tmp_path):

@@ -17,10 +17,8 @@ from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
 from zerofit.model.tensor_parallel.shares import draw_share
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.degrees import check_degrees, idle_note, take_degrees
+from zerofit.strategy.degrees import check_degrees
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.state import OptimizerState, Piece
-from zerofit.training.configuration import check_layout
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
          "max_position_embeddings": 64}  # fmt: skip
@@ -157,18 +155,6 @@ def test_every_layer_is_in_one_stage_and_no_cut_is_more_even(layers, stages, voc
     assert slowest([len(share) for share in cut]) == pytest.approx(min(map(slowest, possible)))
 
 
-def test_a_tied_weight_is_written_by_the_first_stage_alone():
-    state = OptimizerState.__new__(OptimizerState)
-    state.engine = SimpleNamespace(layout=ParallelLayout(2, 1, pipeline=2))
-    state.parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("tied", "own")}
-    pieces = [Piece(name, (2,), 0, 2) for name in state.parameters]
-    state.held = lambda: pieces
-    state.parameters["tied"].ds_pipe_replicated, state.parameters["own"].ds_pipe_replicated = True, False
-    assert state.own() == pieces[1:]
-    state.parameters["tied"].ds_pipe_replicated = False  # as on the first stage
-    assert state.own() == pieces
-
-
 def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
     from deepspeed.runtime.pipe import schedule
 
@@ -203,34 +189,6 @@ def test_models_that_stages_cannot_share(family, changes, said):
     assert said in message
 
 
-def test_all_that_a_model_does_not_allow_is_said_at_once():
-    config = AutoConfig.for_model("opt", num_hidden_layers=1)
-    strategy = SimpleNamespace(tensor=2, pipeline=2, sequence=1, divides_experts=False, source="my.json")
-    message = refusal(check_layout, config, strategy)
-    assert "tensor parallelism does not support opt" in message
-    assert "a opt has no pipeline" in message
-    check_layout(config, SimpleNamespace(tensor=1, pipeline=1, sequence=1, divides_experts=False, source="my.json"))
-
-
-@pytest.mark.parametrize(("section", "said"), [
-    ({"stages": "2"}, "pipeline.stages = '2': expected a number of processes"),
-    ({}, "pipeline.stages = None: expected"),
-    ({"stages": 2, "pipe_partitioned": True}, "pipeline.pipe_partitioned = true is not supported. Write false"),
-    ({"stages": 2, "partition": "best"}, "pipeline.partition has no effect here. Remove it"),
-])  # fmt: skip
-def test_sections_that_are_none(section, said):
-    assert said in refusal(take_degrees, {"pipeline": section}, "my.json")
-
-
-def test_what_deepspeed_would_do_by_itself_is_turned_off():
-    """By default it splits what goes from stage to stage, and takes all micro-batches for as wide as the first."""
-    config = {"pipeline": {"stages": 2}}
-    assert take_degrees(config, "my.json") == (1, 2, 1)
-    off = {"use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
-    assert config == {"pipeline": {"stages": 2, **off}}
-    assert take_degrees({}, "my.json") == (1, 1, 1)
-
-
 def test_what_does_not_go_together_is_refused_in_one_message():
     recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile="model", predict_file="asked.jsonl")
     recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
@@ -244,29 +202,3 @@ def test_what_does_not_go_together_is_refused_in_one_message():
         assert words in message
     assert "7 problems" in message, "each is named once"
     check_degrees(*about, ParallelLayout(8))
-
-
-@pytest.mark.parametrize(
-    ("degrees", "precision", "stage", "is_refused"),
-    [
-        ({"pipeline": 2}, "fp16", 1, True), ({"pipeline": 2}, "bf16", 1, False), ({"tensor": 2}, "fp16", 1, False),
-        ({"sequence": 2}, "bf16", 1, True), ({"sequence": 2}, "bf16", 3, False),
-    ],
-)  # fmt: skip
-def test_gradients_in_another_dtype_do_not_go_with_every_degree(degrees, precision, stage, is_refused):
-    config = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
-    about = "my.json", ClmRecipe(config_name="gpt2"), precision, ParallelLayout(2, 0, **degrees)
-    if is_refused:
-        message = refusal(check_degrees, config, *about)
-        assert message.startswith(f"error: my.json: {next(iter(degrees))}")
-        assert f"does not go together with data_types.grad_accum_dtype in {precision}" in message
-    else:
-        check_degrees(config, *about)
-    check_degrees({"zero_optimization": {"stage": stage}}, *about)
-
-
-def test_a_pipeline_that_idles_is_warned_of():
-    assert "idle (p - 1)/(m + p - 1) = 50% of the time" in idle_note(2, 1)
-    assert "= 60% of the time" in idle_note(4, 2)
-    assert idle_note(4, 4) is None
-    assert idle_note(1, 1) is None

@@ -10,9 +10,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from zerofit.cli import main
 from zerofit.estimate.allocations import AllocationTracker
-from zerofit.estimate.caching_allocator import Unused, unused_bytes
+from zerofit.estimate.caching_allocator import unused_bytes
 from zerofit.estimate.model_states import deepspeed_states, torch_states
-from zerofit.estimate.peak import find_peak, pinned, training_moments
+from zerofit.estimate.peak import pinned
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.traced_steps import host_inputs, in_flight
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
@@ -66,38 +66,6 @@ def test_zero_shards_the_optimizer(stage):
     assert states.step == {"gradients": 16 * MILLION, "workspace": 8 * 2 * MILLION}
 
 
-def test_gradients_go_through_buckets_and_only_those_of_the_partition_stay():
-    """Four weights of 1 M, two ranks. A bucket holds two of them."""
-    four, two_buffers = weights(*4 * [MILLION]), 2 * 2 * 2 * MILLION
-    settings = zero(2, reduce_bucket_size=2 * MILLION, overlap_comm=True)
-    engine = deepspeed_states(four, settings, 2, torch.bfloat16, accumulates=True, on_gpu=True).engine()
-    kept = 2 * 2 * MILLION
-    copied = 2 * 2 * MILLION  # a bucket of two gradients
-    reduced = two_buffers + kept + copied
-    assert backward(engine, "w3 w2 w1 w0") == [two_buffers, two_buffers, reduced, two_buffers + kept, reduced]
-    assert engine.held == kept
-    assert max(backward(engine, "w3 w2 w1 w0", first=False)) == kept + reduced  # those of two micro-batches
-
-
-def test_a_gradient_larger_than_the_bucket_lies_where_backward_made_it():
-    large = weights(8 * MILLION, 1)
-    settings = zero(2, reduce_bucket_size=MILLION, overlap_comm=False)
-    engine = deepspeed_states(large, settings, 2, torch.float32, accumulates=False, on_gpu=True).engine()
-    buffer, gradient = 4 * MILLION, 32 * MILLION
-    first, last, _ = backward(engine, "w0 w1")
-    assert first == buffer + gradient
-    # Then it is reduced: the slices of the two ranks are each larger than a bucket; and copied as it is in both parts.
-    assert last == buffer + 2 * gradient + 4
-
-
-def test_zero_1_keeps_whole_gradients_until_the_last_micro_batch():
-    settings = zero(1, reduce_bucket_size=MILLION, overlap_comm=False)
-    engine = deepspeed_states(weights(*4 * [MILLION]), settings, 2, torch.bfloat16, True, on_gpu=True).engine()
-    assert backward(engine, "w3 w2 w1 w0", last=False)[-1] == 2 * MILLION + 4 * 2 * MILLION
-    backward(engine, "w3 w2 w1 w0", first=False)
-    assert engine.held == 2 * 2 * MILLION
-
-
 def test_zero_3_shards_all_but_small_parameters():
     settings = zero(
         3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION, stage3_prefetch_bucket_size=MILLION
@@ -107,24 +75,6 @@ def test_zero_3_shards_all_but_small_parameters():
     assert states.optimizer == 12 * (2 * MILLION + 250)
     assert states.gradients == 2 * (2 * MILLION + 250)
     assert states.buffers == 2 * MILLION
-
-
-def test_hierarchical_partitions_are_a_second_copy_within_a_machine():
-    settings = {"stage3_param_persistence_threshold": 1000, "reduce_bucket_size": MILLION}
-    alone, copied = (
-        deepspeed_states(
-            weights(8 * MILLION), zero(3, **settings, **more), 16, torch.bfloat16, False, on_gpu=True
-        ).weights
-        for more in ({}, {"zero_hpz_partition_size": 8})
-    )
-    assert copied == alone + 2 * MILLION
-
-
-def test_zero_3_of_one_rank_reads_its_shards_in_place():
-    settings = zero(3, stage3_param_persistence_threshold=1000, reduce_bucket_size=MILLION)
-    states = deepspeed_states(weights(8 * MILLION, 1000), settings, 1, torch.bfloat16, False, on_gpu=True)
-    assert states.weights == 2 * (8 * MILLION + 1000)
-    assert states.gathered is None
 
 
 def test_offload_moves_the_optimizer_to_the_host():
@@ -138,14 +88,6 @@ def test_offload_moves_the_optimizer_to_the_host():
     pinned = zero(2, reduce_bucket_size=MILLION, offload_optimizer={"device": "cpu", "pin_memory": True})
     rounded = deepspeed_states(weights(8 * MILLION), pinned, 4, torch.bfloat16, False, on_gpu=True).host
     assert rounded["gradients"] == 2**23  # of 8,000,000 bytes
-
-
-def test_frozen_weights_have_neither_gradients_nor_moments():
-    half = Weights((Weight("frozen", 8 * MILLION, trained=False), Weight("adapter", MILLION)))
-    states = torch_states(half, 2, torch.float32, torch.bfloat16, on_gpu=True)
-    assert states.weights == 2 * 8 * MILLION + 4 * MILLION
-    assert states.optimizer == 8 * MILLION
-    assert backward(states.engine(), "adapter") == [4 * MILLION] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------- the traces
@@ -200,6 +142,13 @@ def test_a_traced_layer_keeps_what_a_real_one_keeps(dtype, batch_size):
     assert layer.delta - output == saved_by_a_real_layer(config, batch_size, dtype) > 0
 
 
+def completions(steps) -> list[tuple]:
+    """What a trace says of each step that completes a gradient."""
+    found = [(step.completed, step.place, step.start, step.rise, step.gradient) for step in steps if step.completed]
+    assert len(found) > 50
+    return found
+
+
 def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
     rows = Rows("clm", 48)
     composed = tracer(gpt2(5), rows, dtype=torch.bfloat16).steps(2)
@@ -211,11 +160,7 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
     for what in ("flops", "bytes"):
         of_both = [sum(getattr(each, what) for one in steps for each in one.operations) for steps in (composed, every)]
         assert of_both[0] == of_both[1] > 0
-    completed = [
-        [(one.completed, one.place, one.start, one.rise, one.gradient) for one in steps if one.completed]
-        for steps in (composed, every)
-    ]
-    assert completed[0] == completed[1]
+    assert completions(composed) == completions(every)
 
 
 def test_every_gradient_is_counted_once():
@@ -265,15 +210,6 @@ def test_a_loss_of_many_chunks_is_traced_by_three(monkeypatch):
     assert losses[0] < losses[1]
 
 
-def test_the_peak_is_a_maximum_over_phases_and_the_sum_of_its_parts():
-    states = torch_states(weights(MILLION), 2, torch.float32, torch.float32, on_gpu=True)
-    steps = tracer(gpt2(), Rows("clm", 48), dtype=torch.float32).steps(1)
-    peak = find_peak(states, [*training_moments(states, steps, 1)], Unused(7, 5), 2, on_gpu=True)
-    assert sum(peak.components.values()) == peak.allocated == peak.reserved - 7
-    assert peak.device - peak.reserved == peak.needed - (peak.allocated + 5) > 0
-    assert peak.phase in ("forward", "loss", "backward", "optimizer step")
-
-
 @pytest.mark.parametrize(
     ("blocks", "held", "needed"),
     [
@@ -291,13 +227,6 @@ def test_what_the_allocator_holds_beyond_tensors(blocks, held, needed):
     """MiB; CUDACachingAllocator.cpp's sizes of segments, best fit, splitting and joining, by hand."""
     found = unused_bytes(tuple(int(size * 2**20) for size in blocks))
     assert (found.held, found.needed) == (held * 2**20, needed * 2**20)
-
-
-def test_states_of_the_first_step_lie_where_activations_were():
-    """A block of 4 MiB stays in the segment of 30, so that the next pass has no room for 30 there."""
-    mib = 2**20
-    apart, amid = (unused_bytes((30 * mib, -30 * mib), **{when: (4 * mib,)}) for when in ("before", "between"))
-    assert (apart.held, amid.held) == (16 * mib, 26 * mib)  # of a segment of 20 MiB; of that of 30
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -339,34 +268,15 @@ def test_an_evaluation_counts_where_training_fits(capsys):
     assert fits["peak_allocated_bytes"] > misfit["peak_allocated_bytes"] > 9 * 2**20  # of training alone
 
 
-def test_the_report_ranks_and_says_what_does_not_fit(capsys):
-    flags = ["--gpu", "cpu", "--gpu_memory", "8.1MiB", "--num_gpus", "2", "--strategies", "ddp,zero2,single"]
-    assert main(["plan", *RECIPE, *flags]) == 0
-    said = capsys.readouterr().out
-    assert "does not fit:" in said
-    assert "ddp, micro-batch 1:" in said
-    assert "exceeds the limit by" in said
-    assert "not possible:" in said
-    assert "single:" in said
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
-        (["--gpu_memory", "100MiB"], "CUDA context"),
         (["--gpu", "cpu"], "set the memory of one process"),
-        ([], "set --machine"),
         (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
-        (["--gpu", "h100-80gb", "--num_gpus", "3", "--global_batch_size", "16"], "global_batch_size = 16"),
         (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
-        (["--gpu", "h100-80gb", "--num_gpus", "1", "--strategies", "sp"], "num_processes = 1 is not a multiple of"),
         ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),
-        ([*ON_GPUS, "--max_global_batch_size", "64", "--global_batch_size", "32"], "keep one"),
-        ([*ON_GPUS, "--mean_length", "8"], "no effect"),
-        (["--gpu", "cpu", "--gpu_memory", "5MiB"], "buffers of its libraries"),
         (["--gpu", "cpu", "--gpu_memory", "lots"], "gpu_memory = lots"),
-        ([*ON_GPUS, "--tokens", "0"], "above 0"),
     ],
 )
 def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):
@@ -374,7 +284,6 @@ def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):
     assert main(["plan", *RECIPE, *flags, *strategies]) == 2
     said = capsys.readouterr().err
     assert said.count(words) == 1  # one reason, however many strategies have it
-    assert "Traceback" not in said
 
 
 def test_a_model_without_a_configuration_at_hand(capsys):
@@ -390,11 +299,6 @@ def test_a_published_model_is_planned_without_network_or_kernels(capsys):
              "1", "--attn_implementation", "flash_attention_2"]  # fmt: skip
     assert main(["plan", *flags, "--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct"]) == 0
     assert "494,032,768 parameters" in capsys.readouterr().out
-    assert main(["plan", *flags, "--model_name_or_path", "Qwen/Qwen2.5-05B"]) == 2
-    said = capsys.readouterr().err
-    assert "--architecture" in said
-    assert "qwen2.5-0.5b" in said
-    assert said.count(". ") == 0  # one sentence
 
 
 def test_known_gpus_are_sound():

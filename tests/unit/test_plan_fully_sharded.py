@@ -2,15 +2,11 @@
 
 import torch
 
-from zerofit.estimate.exchanges import fully_sharded_exchanges
 from zerofit.estimate.fully_sharded import FullyShardedMemory, fully_sharded_states
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import Weight, Weights
 
 ENDS, LAYER = 4 * 80, 4 * 48  # bytes of the weights in no block, and of a block's
-
-PASSES = [("forward", None), ("forward", 0), ("forward", 1), ("loss", None)]
-PASSES += [("backward", None), ("backward", 1), ("backward", 0), ("backward", None)]
 
 
 def weights(rows: int = 6) -> Weights:
@@ -44,47 +40,6 @@ def test_two_blocks_are_there_at_once_and_a_flat_copy_of_one():
     engine.complete("embed")
     assert engine.finish() == 2 * ENDS + 2 * LAYER
     assert engine.by_kind == (0, ENDS // 2 + LAYER, 0)
-
-
-def after_each_of_three_micro_batches(engine: FullyShardedMemory):
-    for number in range(3):
-        engine.begin(first=number == 0, last=number == 2)
-        for phase, layer in PASSES:
-            engine.enter(at(phase, layer))
-            if phase == "backward" and layer is not None:
-                engine.complete(f"layers.{layer}.w")
-        engine.complete("embed")
-        engine.finish()
-        yield engine.by_kind
-
-
-def test_gradients_that_are_reduced_once_an_update_are_kept_in_full():
-    for width in (4, 2):  # in fp32 in half precision, too
-        engine, full = FullyShardedMemory(weights(), width, 2, reshards=True, syncs=False), ENDS + 2 * LAYER
-        assert [*after_each_of_three_micro_batches(engine)] == [(0, full, 0), (0, full, 0), (0, full // 2, 0)]
-
-
-def test_ends_that_are_not_tied_are_there_while_they_are_needed():
-    every = (*weights().all, Weight("norm", 4, rows=4), Weight("head", 80, rows=10))
-    untied = Weights(every, ("layers",), ends={"embed": 0, "norm": 1, "head": 1})
-    engine, last = FullyShardedMemory(untied, 4, 2, reshards=True), ENDS + 4 * 4
-    engine.begin(first=True, last=True)
-    held = []
-    head = at("backward")._replace(name="backward of after")
-    for step in (at("forward"), at("forward", 0), at("forward", 1), at("loss"), head, at("backward", 1),
-                 at("backward", 0), at("backward")):  # fmt: skip
-        engine.enter(step)
-        held.append(engine.gathered)
-    assert held == [2 * ENDS, 2 * LAYER, 2 * LAYER, 2 * last, last + LAYER, 2 * LAYER, LAYER, 0]
-    engine.complete("embed")
-    engine.finish()
-    assert engine.by_kind == (0, (ENDS + last) // 2 + LAYER, 0)
-    made = fully_sharded_exchanges(untied, 2, 4, reshards=True)
-    assert [(one.kind, one.bytes, one.count) for one in (*made.forward, *made.backward)] == [
-        ("all_gather", ENDS + last + 2 * LAYER, 4),
-        ("all_gather", 2 * LAYER, 2),
-        ("reduce_scatter", ENDS + last + 2 * LAYER, 4),
-    ]
 
 
 def test_rows_are_filled_up():

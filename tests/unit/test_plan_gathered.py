@@ -6,15 +6,12 @@ import itertools
 import pytest
 import torch
 from deepspeed.runtime.zero import partitioned_param_coordinator as deepspeed_coordinator
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from zerofit.estimate.module_visits import ModuleVisits, Visit
 from zerofit.estimate.traced_shares import linear_of_zero_3
-from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.weights import Weight, Weights
-from zerofit.estimate.zero3_weights import FetchRules, GatheredWeights, KnownPass
+from zerofit.estimate.zero3_weights import FetchRules, KnownPass
 
 NUM_LAYERS = 4
 
@@ -156,49 +153,3 @@ def test_the_same_weights_are_there_as_with_deepspeed(checked, ahead, live, reus
         made.append((set(run.here), {name for name in run.handles if name not in run.here}))
     assert made == found
     assert max(len(there) + len(coming) for there, coming in made) > 3 + 4 * NUM_LAYERS  # more than what persists
-
-
-def held(
-    model: Model, offloads: bool = False, keeps: bool = True, efficient: bool = True, **settings
-) -> list[tuple[int, int]]:
-    """Bytes of fp32 weights at each visit of a pass, of two processes."""
-    weights = Weights(tuple(Weight(name, size) for name, size in sizes_of(model).items()), ("layers",))
-    common = {"stage": 3, "stage3_param_persistence_threshold": 64, "stage3_prefetch_bucket_size": 0}
-    gathered = GatheredWeights(weights, DeepSpeedZeroConfig(**common | settings), 4, 2, keeps, offloads)
-    steps = [TracedStep("forward" if visit.forward else "backward", "", None, 0, 0, 0, 0, visit=visit)
-             for visit in visited(model, efficient)]  # fmt: skip
-    return gathered.follow(steps)
-
-
-def test_layers_are_kept_to_the_backward_pass_unless_forward_passes_came_first():
-    model = Model()
-    layer, ends = 4 * 2 * 8 * 32, 4 * 2 * 50 * 8
-    assert max(most for most, _ in held(model)) == NUM_LAYERS * layer + ends
-    one_by_one = max(most for most, _ in held(model, keeps=False))
-    assert one_by_one == max(layer / 2, ends / 2)
-    assert held(model)[-1][1] == ends / 2  # of the embedding: no gradient enters it, so it is released after the pass
-
-
-def test_a_weight_that_a_saved_view_belongs_to_stays_until_its_backward_pass():
-    """torch's linear function saves the transposed weight, DeepSpeed's the weight itself."""
-    model = Model()
-    up, down, head = 4 * 8 * 32, 4 * 8 * 32, 4 * 50 * 8
-    assert [visit.kept for visit in visited(model, efficient=False) if visit.module == "layers.1.up"][1] == (
-        "layers.1.up.weight",
-    )
-    passed = held(model, keeps=False, efficient=False)
-    views = NUM_LAYERS * (up + down) + head
-    assert max(most for most, _ in passed) == views + head  # gathered again for the backward pass, beside the view
-    assert not any(visit.kept for visit in visited(model))
-    assert passed[-1] == held(model, keeps=False)[-1], "and no longer"
-
-
-def test_a_leaf_is_met_as_a_whole():
-    model = Model()
-    model.layers[1]._z3_leaf = True
-    visits = visited(model)
-    of_leaf = {visit.weights for visit in visits if visit.module == "layers.1"}
-    assert of_leaf == {tuple(f"layers.1.{name}" for name, _ in model.layers[1].named_parameters())}
-    assert len(of_leaf.pop()) == 6
-    assert not [visit for visit in visits if visit.module.startswith("layers.1.")]
-    assert len([visit for visit in visits if visit.module.startswith("layers.2.")]) == 4 * 4

@@ -1,14 +1,11 @@
 """`zerofit plan`: what an evaluation by generation takes, against what transformers' own search caches."""
 
-import json
-
 import pytest
 import torch
 import transformers
 
 from zerofit.estimate.peak import cache_of
 from zerofit.recipe.tasks import Seq2SeqRecipe
-from zerofit.tools.plan.plan import main
 
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 3, "encoder_attention_heads": 4,
          "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 90}  # fmt: skip
@@ -38,25 +35,3 @@ def test_keys_and_values_are_those_of_a_search(name):
     parts = counted.parts(recipe, batch * beams, 4)
     assert parts["keys and values"] == held
     assert parts["activations"] == batch * beams * source * 32 * 4
-
-
-def peak(capsys, *more) -> dict:
-    shape = ["--task", "seq2seq", "--config_name", "blenderbot-400M-distill", "--max_source_length", "32",
-             "--config_overrides", ",".join(f"{key}={value}" for key, value in SMALL.items())]  # fmt: skip
-    assert (
-        main([*shape, "--gpu_memory", "8GiB", "--strategies", "single", "--batch_sizes", "1", "--json", "-", *more])
-        == 0
-    )
-    return json.loads(capsys.readouterr().out)["predictions"][0]
-
-
-def test_beams_decide_where_they_take_more_than_training(capsys):
-    batch = ("--per_device_eval_batch_size", "64")
-    found = peak(capsys, *batch, "--num_beams", "8")
-    assert found["phase"] == "generation"
-    assert found["components"]["keys and values"] == 64 * 8 * 4 * 2 * 3 * 32 * (32 + 128)  # targets of 128
-    fewer = peak(capsys, *batch, "--num_beams", "4")
-    assert fewer["components"]["keys and values"] == found["components"]["keys and values"] / 2
-    alone = peak(capsys, *batch, "--predict_with_generate", "false")
-    assert "keys and values" not in alone["components"]
-    assert alone["peak_allocated_bytes"] < fewer["peak_allocated_bytes"]

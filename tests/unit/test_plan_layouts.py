@@ -1,17 +1,15 @@
 """`zerofit plan`, layouts: shares of layers and rows in a trace, what ranks exchange, and the search of degrees."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from helpers import ROOT, tiny_model
+from helpers import ROOT
 
 from zerofit.cli import main
 from zerofit.estimate.fully_sharded import fully_sharded_states
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
-from zerofit.estimate.pipeline_stages import Stage, stages_of
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.strategy.layout import ParallelLayout
@@ -46,9 +44,6 @@ def total(steps, kind: str, attribute: str) -> int:
 
 def exchanged(steps, kind: str, phase: str) -> list[int]:
     return [one.bytes for step in steps if step.phase == phase for one in step.operations if one.kind == kind]
-
-
-# ----------------------------------------------------------------------------------------------------- frozen weights
 
 
 # ------------------------------------------------------------------------------------------------- one rank of several
@@ -88,16 +83,6 @@ def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     assert not exchanged(alone, ALL_REDUCE, "forward")
 
 
-def test_between_layers_that_are_shared_a_rank_keeps_its_part_of_the_tokens():
-    model = model_of(*LLAMA, "--gradient_checkpointing", "--packing", "none")
-    hidden, kept = 2 * 64 * 64 * 4, {}
-    for layout in (ALONE, SHARED):
-        before, after = [step for step in steps_of(model, layout) if step.phase == "forward" and step.place][-2:]
-        kept[layout] = after.start - before.start
-        assert model.hidden_bytes("fp32", layout, 2) == hidden / layout.tensor, "what a stage is sent"
-    assert kept == {ALONE: hidden, SHARED: hidden / 2}, "the input of a layer that is recomputed"
-
-
 def test_rows_that_are_split_exchange_heads_and_keep_half():
     model = model_of(*LLAMA, "--packing", "none")
     alone, split = steps_of(model, ALONE), steps_of(model, SPLIT)
@@ -113,15 +98,6 @@ def test_rows_that_are_split_exchange_heads_and_keep_half():
 # -------------------------------------------------------------------------------------------------------------- stages
 
 
-def test_stages_have_all_weights_and_both_ends_a_tied_table():
-    model = model_of(*GPT2)
-    layout = ParallelLayout(2, pipeline=2)
-    first, last = (model.weights_of(layout, stage).trained for stage in model.stages(layout))
-    table = 301 * 64
-    assert first + last == 127_552 + table
-    assert first - last == 128 * 64 - 2 * 64  # positions; the norm after the layers
-
-
 @pytest.mark.parametrize("flags", [GPT2, LLAMA])
 def test_each_gradient_of_a_stage_is_completed_once(flags):
     model = model_of(*flags)
@@ -131,32 +107,6 @@ def test_each_gradient_of_a_stage_is_completed_once(flags):
         completed = [step.completed for step in steps if step.completed]
         assert sorted(completed) == sorted(weights.sizes)
         assert sum(step.gradient for step in steps) == pytest.approx(4 * weights.trained, rel=0.02)  # blocks of 512
-
-
-def test_the_first_stage_keeps_most_micro_batches():
-    steps = [Stage(number, 4, 2).in_flight(8) for number in range(4)]
-    assert steps == [4, 3, 2, 1]
-    assert Stage(0, 4, 2).in_flight(2) == 2
-    uneven = stages_of(ParallelLayout(4, pipeline=4), tiny_model("gpt2", n_layer=6))  # 1, 2, 2 and 1 layers
-    assert [(stage.number, stage.layers) for stage in uneven] == [(0, 1), (1, 2), (3, 1)]
-
-
-def test_a_pipeline_s_layouts_are_planned(capsys):
-    flags = [*LLAMA, "--num_gpus", "4", "--gpu", "a100-40gb", "--strategies", "tp,pp,3d", "--batch_sizes", "2",
-             "--packing", "none"]  # fmt: skip
-    once, often = (
-        {(one["layout"]["tensor"], one["layout"]["pipeline"]): one
-         for one in planned(capsys, *flags, "--gradient_accumulation_steps", str(count))["predictions"]}
-        for count in (1, 8)
-    )  # fmt: skip
-    assert set(often) == {(2, 1), (4, 1), (1, 2), (2, 2)}
-    peaks = {layout: one["components"]["activations"] for layout, one in often.items() if one["phase"] != "gradients"}
-    assert all(one["layout"]["data"] == 4 // (tensor * stages) for (tensor, stages), one in often.items())
-    assert often[1, 2]["peak_allocated_bytes"] > once[1, 2]["peak_allocated_bytes"]  # two micro-batches in flight
-    assert peaks
-    bubble = often[1, 2]["seconds"]["pipeline bubble"]
-    assert once[1, 2]["seconds"]["pipeline bubble"] == pytest.approx(bubble, rel=0.1)  # (p - 1) micro-batches
-    assert "pipeline bubble" not in often[2, 1]["seconds"]
 
 
 # ------------------------------------------------------------------------------------------------------------- degrees
@@ -196,19 +146,3 @@ def test_layouts_are_searched_and_those_that_the_model_does_not_have_are_refused
         replicas = one["layout"]["data"]
         assert one["per_device_train_batch_size"] * one["gradient_accumulation_steps"] * replicas == 16
         assert one["layout"]["pipeline"] == 1
-
-
-def test_written_pairs_have_the_degree_that_was_found(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    planned(capsys, *LLAMA, "--num_gpus", "4", "--strategies", "tp,sp", "--batch_sizes", "1", "--write", str(tmp_path))
-    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert {name: (config.get("tensor_parallel"), config.get("sequence_parallel_size"))
-            for name, config in written.items()} == {
-        "tp_x2": ({"autotp_size": 2}, None), "tp_x4": ({"autotp_size": 4}, None), "sp_x2": (None, 2),
-        "sp_x4": (None, 4),
-    }  # fmt: skip
-    again = planned(
-        capsys, *LLAMA, "--num_gpus", "4", "--strategies", str(tmp_path / "tp_x4.yaml"), "--batch_sizes", "1"
-    )["predictions"]
-    assert [one["layout"]["tensor"] for one in again] == [4]
-    assert Path(tmp_path / "tp_x4.sh").read_text().count("train/clm.py") == 1

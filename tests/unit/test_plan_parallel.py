@@ -1,12 +1,7 @@
 """Layouts predicted by several processes: the same plan, and the same errors."""
 
 import json
-import multiprocessing
-import os
 
-from helpers import refusal
-
-from zerofit.recipe.errors import UserError
 from zerofit.tools.plan import parallel
 from zerofit.tools.plan.parallel import in_processes
 from zerofit.tools.plan.plan import main
@@ -33,25 +28,3 @@ def test_a_plan_is_the_same_in_one_process_and_in_two(monkeypatch, capfd):
     assert used == [1, 2]
     assert len(plans[0]["predictions"]) >= 4
     assert plans[0] == plans[1]
-
-
-def test_all_processes_take_part():
-    """Each item waits until the other two are begun: fewer processes would wait for ever."""
-    together = multiprocessing.get_context("fork").Barrier(3)
-
-    def own_process(item: int) -> tuple[int, int]:
-        together.wait(timeout=100)
-        return item, os.getpid()
-
-    found = in_processes(own_process, list(range(3)), 3)
-    assert [item for item, _ in found] == [0, 1, 2]
-    assert len({process for _, process in found}) == 3
-
-
-def test_an_error_of_a_copy_is_raised_here():
-    def refuses(item: int) -> int:
-        if item == 3:
-            raise UserError("no such layout")
-        return item
-
-    assert "no such layout" in refusal(in_processes, refuses, list(range(5)), 2)

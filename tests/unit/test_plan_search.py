@@ -40,7 +40,7 @@ def exhaustively(planner: Planner, names: list[str]) -> float:
     return max(speeds)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(range(1, 20), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("seed", [3, pytest.param(range(20), marks=pytest.mark.long)], ids=str)
 def test_the_search_finds_what_trying_everything_finds(seed, monkeypatch):
     monkeypatch.setattr(joint_search, "usable_cores", lambda: 1)
     for number in seed if isinstance(seed, range) else [seed]:
@@ -83,17 +83,3 @@ def test_the_rows_were_predicted_by_this_tree():
     )  # fmt: skip
     (outcome,) = planner.layouts(row.strategy, lambda resolved: "")
     assert planner.speed(outcome.resolved, row.micro_batch).time.seconds == pytest.approx(row.predicted, rel=1e-3)
-
-
-def test_a_machine_states_what_no_option_does():
-    def stated(*flags) -> PlanOptions:
-        return read_with_recipe(PlanOptions, [*RECIPE, *map(str, flags)], prog="plan")[0]
-
-    named = stated("--machine", "p4d.24xlarge", "--num_gpus", 16, "--network_bandwidth", 3)
-    assert (named.gpu, named.gpus_per_node, named.num_gpus) == ("a100-40gb", 8, 16)
-    assert (named.network_bandwidth, named.host_memory) == (3, "1152GiB")
-
-
-def test_a_machine_that_is_not_known_is_named(capsys):
-    assert main(["plan", *RECIPE, "--machine", "dgx-h10"]) == 2
-    assert "dgx-h100" in capsys.readouterr().err

@@ -1,45 +1,23 @@
 """`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from test_plan import MILLION, ON_GPUS, RECIPE, planned, zero
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
-from zerofit.estimate.device_speeds import (
-    VERSION,
-    Calibration,
-    cpu_name,
-    device_speeds,
-    key_name,
-    place_of,
-    read_calibration,
-)
+from zerofit.estimate.device_speeds import VERSION, Calibration, cpu_name, key_name, place_of, read_calibration
 from zerofit.estimate.exchanges import Exchange, Exchanges, Links, MeasuredLinks, deepspeed_exchanges, torch_exchanges
-from zerofit.estimate.operations import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ATTENTION,
-    KINDS,
-    MATRIX,
-    MEMORY,
-    REDUCE_SCATTER,
-    Operation,
-    operation_of,
-)
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, KINDS, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.speeds import Curve, Speeds, attention_efficiency, product_efficiency
-from zerofit.estimate.time_constants import HOST_STEP, SHARED_BY
-from zerofit.estimate.timing import COMMUNICATION, HOST, PassTime, pass_time, update_time
+from zerofit.estimate.speeds import Curve, Speeds
+from zerofit.estimate.time_constants import SHARED_BY
+from zerofit.estimate.timing import PassTime, update_time
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION as TRACED
 from zerofit.estimate.tracer import Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
-from zerofit.strategy.gpu_table import GPUS
 from zerofit.tools.plan.calibrate import Bench
 
 GIGA = 1e9
@@ -49,43 +27,6 @@ ON_CPU = ["--gpu", "cpu", "--gpu_memory", "400MiB", "--num_gpus", "2"]
 
 
 # ------------------------------------------------------------------------------------------------------ the operations
-
-
-def cost(function, *args, **kwargs) -> Operation | None:
-    return operation_of(function, args, kwargs, function(*args, **kwargs))
-
-
-def test_a_product_costs_its_flops_and_its_three_matrices():
-    left, right = torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 7, dtype=torch.bfloat16)
-    expected = (MATRIX, True, 2 * 3 * 5 * 7, 2 * (15 + 35 + 21), (1, 3, 7, 5))
-    assert cost(torch.ops.aten.mm.default, left, right) == expected
-
-
-def test_a_product_of_halves_that_is_added_in_fp32_is_one_of_halves():
-    left, right = torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(5, 7, dtype=torch.bfloat16)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        added = cost(torch.ops.aten.addmm.dtype, torch.zeros(3, 7), left, right, torch.float32)
-    assert added == (MATRIX, True, 2 * 3 * 5 * 7, 2 * (15 + 35) + 2 * 4 * 21, (1, 3, 7, 5))
-
-
-def test_views_and_empty_tensors_cost_nothing_and_lookups_what_they_return():
-    table = torch.zeros(1000, 4)
-    assert cost(torch.ops.aten.view.default, table, [4000]) is None
-    assert cost(torch.ops.aten.empty_like.default, table) is None
-    assert cost(torch.ops.prim.device.default, table) is None
-    looked_up = cost(torch.ops.aten.embedding.default, table, torch.zeros(3, dtype=torch.int64))
-    assert looked_up.bytes == 2 * 3 * 4 * 4
-    assert cost(torch.ops.aten.zeros_like.default, table).bytes == table.nbytes
-    assert cost(torch.ops.aten.add.Tensor, torch.zeros(1).expand(1000), table[:, 0]).bytes == 4 + 4000 + 4000
-
-
-def test_a_causal_mask_halves_attention():
-    query = torch.zeros(1, 2, 8, 4)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    whole, causal = (cost(flash, query, query, query, 0.0, one) for one in (False, True))
-    assert whole.kind == ATTENTION
-    assert whole.flops == 2 * causal.flops == 4 * 2 * 8 * 8 * 4
-    assert whole.shape == (2, 8, 8, 4)
 
 
 def config_of(layers: int) -> GPT2Config:
@@ -128,27 +69,6 @@ def flat(rate: float = GIGA, **settings) -> Speeds:
     return Speeds(rates, **(common | settings))
 
 
-def test_a_gpus_queue_hides_what_starting_operations_takes_and_a_cpu_adds_it():
-    operations = tuple(Operation(MEMORY, False, 0, 10**6 * size) for size in (1, 9))
-    steps = [TracedStep("forward", "a", None, 0, 0, 0, 0, operations=operations)]  # 10 ms
-    for started, queued, added in ((0.004, 0.010, 0.018), (0.006, 0.012, 0.022)):
-        assert pass_time(steps, flat(operation_s=started, is_queued=True)).forward == pytest.approx(queued)
-        assert pass_time(steps, flat(operation_s=started)).forward == pytest.approx(added)
-    compiled = pass_time(steps, flat(), is_compiled=True)
-    assert compiled.forward < 0.25 * pass_time(steps, flat()).forward
-
-
-def test_a_product_reaches_less_where_tiles_waves_depth_or_alignment_are_against_it():
-    whole = product_efficiency((1, 12288, 4096, 4096), 108)
-    assert 0.9 < whole < 1
-    assert product_efficiency((1, 256, 4096, 4096), 108) < 0.6 * whole  # 32 tiles of 108 multiprocessors
-    assert product_efficiency((1, 12288, 4096, 64), 108) < 0.4 * whole  # LoRA's inner width
-    assert product_efficiency((1, 12288, 1800, 4096), 108) < 0.7 * whole  # 14,400 over eight ranks
-    assert product_efficiency((1, 12288, 50257, 4096), 108) < 0.3 * whole  # GPT-2's vocabulary, not padded
-    assert attention_efficiency((64, 512, 512, 128)) < 0.7 * attention_efficiency((64, 8192, 8192, 128))
-    assert attention_efficiency((64, 8192, 8192, 64)) < attention_efficiency((64, 8192, 8192, 128))
-
-
 def test_an_all_reduce_sends_twice_the_buffer_over_the_slowest_link():
     links = Links(link=300 * GIGA, network=25 * GIGA)
     big = Exchange(ALL_REDUCE, 10e9)
@@ -186,16 +106,6 @@ def test_volumes_are_those_of_the_papers():
     assert sums(deepspeed_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
 
 
-def test_offload_goes_down_and_up_and_to_the_hosts_adam():
-    weights = Weights((Weight("a", 8 * MILLION, True, True),))
-    offloaded = zero(2, offload_optimizer={"device": "cpu"})
-    found = deepspeed_exchanges(weights, offloaded, 4, 2, False)
-    assert (found.down, found.step_up, found.adam) == (4 * 2 * MILLION, 2 * 2 * MILLION, 2 * MILLION)
-    assert found.step_moved == 0
-    accumulating = deepspeed_exchanges(weights, offloaded, 4, 2, True)
-    assert (accumulating.down, accumulating.up) == (6 * 2 * MILLION, 2 * 2 * MILLION)
-
-
 def test_an_update_hides_what_runs_beside_it_and_no_more():
     links = MeasuredLinks({(ALL_REDUCE, False): Curve(((1.0, GIGA),))}, 2, GIGA)
     passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
@@ -212,15 +122,6 @@ def test_an_update_hides_what_runs_beside_it_and_no_more():
     assert seconds(1e9, hidden=False) == pytest.approx(4.0)
     assert seconds(5e9, accumulation=4) == pytest.approx(12.0 + 3.0)
     assert seconds(1e9, accumulation=4, pipeline=3) == pytest.approx(12.0 * (1 + 2 / 4))  # Narayanan et al. 2021
-
-
-def test_the_hosts_adam_and_its_copies_are_counted_for_all_processes_of_a_machine():
-    exchanges = Exchanges(step_up=1e9, adam=1e9)
-    links = MeasuredLinks({}, 2, GIGA)
-    found = update_time(PassTime(1.0, 1.0, {MATRIX: 2.0}), exchanges, flat(), links, 1, 4, 4, True)
-    assert found.parts[HOST] == pytest.approx(1.0 + 4.0 * HOST_STEP)
-    assert found.bound == HOST
-    assert COMMUNICATION not in found.parts
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -247,31 +148,6 @@ def test_what_was_measured_is_used_on_this_machine(capsys, calibrated):
     assert found["mfu"] is None  # of a CPU no peak is known
     alone = planned(capsys, "--gpu", "cpu", "--gpu_memory", "400MiB", "--strategies", "single", "--batch_sizes", "4")
     assert alone["predictions"][0]["seconds_per_update"] < found["seconds_per_update"]  # it has both cores
-
-
-def test_without_a_measurement_there_is_no_time_and_the_report_says_what_to_type(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("zerofit.estimate.device_speeds.cache_root", lambda _: tmp_path)
-    assert main(["plan", *RECIPE, *ON_CPU, "--strategies", "ddp", "--batch_sizes", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "zerofit plan --calibrate --num_gpus 2" in said
-    assert "tokens/s" not in said
-
-
-def test_known_gpus_have_a_speed_where_their_figures_are_known():
-    stated = SimpleNamespace(num_gpus=2, gpus_per_node=8, peak_tflops=None, memory_bandwidth=None, link_bandwidth=None,
-                             network_bandwidth=None, attn_implementation=None)  # fmt: skip
-    known = []
-    for name, gpu in GPUS.items():
-        speeds, links, said = device_speeds(stated, gpu, on_gpu=True)
-        if speeds is None or links is None:
-            assert name in said
-            continue
-        known.append(name)
-        assert speeds.peak_half == gpu.half
-        assert 0.3 < speeds.rates[MATRIX, True].at(1e12) / speeds.peak_half < 0.9
-        assert 0.2 * gpu.memory < speeds.rates[MEMORY, True].at(1e5) < speeds.rates[MEMORY, True].at(1e9) < gpu.memory
-    assert len(known) > 12
-    assert {"mi210-64gb", "v100s-32gb", "mi250x-64gb"}.isdisjoint(known)
 
 
 def test_the_fastest_come_first(capsys):

@@ -68,17 +68,3 @@ def test_of_several_machines_each_says_which_it_is(tmp_path, in_root):
     assert (arguments.machine_rank, arguments.main_process_ip) == (1, "10.0.0.1")
     content = yaml.safe_load(Path(arguments.config_file).read_text())
     assert (content["num_processes"], content["num_machines"]) == (16, 2)
-
-
-def test_a_recipe_is_named_and_its_own_batches_give_way(tmp_path, in_root):
-    recipe = tmp_path / "clm" / "mine.yaml"
-    recipe.parent.mkdir()
-    recipe.write_text("config_name: gpt2\nblock_size: 32\ntrain_file: '{stdlib}/*.py'\nglobal_batch_size: 8\n"
-                      "train_tokenizer_vocab_size: 512\n"
-                      "config_overrides: n_layer=2,n_head=2,n_embd=32,n_positions=32,vocab_size=512\n")  # fmt: skip
-    flags = ["--gpu", "a100-40gb", "--num_gpus", "2", "--strategies", "ddp", "--batch_sizes", "4",
-             "--max_global_batch_size", "33", "--write", str(tmp_path / "pairs"), "--weight_decay", "0.1"]  # fmt: skip
-    assert main(["plan", "--config", str(recipe), *flags]) == 0
-    arguments = launch_command_parser().parse_args(command_of(tmp_path / "pairs" / "ddp.sh"))
-    read = parse_recipe(TASKS["clm"], arguments.training_script_args)
-    assert (read.global_batch_size, read.gradient_accumulation_steps, read.weight_decay) == (32, 4, 0.1)

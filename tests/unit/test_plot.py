@@ -2,9 +2,8 @@
 
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 
-from zerofit.record.plot import font_for, plot_run
+from zerofit.record.plot import plot_run
 
 
 @pytest.mark.parametrize("updates", [1, 5, 300])
@@ -25,14 +24,3 @@ def test_the_curves_of_a_run(monkeypatch, tmp_path, updates):
     assert (lower.get_ylabel(), right.get_ylabel()) == ("learning rate", "grad norm")
     assert right.get_yscale() == ("linear" if updates == 1 else "log")
     assert all(tick == int(tick) for tick in lower.get_xticks())
-
-
-def test_a_name_in_any_language_has_its_letters_or_no_title(tmp_path, recwarn):
-    """Else there are boxes in the picture, and a warning for each letter in the terminal."""
-    lines = [{"update": 1, "loss": 1.0, "learning_rate": 1e-5, "grad_norm": 1.0}]
-    for name in ("日本語の実験", "10$ or 20$ a day", "\U000e0fff"):
-        plot_run(lines, tmp_path / "loss.png", name, "token", "loss")
-    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
-    assert font_for(["a run"]) == FontProperties().get_name()
-    assert font_for(["a run \u24b6"]) not in (None, FontProperties().get_name()), "another font has it"
-    assert font_for(["\U000e0fff"]) is None, "no font has a letter that is in no alphabet"

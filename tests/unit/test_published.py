@@ -98,15 +98,6 @@ def test_as_printed_a_gpu_is_needed_and_every_place_that_says_so_is_named(read, 
     strategy.check_precision()
 
 
-@pytest.mark.parametrize(("said", "precision"), [("no", "fp32"), ("bf16", "bf16")])
-@pytest.mark.parametrize("name", PAIRS)
-def test_with_another_precision_they_run_without_a_gpu(read, name, said, precision):
-    strategy = read(name, recipe_of(), said=said)
-    assert strategy.precision == precision
-    strategy.check_precision()
-    assert parsed(strategy).bfloat16_config.enabled == (said == "bf16")
-
-
 def test_the_zero2_pair(read):
     """fp16.enabled is "true", a string; the schedule is all "auto" with the command's warm-up of 100, and without."""
     options = recipe_of(learning_rate=1e-6, weight_decay=0.0, num_warmup_steps=100)
@@ -118,12 +109,6 @@ def test_the_zero2_pair(read):
     assert (optimizer["lr"], optimizer["weight_decay"], optimizer["torch_adam"]) == (1e-6, 0.0, True)
     assert (options.lr_scheduler_type, options.num_warmup_steps) == ("linear", 100)
     assert "scheduler" not in strategy.deepspeed
-
-
-def test_the_zero3_offload_pair(read):
-    zero = parsed(read("zero3_offload.yaml", recipe_of())).zero_config
-    assert (zero.offload_param.device, zero.offload_optimizer.pin_memory) == ("cpu", True)
-    assert zero.max_live_parameters == 1_000_000_000
 
 
 def test_the_json_of_the_lora_article(read):

@@ -9,14 +9,12 @@ import yaml
 from helpers import refusal, tiny_model
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import _RECOMPUTE, checkpoint
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, BlenderbotConfig, T5Config
 from transformers.models.deberta_v2 import DebertaV2Config
 
-from zerofit.model import recomputation
-from zerofit.model.recomputation import _policy, enable_recomputation, keeping_contexts
+from zerofit.model.recomputation import enable_recomputation, keeping_contexts
 from zerofit.recipe import ClmRecipe, parse_recipe
-from zerofit.recipe.errors import UserError
 
 aten = torch.ops.aten
 START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
@@ -51,25 +49,6 @@ def test_a_flag_and_a_line_of_a_recipe_say_the_same(words, value, tmp_path):
         assert (read, type(read)) == (value, type(value))
 
 
-@pytest.mark.parametrize("wrong", ["0", "2", "half", "selective 2"])
-def test_other_words_are_refused(wrong, tmp_path):
-    with pytest.raises(UserError, match="full, selective, true"):
-        parse_recipe(ClmRecipe, [*START, "--gradient_checkpointing", *wrong.split()])
-    (tmp_path / "recipe.yaml").write_text(f"gradient_checkpointing: {wrong}\n")
-    with pytest.raises(UserError, match="full, selective, true"):
-        parse_recipe(ClmRecipe, ["--config", str(tmp_path / "recipe.yaml"), *START])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [([], "and none is. Add --gradient_checkpointing"),
-     (["--gradient_checkpointing", "--torch_compile"], "activation_offload and torch_compile do not go together")],
-)  # fmt: skip
-def test_what_inputs_on_the_host_need(words, said):
-    with pytest.raises(UserError, match=said):
-        parse_recipe(ClmRecipe, [*START, "--activation_offload", *words])
-
-
 # ------------------------------------------------------------------------------------------------ layers and operators
 
 
@@ -80,25 +59,6 @@ def test_what_a_model_cannot_recompute_is_named():
     assert "computes all blocks again, or none. Use --gradient_checkpointing full" in refusal(
         enable_recomputation, model, "selective"
     )
-
-
-def test_products_and_attention_are_kept_but_what_draws_random_numbers():
-    x = torch.zeros(1, 1, 2, 2)
-
-    def kept(operator, *args, keeps_attention=True) -> bool:
-        return _policy(keeps_attention, None, operator, *args).name == "MUST_SAVE"
-
-    for operator in (aten.mm.default, aten.addmm.default):
-        assert kept(operator, x, x)
-    for operator in (aten.bmm.default, aten.gelu.default, aten._to_copy.default, aten._softmax.default):
-        assert not kept(operator, x)
-    flash, efficient = (aten._scaled_dot_product_flash_attention.default,
-                        aten._scaled_dot_product_efficient_attention.default)  # fmt: skip
-    assert kept(flash, x, x, x)
-    assert kept(efficient, x, x, x, None, True, 0.0)
-    assert not kept(flash, x, x, x, 0.1)
-    assert not kept(efficient, x, x, x, None, True, 0.1)
-    assert not kept(flash, x, x, x, keeps_attention=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- gradients
@@ -166,31 +126,6 @@ def test_selective_recomputes_no_product_and_keeps_less(monkeypatch):
     assert tanh_selective == tanh_full == 2 * tanh
     flash = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     assert (none[flash], selective[flash], full[flash]) == (2, 2, 4)
-
-
-def test_the_same_is_kept_with_and_without_dispatch_modes(monkeypatch):
-    """`plan` traces torch's own contexts."""
-    made = []
-    for name in ("keeping_contexts", "selective_contexts"):
-        make = getattr(recomputation, name)
-        monkeypatch.setattr(recomputation, name, lambda *args, make=make: made.append(make(*args)) or made[-1])
-    for attention, calls in (("sdpa", 8), ("eager", 7)):
-        model = tiny_model("llama", attention).train()
-        for is_traced in (False, True):
-            enable_recomputation(model, "selective", is_traced)
-            model(torch.arange(24).view(3, 8))
-        ours = [entry for noting, _ in made[:2] for entry in noting.results]
-        theirs = [(operator, held) for noting, _ in made[2:] for operator, calls in noting.storage.items()
-                  for held in calls.values() if held is not _RECOMPUTE]  # fmt: skip
-        assert len(made) == 4
-        assert sizes(ours) == sizes(theirs)
-        assert len(ours) == 2 * calls
-        made.clear()
-
-
-def sizes(entries) -> list:
-    parts = [(str(operator), held if isinstance(held, tuple) else (held,)) for operator, held in entries]
-    return sorted((name, [tuple(getattr(part.val, "shape", ())) for part in held]) for name, held in parts)
 
 
 def test_a_result_that_is_changed_in_place_is_recomputed():

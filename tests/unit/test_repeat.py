@@ -9,8 +9,6 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from zerofit.recipe.last_message import is_accelerate_launch, prints_a_traceback
-
 LAUNCHER = """
 import subprocess, sys
 code = subprocess.run([sys.executable, sys.argv[-1]]).returncode
@@ -89,29 +87,3 @@ def test_of_several_processes_torchruns_summary_has_it_or_it_comes_below(tmp_pat
     assert content == ("its message is the last one below" if is_below else last)
     assert lines.count(last) == is_below
     assert [line for line in lines if line][-1] == last or not is_below
-
-
-@on_linux
-def test_it_comes_once_where_the_launcher_is_quiet(tmp_path):
-    lines = screen(tmp_path, "UserError('epochs = 0: no')", "--quiet")
-    assert lines.count("error: epochs = 0: no") == 1
-
-
-def test_torchruns_summary_has_the_message(tmp_path):
-    """The error file, as torch reads it."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-    shown(tmp_path, "UserError(['one', 'two'])", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
-    summary = str(ChildFailedError("train/clm.py", {0: failure})).splitlines()
-    assert summary[-4:-1] == ["  traceback : error: 2 problems, nothing was trained", "    1. one", "    2. two"]
-
-
-def test_who_prints_a_traceback():
-    for words, prints in {
-        "python /bin/accelerate launch x.py": True, "accelerate-launch x.py": True, "torchrun x.py": True,
-        "python -m torch.distributed.run x.py": True, "accelerate-launch -q x.py": False, "bash x.sh": False,
-        "python /zerofit/zerofit/tools/launch/agent.py x.py": False,
-    }.items():  # fmt: skip
-        assert prints_a_traceback(words.split()) == prints, words
-    assert is_accelerate_launch(["python", "/zerofit/zerofit/tools/launch/agent.py", "x.py"])

@@ -1,7 +1,6 @@
 """Which run goes on, with how many processes, and whether a data position is a place in this data."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +8,7 @@ import yaml
 from helpers import refusal
 
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
-from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
-from zerofit.checkpoint.run_state import RunState
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import NothingToDo
 from zerofit.record.run_folder import RunFolder, identity
@@ -46,11 +43,6 @@ class Resume:
         return [*([self.note] if self.note else []), *plan.notes]
 
 
-def test_the_strategy_is_no_part_of_a_runs_identity(tmp_path):
-    plan = Resume(recipe(), leave_a_run(tmp_path, recipe(), 8, 2), 2)
-    plan.earlier.plan(recipe(), 8, plan.folder).check_is_same_run({**identity(recipe(), 8), "strategy": "zero2"})
-
-
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 6), (2, 3), (3, 2), (6, 1)])
 def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes, accumulation):
     options = recipe("--gradient_accumulation_steps", "3")
@@ -77,20 +69,6 @@ def test_the_same_command_resumes_it_again_on_what_is_left(tmp_path):
     options = recipe(*flags)
     assert Resume(options, folder, 2).note is None, "back on 2, they are right as they are"
     assert resolve_batches(options, 2).global_batch == 24
-
-
-def test_where_it_cannot_the_message_says_which_numbers_could(tmp_path):
-    options = recipe("--gradient_accumulation_steps", "3")
-    Resume(options, leave_a_run(tmp_path, options, 24, 2), 4)
-    message = refusal(resolve_batches, options, 4)
-    assert "global_batch_size = 24 (the run that resumes, of 2 processes)" in message
-    assert "per_device_train_batch_size" in message
-
-
-def test_what_the_user_says_of_the_global_batch_is_heeded(tmp_path):
-    options = recipe("--global_batch_size", "16")
-    origin = Resume(options, leave_a_run(tmp_path, options, 24, 2), 1)
-    assert "global_batch_size was 24, now 16" in refusal(origin.plan, 16)
 
 
 def test_a_run_goes_on_with_other_ways_of_watching_it_only(tmp_path):
@@ -182,16 +160,6 @@ def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):
     assert again.sources == ["auto", str(checkpoint)]
 
 
-@pytest.mark.parametrize(
-    ("path", "text"), [("nowhere", "there is no such folder"),
-                       (".", "it has no state/ folder; its checkpoints are checkpoints/update_00000003"),
-                       ("checkpoints", "its checkpoints are update_00000003")]
-)  # fmt: skip
-def test_what_is_no_checkpoint_is_refused_at_once(tmp_path, path, text):
-    named_checkpoint(tmp_path, {})
-    assert text in refusal(Resume, recipe("--resume", str(tmp_path / path)), RunFolder(tmp_path), 1)
-
-
 class Samples(list):
     def __getitem__(self, index: int):
         return {"input_ids": np.array(super().__getitem__(index))}
@@ -207,14 +175,3 @@ def test_data_that_has_changed_is_refused(tmp_path):
     assert "has other samples than it had" in refusal(check_data, moved, before, tmp_path)
     grouped = fingerprint(Samples(data), "window")
     assert "was by 'none'" in refusal(check_data, grouped, before, tmp_path)
-
-
-def test_a_checkpoint_of_an_earlier_format_is_refused_in_one_sentence():
-    manager, state = CheckpointManager.__new__(CheckpointManager), RunState(updates=3, tokens=7.0)
-    manager.state, manager._data = RunState(), {}
-    saved = state.to_file() | {"data": {}}
-    manager.writer = SimpleNamespace(load=lambda checkpoint: saved)
-    manager._restore("update_00000003")
-    assert manager.state == state
-    saved["left_out"] = saved.pop("skipped_updates")
-    assert "update_00000003 has the format of an earlier version" in refusal(manager._restore, "update_00000003")

@@ -1,7 +1,6 @@
 """A run's folder: what is never removed, what is read where a part of the record is lost, and links in it."""
 
 import contextlib
-import errno
 import json
 import os
 from pathlib import Path
@@ -107,26 +106,6 @@ def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, flags):
     plan(tmp_path, *START_OVER.split())
     restart(tmp_path)
     assert not list((tmp_path / "checkpoints").glob("*"))
-
-
-def test_a_model_is_deleted_only_where_that_is_said(tmp_path):
-    folder = a_run(tmp_path, saved=None)
-    with folder.new_model() as place:
-        (place / "config.json").write_text("{}")
-    folder.write_environment({"exit_code": 0})
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert "holds model" in refusal(plan, tmp_path)
-    assert plan(tmp_path, "--overwrite_output_dir") == []
-    restart(tmp_path)
-    assert not (tmp_path / "model").exists()
-
-
-def test_a_run_without_a_readable_recipe_or_checkpoint_is_not_replaced(tmp_path):
-    a_run(tmp_path, saved=None)
-    assert plan(tmp_path) == ["auto"]  # it starts over
-    (tmp_path / "recipe.yaml").unlink()
-    assert "holds metrics.jsonl" in refusal(plan, tmp_path)
-    assert plan(tmp_path, "--overwrite_output_dir") == []
 
 
 def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tmp_path):
@@ -285,29 +264,6 @@ def test_a_line_that_is_none_is_passed_over(tmp_path, text):
     file = JsonlFile(tmp_path / "metrics.jsonl")
     file.path.write_bytes(b'{"update": 1}\n' + text.encode("latin-1") + b'\n{"update": 2}\n')
     assert [line["update"] for line in file.read()] == [1, 2]
-
-
-def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, monkeypatch):
-    file = JsonlFile(tmp_path / "metrics.jsonl")
-    file.start()
-    file.add({"update": 1})
-    real, room = file._file, iter([3])
-
-    class Full:
-        def write(self, data: bytes) -> int:
-            size = next(room, 0)
-            if not size:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real.write(data[:size])
-
-    file._file = Full()
-    file.add({"update": 2})
-    file.add({"update": 3})
-    assert [line["update"] for line in file.read()] == [1]
-    file._file = real
-    file.add({"update": 4})
-    file.close()
-    assert [line["update"] for line in file.read()] == [1, 2, 3, 4]
 
 
 def test_the_table_of_fields_is_current():

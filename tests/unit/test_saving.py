@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import Harmful, refusal
 
-from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.strategy.engine import Engine as SharedEngine
@@ -127,16 +126,6 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
             assert torch.equal(other.state.get(kind, piece), values), (kind, piece.name)
     assert other.train(range(3, 6)) == after
     assert saver.records[0]["bytes"] > 0
-
-
-def test_copies_are_made_where_the_container_has_room_and_kept_only_where_they_are_wanted(tmp_path, monkeypatch):
-    needed = 3 * 4 * sum(parameter.numel() for parameter in Alone().module.parameters()) * 4 // 3  # and model/
-    for room, copied in ((needed / 0.8 + 10, True), (needed / 0.8 - 10, False)):
-        monkeypatch.setattr(saving, "host_memory", lambda room=room: (room, 2**40))
-        saver = saver_of(Alone(), tmp_path / str(copied))
-        save(saver, saver.engine, 1)
-        assert not saver.wait()
-        assert bool(saver._copies["state"]._room) == copied
 
 
 def test_a_state_is_kept_before_the_first_update_too(tmp_path):

@@ -1,16 +1,10 @@
 """Which rank is said to be slow, by the seconds that ranks tell each other."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from zerofit.health.slow_ranks import RankSeconds, SlowRanks
-from zerofit.record.metrics import UpdateMetrics
-from zerofit.record.recorder import RunRecorder
 from zerofit.strategy.layout import ParallelLayout
-
-INTERVAL = 10
 
 
 def seconds(data: float = 0.01, own: float = 0.5, positions: float = 512, total: float = 1.0) -> RankSeconds:
@@ -56,28 +50,3 @@ def test_stages_of_a_pipeline_do_other_work():
     assert said(layout, [[seconds(), seconds(), seconds(own=0.9), seconds(own=0.9)]] * 40) == []
     (line,) = said(layout, [[seconds(), seconds(own=0.8), seconds(own=0.9), seconds(own=0.9)]] * 40)
     assert "rank 1 on" in line
-
-
-@pytest.mark.parametrize(
-    ("layout", "figures"),
-    [
-        (ParallelLayout(3), {"slowest_rank": 2, "slowest_forward": 0.3, "others_forward": 0.2, "slowest_data": 0.01}),
-        (ParallelLayout(1), None),
-        (ParallelLayout(3, pipeline=3), None),
-    ],
-)
-def test_what_metrics_have_at_the_end_of_an_interval(layout, figures):
-    slow = SlowRanks(layout, 1, str, "forward")
-    ranks = [seconds(own=0.6), seconds(own=0.6), seconds(own=0.9)][: layout.world_size]
-    added = [slow.add(update, ranks) for update in range(1, 2 * INTERVAL + 1)]
-    found = [line for line in added if line is not None]
-    assert len(found) == (2 if figures else 0)
-    assert added[INTERVAL - 1] is None or added[INTERVAL - 1].items() >= figures.items()
-
-
-def test_trackers_get_a_number_each():
-    logged = []
-    accelerator = SimpleNamespace(trackers=["one"], log=lambda figures, step: logged.append((step, figures)))
-    recorder = RunRecorder(None, SimpleNamespace(accelerator=accelerator, is_main=False), {}, None, None, str)
-    recorder.write(UpdateMetrics(update=11, epoch=0.5, consumed_samples=88, rank_seconds={"slowest_rank": 1}))
-    assert logged == [(11, {"epoch": 0.5, "consumed_samples": 88, "rank_seconds/slowest_rank": 1})]

@@ -5,14 +5,13 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers import ROOT, load_texts, read_data, refusal, write_records
+from helpers import ROOT, load_texts, refusal, write_records
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
 from zerofit.data.file_formats import FORMATS
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import not_utf8
-from zerofit.data.tables import hold_out
 from zerofit.data.text import split_off
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, UserError
@@ -92,14 +91,6 @@ def test_the_split_is_the_same_every_time_and_loses_nothing():
     assert train["text"][:] == again["text"][:]
     assert len(held) == 10
     assert sorted([*train["text"], *held["text"]]) == sorted(ROWS)
-
-
-def test_a_split_that_takes_everything_is_refused():
-    for count, fraction in ((20, 0.98), (1, 0.05)):
-        said = refusal(hold_out, Dataset.from_dict({"text": ROWS[:count]}), fraction)
-        assert "validation_split_percentage" in said
-        assert f"{count} record" in said
-    assert "validation_split_percentage" in refusal(split_off, Dataset.from_dict({"text": ["abc def"]}), 0.01)
 
 
 def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
@@ -196,26 +187,6 @@ def test_records_under_a_key(tmp_path, cache):
     assert "has no key 'data'; its keys are version, all" in message
     assert "has no list of records there" in refusal(records, cache, tmp_path / "a.json", field="version")
     assert "field = 'data'" in refusal(records, cache, write(tmp_path, "a.csv"), field="data")
-
-
-def test_columns_in_any_capitals(tmp_path, cache):
-    (tmp_path / "a.csv").write_text("Text, Label\na,1\nb,2\n")
-    table = read_data(ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).parts["train"]
-    assert table.column_names == ["text", "label"]
-    named = ClmRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache, text_column="Text")
-    assert read_data(named).parts["train"].column_names == ["Text", "label"]
-    (tmp_path / "b.csv").write_text("Text,text\na,1\n")
-    both = ClmRecipe(train_file=[str(tmp_path / "b.csv")], cache_dir=cache)
-    assert read_data(both).parts["train"].column_names == ["Text", "text"]
-
-
-def test_columns(tmp_path, cache):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"title": "a", "body": "b", "n": 1}\n')
-    assert "the columns are title, body, n" in refusal(records, cache, path)
-    assert "no such column; the columns are" in refusal(records, cache, path, text_column="words")
-    assert "holds no text" in refusal(records, cache, path, text_column="n")
-    assert records(cache, path, text_column="body", validation_split_percentage=0).train["text"][:] == ["b"]
 
 
 def test_of_a_long_text_the_end_is_held_out_at_a_line():

@@ -1,12 +1,11 @@
 """The data sets made from Python's own library: what a record is, and that nothing is told twice."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.helpers import read_data
-from zerofit.data.stdlib import MIN_WORDS, NUM_PACKAGES, definitions
+from zerofit.data.stdlib import MIN_WORDS, NUM_PACKAGES
 from zerofit.recipe import ClsRecipe, parse_recipe
 
 
@@ -48,35 +47,3 @@ def test_nothing_that_is_held_out_is_trained_on(docstrings, functions, column):
     held_out = {said(record[column]) for record in parts["validation"]}
     assert held_out
     assert not trained & held_out
-
-
-THINGS = '''"""Things."""
-class Box:
-    """A box."""
-    def open(self):  # a comment
-        """Open it. Then look."""
-        return other.open(1)
-    def shut(self):
-        def lid(): pass
-        return 2
-if Box:
-    def empty(): "Say nothing."
-'''
-
-
-def test_what_is_found_in_a_file(tmp_path):
-    file = tmp_path / "things.py"
-    file.write_text(THINGS)
-    found = list(definitions(file, Path("pack/things.py")))
-    assert [(entry["package"], entry["top"], entry["name"]) for entry in found] == [
-        ("pack", "pack/things.py:", ""), ("pack", "pack/things.py:Box", "Box"), ("pack", "pack/things.py:Box", "open"),
-        ("pack", "pack/things.py:Box", "shut"), ("pack", "pack/things.py:Box", "lid"),
-        ("pack", "pack/things.py:", "empty"),
-    ]  # fmt: skip
-    assert [entry["text"] for entry in found] == ["Things.", "A box.", "Open it. Then look.", "", "", "Say nothing."]
-    assert [entry["code"] for entry in found] == [
-        "", "", "def this(self):\n    return other.this(1)",
-        "def this(self):\n\n    def lid():\n        pass\n    return 2", *2 * ["def this():\n    pass"],
-    ]  # fmt: skip
-    file.write_text("print 'Python 2'")
-    assert not list(definitions(file, Path("things.py")))

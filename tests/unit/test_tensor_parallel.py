@@ -18,11 +18,9 @@ from zerofit.checkpoint.shards import ShardReader, write_shard
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.parameters import count_parameters
 from zerofit.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
-from zerofit.model.tensor_parallel.shares import draw_share, stored_dtype
+from zerofit.model.tensor_parallel.shares import draw_share
 from zerofit.model.tensor_parallel.split import check_split, split_model
-from zerofit.recipe import ClmRecipe
-from zerofit.strategy.degrees import check_degrees, take_degrees
-from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.degrees import take_degrees
 from zerofit.strategy.state import KINDS, Piece
 
 RANKS = 2
@@ -268,13 +266,6 @@ def test_random_weights_are_those_of_one_process_bit_for_bit(ranks, name):
         assert all(drawn.values()), drawn
 
 
-def test_the_padding_tokens_row_gets_no_gradient(ranks):
-    gradient = ranks[0]["llama, untied"]["chunked"][1]["model.embed_tokens.weight"]
-    seen = batch_of()["input_ids"][0, :-1].unique().tolist()  # whose last token is trained on
-    assert PADDING in seen
-    assert [token for token in seen if not gradient[token].any()] == [PADDING]
-
-
 # -------------------------------------------------------------------------------------------------------------- pieces
 
 
@@ -336,17 +327,6 @@ def test_a_share_that_is_missing_is_noticed(tmp_path):
         ShardReader(tmp_path).weight("rows")
 
 
-def test_the_dtype_of_stored_weights(tmp_path):
-    from safetensors.torch import save_file
-
-    assert stored_dtype(str(tmp_path)) is None
-    save_file({"a": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "1.safetensors")
-    assert stored_dtype(str(tmp_path)) == torch.bfloat16
-    save_file({"b": torch.zeros(2)}, tmp_path / "2.safetensors")
-    assert stored_dtype(str(tmp_path)) is None
-    assert stored_dtype("a-name/on-the-hub") is None
-
-
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -371,34 +351,11 @@ def test_models_that_cannot_be_split(family, changes, size, said):
         assert words in message
 
 
-@pytest.mark.parametrize(("section", "said"), [
-    ({"autotp_size": "2"}, "autotp_size = '2': expected a number of processes"),
-    ({"autotp_size": 0}, "autotp_size = 0: expected"),
-    ({}, "autotp_size = None: expected"),
-    ({"autotp_size": 2, "tp_grain_size": 64}, "tensor_parallel.tp_grain_size has no effect here"),
-])  # fmt: skip
-def test_degrees_that_are_none(section, said):
-    assert said in refusal(take_degrees, {"tensor_parallel": section}, "my.json")
-
-
 def test_the_degree_is_taken_out_before_deepspeed_sees_it():
     config = {"tensor_parallel": {"autotp_size": 4}, "zero_optimization": {}}
     assert take_degrees(config, "my.json")[0] == 4
     assert json.dumps(config) == '{"zero_optimization": {}}'
     assert take_degrees(config, "my.json")[0] == 1
-
-
-def test_what_does_not_go_together_is_refused_in_one_message():
-    recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile="model")
-    recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
-    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 2}
-    about = {"zero_optimization": zero}, "my.json", recipe, "fp32"
-    message = refusal(check_degrees, *about, ParallelLayout(2, tensor=2))
-    for words in ("lora (--lora)", "torch_compile", "zero_optimization.offload_param",
-                  "zero_optimization.zero_hpz_partition_size"):  # fmt: skip
-        assert words in message
-    assert "4 problems" in message
-    check_degrees(*about, ParallelLayout(2))
 
 
 if __name__ == "__main__":

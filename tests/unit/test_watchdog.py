@@ -13,17 +13,8 @@ from helpers import ROOT, environment
 from zerofit.health import flight
 from zerofit.health import watchdog_process as watch
 from zerofit.health.rank_messages import RankMessages
-from zerofit.health.watchdog import Watchdog, died_elsewhere
-from zerofit.health.watchdog_process import (
-    GIB,
-    Sample,
-    cause,
-    cgroups,
-    crash_report,
-    headroom,
-    take_sample,
-)
-from zerofit.strategy.build_locks import lock_files, stale_locks
+from zerofit.health.watchdog import died_elsewhere
+from zerofit.health.watchdog_process import GIB, Sample, cause, cgroups, crash_report, headroom, take_sample
 
 PRELUDE = """
 import os, signal, sys, time
@@ -69,12 +60,9 @@ def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
 def test_a_killed_rank_is_reported():
     done = run("watchdog.advise(['use less']); os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
-    lines = [line.strip() for line in done.stderr.strip().splitlines()]
-    assert lines[0] == f"rank 3 (pid {done.stdout.split()[0]}) ended without a message in phase backward of update 17"
-    assert lines[1].startswith("cause")
-    assert "SIGKILL" in lines[1]
-    assert "GiB" in lines[2]
-    assert "newest checkpoint" in lines[-1]
+    assert f"rank 3 (pid {done.stdout.split()[0]}) ended without a message" in done.stderr
+    assert "phase backward of update 17" in done.stderr
+    assert "SIGKILL" in done.stderr
     assert "use less" not in done.stderr, "memory was not the reason"
     assert watchdog_is_gone(done)
 
@@ -93,20 +81,12 @@ def test_who_leaves_in_order_is_not_reported(end, code):
     assert watchdog_is_gone(done)
 
 
-def test_an_exception_keeps_its_traceback_and_nothing_else():
-    done = run("raise ValueError('of the program')")
-    assert done.stderr.strip().splitlines()[-1] == "ValueError: of the program"
-    assert "without a word" not in done.stderr
-    assert watchdog_is_gone(done)
-
-
 def test_a_rank_that_hangs_shows_its_stacks_and_is_ended():
     done = run("def waits_for_good():\n    time.sleep(60)\nwaits_for_good()", limit=0.4)
     assert done.returncode == -signal.SIGKILL
     assert "no sign of life for" in done.stderr
     assert "phase backward of update 17" in done.stderr
     assert "in waits_for_good" in done.stderr
-    assert "without a word" not in done.stderr
     assert watchdog_is_gone(done)
 
 
@@ -177,46 +157,12 @@ def test_who_waits_for_a_stopped_rank_names_it():
     assert "SIGSTOP" in done.stderr
 
 
-@LINUX
-def test_a_stopped_rank_is_named_where_it_stands():
-    program = """
-import subprocess
-time.sleep(0.7)  # so that the phase has been heard
-subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    done = run(program, limit=1.0)
-    assert done.returncode == 0
-    assert done.stderr.count("rank 3") == 1
-    assert f"kill -CONT {done.stdout.split()[0]}" in done.stderr
-
-
-def test_imports_take_as_long_as_they_take():
-    """Before a rank has said where it is."""
-    program = PRELUDE.replace('watchdog.phase("backward", 17)', "time.sleep(1.5)").format(
-        root=str(ROOT), limit=0.2, locks=60
-    )
-    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_training_goes_on_without_a_watchdog():
     done = run(
         "watchdog._child.kill(); watchdog._child.wait()\nwatchdog.phase('update', 18); watchdog.leave(); print('on')"
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("on\n")
-
-
-def test_a_watchdog_that_cannot_be_started_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr("faulthandler.enable", lambda **_: None)
-    monkeypatch.setattr("faulthandler.register", lambda *_, **__: None)
-    watchdog = Watchdog(0, None)
-    watchdog.start()
-    watchdog.phase("load")
-    watchdog.leave()
-    assert watchdog.at == ("load", None)
 
 
 @LINUX
@@ -247,30 +193,6 @@ def test_a_lock_that_a_killed_build_has_left_is_named_once(tmp_path):
     assert done.stderr.count("Delete it") == 1
 
 
-def test_a_lock_of_this_hour_is_stale_only_while_nothing_is_compiled(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / "fused_adam" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    made, locks = lock.stat().st_mtime, lock_files()
-    assert locks == {str(lock): made}
-    assert stale_locks(locks, made - 5, made + 100, compiling=False) == [str(lock)]
-    assert stale_locks(locks, made - 5, made + 100, compiling=True) == []
-    assert stale_locks(locks, made - 5, made + 30, compiling=False) == []
-    assert stale_locks(locks, made + 5, made + 30, compiling=True) == [str(lock)]
-
-
-def test_the_watchdog_is_small():
-    program = "import sys; sys.argv[0] = 'x'; sys.path.insert(0, {!r}); "
-    program += "import zerofit.health.watchdog_process; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program.format(str(ROOT))], capture_output=True, text=True, timeout=30
-    )
-    loaded = set(done.stdout.split())
-    assert "zerofit.health.watchdog_process" in loaded, done.stderr
-    assert not loaded & {"torch", "numpy", "psutil", "subprocess", "inspect", "dataclasses"}
-
-
 # -------------------------------------------------------------------------------------------------------------- causes
 
 PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
@@ -280,14 +202,11 @@ PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
     ("status", "last", "kills", "words", "for_memory"),
     [
         (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
-        (None, PLENTY, 6, "out-of-memory killer", True),
         (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
         (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
         (signal.SIGKILL, PLENTY._replace(available=GIB), 5, "very likely for want of memory", True),
         (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely for want of memory", True),
-        (signal.SIGSEGV, PLENTY, 6, "SIGSEGV, a crash in native code", False),
         (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
-        (signal.SIGKILL, Sample(), None, "somebody killed it (SIGKILL)", False),
     ],
 )
 def test_the_cause(status, last, kills, words, for_memory):
@@ -298,15 +217,10 @@ def test_the_cause(status, last, kills, words, for_memory):
 
 
 def test_under_nccl_an_abort_points_to_the_other_ranks():
-    first = RankMessages(machine="machine 0 (node0)")
-    alone = first.after("group\t/runs/flight\t1\tnccl").after("machine\tmachine 0 (node0)")
-    here = first.after("group\t/runs/flight\t8\tnccl").after("machine\tmachine 0 (node0)")
-    many = here.after("group\t/runs/flight\t16\tnccl").after("machine\tmachine 1 (node1)")
-    most = many._replace(machines=tuple(f"machine {number} (node{number})" for number in range(11)))
-    assert most.others.endswith("machine 8 (node8) and 2 more")
+    alone = RankMessages(machine="machine 0 (node0)").after("machine\tmachine 0 (node0)")
+    many = alone.after("group\t/runs/flight\t16\tnccl").after("machine\tmachine 1 (node1)")
     assert "native code" in cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
-    assert "the other ranks of this machine first" in cause(signal.SIGABRT, [PLENTY], PLENTY, here)[0]
-    assert "the other ranks on machine 1 (node1) first" in cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
+    assert "machine 1 (node1)" in cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
     assert "native code" in cause(signal.SIGSEGV, [PLENTY], PLENTY, many)[0]
 
 
@@ -316,28 +230,6 @@ def test_a_rank_that_was_asked_to_end_is_not_reported():
     assert crash_report(1, 42, RankMessages(), signal.SIGTERM, [PLENTY], PLENTY) == ""
     assert crash_report(1, 42, RankMessages(), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
     assert crash_report(1, 42, RankMessages(), None, [PLENTY], PLENTY)
-
-
-def test_want_of_memory_brings_the_remedies():
-    messages = (
-        RankMessages().after("phase\tload\t\t1").after("advice\t--dataloader_num_workers 0: two fewer processes")
-    )
-    message = crash_report(1, 42, messages, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
-    assert "rank 1 (pid 42) ended without a message in phase load\n" in message
-    assert "--dataloader_num_workers 0: two fewer" in message
-    assert "2.00 GiB when last seen; 20.00 of the host's 32.00 GiB" in message
-    later = messages.after("advice\t").after("advice\tmodel    of 7 GiB").after("advice\t--lora: less")
-    message = crash_report(1, 42, later, signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
-    assert "\n  model    of 7 GiB\n  remedy   --lora: less\n" in message
-    assert "two fewer" not in message, "what is said later holds in its place"
-    general = crash_report(1, 42, RankMessages(), signal.SIGKILL, [PLENTY], PLENTY._replace(oom_kills=6))
-    assert "zero3_offload" in general
-
-
-def test_a_rank_that_was_told_to_stop_gets_one_line():
-    messages = RankMessages().after("phase\tbackward\t4\t1").after("stop_requested\tSIGTERM")
-    message = crash_report(1, 42, messages, signal.SIGKILL, [PLENTY], PLENTY)
-    assert message == "rank 1 (pid 42) had been asked to stop (SIGTERM), and was killed in phase backward of update 4"
 
 
 # ------------------------------------------------------------------------------------------------------------- cgroups
@@ -375,22 +267,14 @@ def test_cgroups_of_version_1(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------- errors of others
 
-GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}"
-
 
 @pytest.mark.parametrize(
     ("error", "elsewhere"),
     [
-        (RuntimeError(GLOO.format("pair.cc:553", "Connection closed by peer [127.0.0.1]:33712. This is ...")), True),
-        (RuntimeError(GLOO.format("pair.cc:547", "Connection reset by peer")), True),
-        (RuntimeError(GLOO.format("unbound_buffer.cc:78", "Timed out waiting 3000ms for recv operation")), True),
-        (RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server ..."), True),
         (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), True),
         (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
         (RuntimeError("NCCL error: unhandled system error: No space left on device"), False),
-        (RuntimeError("Broken pipe"), False),
         (BrokenPipeError(32, "Broken pipe"), False),
-        (ConnectionResetError(104, "Connection reset by peer"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
