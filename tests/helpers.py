@@ -120,6 +120,12 @@ class Harmful:
         return os.mkdir, (self.folder,)
 
 
+class Samples(list):
+    """Samples as a task takes them, in a list."""
+
+    lengths = sort_key = None
+
+
 def write_records(path: Path, records: list[dict]) -> Path:
     """A file of JSON lines."""
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")

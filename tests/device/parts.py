@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import check_offloaded_inputs, tiny_model
+from helpers import Samples, check_offloaded_inputs, tiny_model
 
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
@@ -22,18 +22,7 @@ from zerofit.training.stream import RunLength, micro_batches
 from zerofit.training.task import Task
 
 DEVICE = torch.device("simgpu", 0)
-
-
-class TokenizedDataset:
-    """Eight rows of four tokens."""
-
-    lengths = sort_key = None
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"input_ids": np.arange(4) + index, "labels": np.arange(4) + index}
+ROWS = Samples({"input_ids": np.arange(4) + index, "labels": np.arange(4) + index} for index in range(8))
 
 
 class Alone:
@@ -77,7 +66,7 @@ def is_pinned(batch: Batch) -> bool:
 
 def test_batches_of_training_are_pinned():
     recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
-    task = Task(recipe, TokenizedDataset(), CausalCollator(0), loss_sum=None, evaluate=None)
+    task = Task(recipe, ROWS, CausalCollator(0), loss_sum=None, evaluate=None)
     batches = list(micro_batches(task, Alone(), RunLength(8, 8, 2, BatchSizes(2, 2, 1)), 0))
     assert len(batches) == 4
     assert all(map(is_pinned, batches))
@@ -87,7 +76,7 @@ def test_batches_of_training_are_pinned():
 def test_batches_of_evaluation_are_pinned(monkeypatch):
     seen, to = [], Batch.to
     monkeypatch.setattr(Batch, "to", lambda batch, device: seen.append(is_pinned(batch)) or to(batch, device))
-    batches = list(eval_batches(Alone(), TokenizedDataset(), CausalCollator(0), 2))
+    batches = list(eval_batches(Alone(), ROWS, CausalCollator(0), 2))
     assert seen == [True] * len(batches) == [True] * 4
     assert batches[0].inputs["input_ids"].device == DEVICE
 

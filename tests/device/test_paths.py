@@ -1,6 +1,5 @@
 """What a run can do beside training in fp32, on the simulated device: go on, adapt, compute in half precision, ..."""
 
-import gzip
 import json
 import re
 import shutil
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from folders import save_adapter, save_base, save_writer, small_tokenizer
+from folders import save_base, small_tokenizer
 from helpers import ROOT, environment, launch, launched, updates
-from safetensors.torch import load_file
 
-from device.runs import GIB, differences, on_device, peak
+from device.runs import GIB, differences, on_device
 
 pytestmark = pytest.mark.long
 
@@ -26,9 +24,6 @@ def command(device, *arguments, sizes=(16 * GIB,), timeout: int = 580) -> subpro
     variables = device(*sizes) if sizes else {}
     return subprocess.run([sys.executable, "-m", "zerofit.cli", *map(str, arguments)], cwd=ROOT, capture_output=True,
                           text=True, timeout=timeout, env=environment(**variables))  # fmt: skip
-
-
-# ----------------------------------------------------------------------------------------------- checkpoints, resuming
 
 
 def cut(output: Path, to: Path) -> Path:
@@ -54,55 +49,6 @@ def test_a_run_goes_on_on_the_device_and_off_it(runs, recipes, device, tmp_path,
     assert len(updates(again)) == 6
     largest = differences(again, whole)
     assert max(largest.values()) <= (0 if before == after else 1e-6), largest
-
-
-def test_saves_in_the_background_hold_what_others_hold(runs):
-    """The weights and the optimizer's state, copied from the device while training goes on."""
-    held = []
-    for asynchronous in ("true", "false"):
-        _, output = runs("device", "zero2", "--save_steps", "2", "--save_async", asynchronous)
-        files = sorted((output / "checkpoints" / "update_00000004").rglob("*.safetensors"))
-        held.append([load_file(file) for file in files])
-    assert len(held[0]) >= 3, "the model, and the state of two ranks"
-    for ours, theirs in zip(*held, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name].equal(theirs[name]) for name in ours)
-
-
-# ----------------------------------------------------------------------------------------------------- what is trained
-
-
-@pytest.mark.parametrize("option", [("--dataloader_num_workers", "2"), ("--gradient_checkpointing", "true")])
-def test_options_that_change_no_figure(runs, option):
-    for strategy in ("single", "zero3"):
-        assert differences(runs("device", strategy, *option)[0], runs("device", strategy)[0]) == {
-            "loss": 0, "grad_norm": 0, "learning_rate": 0,
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
-def test_updates_are_profiled(runs, strategy):
-    lines, output = runs("device", strategy, "--profile", "2:3", "--profile_memory")
-    assert max(differences(lines, runs("device", strategy)[0]).values()) == 0
-    with gzip.open(output / "profile_rank0.json.gz") as file:
-        names = [event["name"] for event in json.load(file)["traceEvents"]]
-    assert names.count("aten::mm") > 10
-    assert not list(output.glob("memory_rank*"))
-
-
-def test_the_mask_of_packed_documents_is_held_once(runs):
-    """A mask has T x T entries a row; attention that makes its own of it in each layer keeps as many as layers."""
-    more = {}
-    for layers in (2, 6):
-        model = f"n_layer={layers},n_head=2,n_embd=64,n_positions=256,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
-        options = ("--config_overrides", model, "--block_size", "256", "--document_separator", "paragraph",
-                   "--precision", "bf16", "--packing")  # fmt: skip
-        with_mask, without = (
-            peak(runs("device", "single", *options, packing)[0]) for packing in ("documents", "concatenate")
-        )
-        more[layers] = with_mask - without
-    mask = 2 * 2 * 256 * 256  # two rows in bf16
-    assert more[6] - more[2] < mask, more
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +94,6 @@ def test_half_precision(runs, recipes, device, tmp_path, strategy, precision):
     assert updates(lines)[0]["loss"] == pytest.approx(reference[0]["loss"], rel=5e-3)
     assert updates(lines)[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=3e-2)
     assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"]
-
-
-# ------------------------------------------------------------------------------------------------- the zerofit command
 
 
 @pytest.fixture
@@ -207,40 +150,6 @@ def test_ranks_share_a_device_only_to_be_compared(device, recipe, recipes, tmp_p
     outcomes = [(line["size"], line["outcome"]) for line in sizes_tried(output)]
     assert outcomes.count((2, "fits")) == 2, "of both strategies"
     assert {outcome for size, outcome in outcomes if size == 5000} == {"out_of_memory"}
-
-
-def test_a_recipe_is_verified_on_devices(device, recipe, tmp_path):
-    done = command(
-        device, "verify", "--config", recipe, "--strategies", "zero2", "--updates", "6", "--kills", "1", "--output",
-        tmp_path / "proof", sizes=(16 * GIB, 16 * GIB),
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "verified: zero2 agrees with one process, and 1 kill has left no trace" in done.stdout
-
-
-def test_what_is_written_and_merged_is_the_same_on_the_device(device, tmp_path):
-    tokenizer = small_tokenizer(tmp_path)
-    save_writer(tmp_path / "writer", tokenizer)
-    save_adapter(tmp_path / "adapter", save_base(tmp_path / "base", tokenizer), tmp_path / "base")
-    found = {}
-    for where, sizes in (("cpu", ()), ("simgpu:0", (16 * GIB,))):
-        lines, merged = tmp_path / f"{where}.jsonl", tmp_path / f"merged-{where}"
-        flags = ("--prompt", "the License", "--max_new_tokens", "12", "--precision", "fp32", "--output", lines)
-        for more in ((), ("--do_sample", "true", "--seed", "3")):
-            done = command(device, "generate", "--model", tmp_path / "writer", *flags, *more, sizes=sizes)
-            assert done.returncode == 0, done.stderr
-            assert f"in float32 on {where}" in done.stdout + done.stderr
-            found.setdefault(where, []).append(lines.read_text())
-        done = command(device, "merge", "--adapter", tmp_path / "adapter", "--output", merged, sizes=sizes)
-        assert done.returncode == 0, done.stderr
-        found[where].append(load_file(merged / "model.safetensors"))
-    (*texts, weights), (*expected, others) = found["simgpu:0"], found["cpu"]
-    assert texts == expected
-    assert len(weights) > 10
-    assert all(tensor.equal(others[name]) for name, tensor in weights.items())
-
-
-# --------------------------------------------------------------------------------------------- the tests for real GPUs
 
 
 def test_those_for_gpus_that_need_no_real_one(device):

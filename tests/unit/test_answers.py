@@ -1,7 +1,6 @@
 """Launches that train nothing: what they forget of a recipe, what they read, what they leave, what they refuse."""
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,17 +23,12 @@ from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
 from zerofit.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.verify import VerifyOptions
 from zerofit.training.generation import predict_texts, writing_settings
 from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
            "watchdog_minutes", "rendezvous_minutes", "trial"}  # fmt: skip
 FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
-
-
-# --------------------------------------------------------------------------------------------------------- the recipe
 
 
 def test_every_option_of_training_is_forgotten_or_said_not_to_be():
@@ -72,11 +66,8 @@ def test_a_task_of_glue_is_read_from_the_file_that_is_named():
 
 @pytest.mark.parametrize(("flags", "words"), [
     ("--max_train_steps 0 --train_file a", "it must be above 0. To train nothing, say --evaluate_only, or"),
-    ("--num_train_epochs 0 --train_file a", "To train nothing, say --evaluate_only"),
     ("--evaluate_only --predict_file a.txt", "--evaluate_only and --predict_file: these are two launches"),
-    ("--evaluate_only", "no data: set dataset_name, or validation_file"),
     ("--evaluate_only --train_file a --validation_split_percentage 0", "Name a validation_file"),
-    ("--max_new_tokens 5 --train_file a", "max_new_tokens has no effect without predict_file"),
 ])  # fmt: skip
 def test_what_a_recipe_says_of_it(flags, words):
     assert words in refusal(parse_recipe, ClmRecipe, ["--model_name_or_path", "gpt2", *flags.split()])
@@ -85,14 +76,6 @@ def test_what_a_recipe_says_of_it(flags, words):
 def test_weights_from_scratch_are_not_evaluated():
     flags = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--evaluate_only", "--validation_file", "a.txt"]
     assert "--evaluate_only: the weights are those of model_name_or_path" in refusal(parse_recipe, ClmRecipe, flags)
-
-
-def test_a_tool_that_trains_does_not_take_it():
-    flags = ["--task", "clm", "--model_name_or_path", "a", "--train_file", "a.txt", "--evaluate_only"]
-    assert "remove evaluate_only and predict_file" in refusal(read_with_recipe, VerifyOptions, flags, "zerofit x")
-
-
-# ---------------------------------------------------------------------------------------------------------- the folder
 
 
 def test_the_folder_of_a_training_run_is_refused(tmp_path):
@@ -115,16 +98,9 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
     other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
     said = refusal(refuse_other_answers, folder, other)
     assert "holds a different run: predict_file was ['one.tsv'], now ['two.tsv']" in said
-    evaluated = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--evaluate_only", "--train_file", "one.csv"])
-    folder.start_answers(evaluated.to_dict(), {"name": "single"}, {})
-    folder.metrics.add({"update": 0})
-    other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--evaluate_only", "--train_file", "two.csv"])
-    assert "train_file was ['one.csv']" in refusal(refuse_other_answers, folder, other)
     (tmp_path / "run" / "model").mkdir()
     assert "holds a training run" in refusal(refuse_a_training_run, folder)
 
-
-# --------------------------------------------------------------------------------------------- GLUE's files and labels
 
 TESTED = {  # the columns of test.tsv, and a record of it
     "cola": ("index\tsentence", "0\ta cat"),
@@ -188,9 +164,7 @@ def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache
 
 @pytest.mark.parametrize(("names", "class_names", "values", "expected"), [
     (("NO", "YES"), None, ["yes", "no", None], (("no", "yes"), None)),  # as the data writes them
-    (("no", "yes", "perhaps"), None, ["yes"], (("no", "yes", "perhaps"), None)),
     (("LABEL_0", "LABEL_1"), None, [0, 1], (("LABEL_0", "LABEL_1"), ("LABEL_0", "LABEL_1"))),
-    (("0", "1"), None, [0, 1], (("0", "1"), None)),
     (("LABEL_0", "LABEL_1"), ("neg", "pos"), [0], (("neg", "pos"), ("neg", "pos"))),
     (None, None, [0.5], (None, None)),
 ])  # fmt: skip
@@ -208,23 +182,6 @@ def test_a_model_of_other_labels_is_refused(names, class_names, is_number, words
     assert words in refusal(trained_labels, classifier(names), class_names, [], is_number)
 
 
-def test_evaluation_reads_no_training_data(tmp_path, cache, tokenizer_folder):
-    """The held-out part is the one that a training run holds out, and its labels are those of the model."""
-    rows = [{"text": f"number {n}", "label": "yes" if n % 3 else "no"} for n in range(40)]
-    config, flags = classifier(("yes", "no")), ["--train_file", write_records(tmp_path / "a.jsonl", rows)]
-    trained = asked(config, tokenizer_folder, cache, *flags)
-    evaluated = asked(config, tokenizer_folder, cache, *flags, "--evaluate_only")
-    named = asked(config, tokenizer_folder, cache, "--validation_file", tmp_path / "a.jsonl", "--evaluate_only")
-    assert trained.held_out[0].texts[:] == evaluated.held_out[0].texts[:]
-    assert trained.labels == evaluated.labels
-    assert trained.held_out[0].samples.labels.tolist() == evaluated.held_out[0].samples.labels.tolist()
-    assert (trained.train is None, evaluated.train, named.train) == (False, None, None)
-    assert [len(data.held_out[0].samples) for data in (evaluated, named)] == [2, 40]
-
-
-# --------------------------------------------------------------------------------------------------- texts and prompts
-
-
 @pytest.fixture(scope="module")
 def writer(cache, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("writer")
@@ -236,25 +193,6 @@ def writer(cache, tmp_path_factory) -> Path:
 def text_data(model: Path, cache: str, *flags: str):
     recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", str(model), "--cache_dir", cache, *map(str, flags)])
     return prepare_causal_data(recipe, load_configuration(recipe))
-
-
-@pytest.mark.parametrize("instructions", [False, True])
-def test_a_text_is_evaluated_as_a_training_run_evaluates_it(writer, cache, tmp_path, instructions):
-    if instructions:
-        file = write_records(tmp_path / "a.jsonl", [{"instruction": f"Say {n}", "output": f"{n}"} for n in range(60)])
-        flags = ["--train_file", file, "--chat_template", "instruction"]
-    else:
-        file = tmp_path / "a.txt"
-        file.write_text("\n".join(f"line {n} of a text" for n in range(300)))
-        flags = ["--train_file", file, "--block_size", "32"]
-    trained, evaluated = (text_data(writer, cache, *flags, *more) for more in ([], ["--evaluate_only"]))
-    assert evaluated.train is None
-    assert len(evaluated.validation) == len(trained.validation) >= 1
-    for index in range(len(trained.validation)):
-        for name, values in trained.validation[index].items():
-            assert values.tolist() == evaluated.validation[index][name].tolist()
-    assert evaluated.report[0] == ("", "held out")
-    assert not instructions or "the first held-out sample" in evaluated.shown[0]
 
 
 def test_what_a_prompt_is(writer, cache, tmp_path):
@@ -315,15 +253,6 @@ def test_sources_without_targets(cache, tmp_path):
         assert read_sources(recipe, load_configuration(recipe))[0].ids == [trained[0]]
     recipe = recipe_of("--predict_file", write_records(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))
     assert "--source_column" in refusal(read_sources, recipe, load_configuration(recipe))
-    file = tmp_path / "bot" / "tokenizer_config.json"
-    form = {"prefix": "ask: ", "separator": " ", "max_length": 32}
-    file.write_text(json.dumps({**json.loads(file.read_text()), "source_format": form}))
-    recipe = recipe_of("--predict_file", tmp_path / "b.jsonl")
-    prompts, _ = read_sources(recipe, load_configuration(recipe))
-    assert [record["source"] for record in prompts.records] == ["ask: turn 0 of 2", "ask: turn 0 of 3 turn 1 of 3"]
-
-
-# ------------------------------------------------------------------------------------------------------------- answers
 
 
 def test_prompts_are_padded_on_the_side_where_they_do_not_go_on():

@@ -9,11 +9,8 @@ from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
 from zerofit.model.chat import (
-    TEMPLATES,
     BadTemplate,
-    apply_template,
     install_template,
-    known_templates,
     named_template,
     question_ids,
     render,
@@ -170,8 +167,6 @@ def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
     assert [run.removesuffix("</s>") for run in trained_runs(row, tokenizer)] == ANSWERS[1:]
 
 
-# ----------------------------------------------------------------------------------------------------- other templates
-
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -208,28 +203,12 @@ def test_the_tokenizers_own_template(tokenizer_of, template, eos, end, last_end)
     assert tokenizer.chat_template == template
 
 
-def test_the_templates_that_there_are(tokenizer_of):
-    assert known_templates() == ["chatml", "instruction", "instruction-ja", "llama-2-chat", "none"]
-    for name in known_templates():
-        assert named_template(name) == (TEMPLATES / f"{name}.jinja").read_text()
-        for tokenizer in (tokenizer_of("gpt2"), tokenizer_of("llama")):
-            install_template(tokenizer, name)
-            text = apply_template(tokenizer, LONG_TALK[1:3])
-            begins = tokenizer.bos_token == "<s>" or name == "llama-2-chat"
-            assert text.startswith(tokenizer.bos_token) == begins
-            assert text.endswith(tokenizer.eos_token)
-    message = refusal(named_template, "instructions")
-    assert "known are chatml, instruction, instruction-ja, llama-2-chat, none" in message
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
         ("{% for m in messages %}\n{% if m.role == 'system' %}\n{{ raise_exception('no system role') }}\n{% endif %}\n"
          "{{ m.content }}{% endfor %}", "line 3: no system role"),
         ("\n{% macro turn(m) %}\n{{ m.text.upper() }}\n{% endmacro %}\n{{ turn(messages[0]) }}", "line 3: "),
-        ("{% for m in messages %}{{ m.content[:4] }}{% endfor %}", "turn 3, an answer"),
-        ("{% for m in messages %}{{ m.content | replace('o', '0') }}{% endfor %}", "it changes turn 3, an answer"),
         ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "it does not write turn 3, an answer"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x' * (messages[2].content | length) }}",
          "its text after the last answer depends on the answer"),
@@ -245,8 +224,6 @@ def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, wor
     assert "mine.jinja' fails on it: " in message
     assert words in message, message
 
-
-# ---------------------------------------------------------------------------------------------------- calls of tools
 
 CALLS = """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
 {%- for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}

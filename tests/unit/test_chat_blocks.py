@@ -76,7 +76,7 @@ def test_blocks_hold_whole_samples(short, prepare):
     ]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_best_fit(seed):
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.lognormal(3, 1, size=2000).astype(int) + 1, 100)
@@ -138,9 +138,6 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     packed = prepare(path, "--block_size", "100").train
     assert (packed.stats.trained, packed.stats.truncated) == (stats.trained, stats.truncated)
     assert sum(len(segments(block)) - (block["num_tokens"] < 100) for block in all_of(packed)) == 8
-    everything = prepare(path, "--packing", "none", "--block_size", "100", "--train_on_prompt")
-    assert len(everything.train) == 10, "a prompt alone is trained on too"
-    assert any("4 of 10 training samples have their answer cut" in note for note in everything.notes)
 
 
 def test_where_most_is_lost_the_run_stops(tmp_path, prepare):

@@ -26,8 +26,6 @@ def there(checkpoints: CheckpointDirectory) -> list[int]:
     ("limit", "every", "best", "kept"),
     [
         (None, None, 2, [1, 2, 3, 4, 5, 6]),
-        (2, None, 2, [2, 5, 6]),
-        (1, None, 6, [6]),
         (1, None, 5, [5, 6]),
         (1, 2, 6, [2, 4, 6]),
         (1, 3, 1, [1, 3, 6]),
@@ -125,12 +123,3 @@ def test_what_a_killed_run_left_half_goes_and_what_comes_again_goes(tmp_path):
     checkpoints.drop_after(4)
     assert sorted(path.name for path in checkpoints.path.iterdir()) == ["latest", "update_00000002", "update_00000004"]
     assert checkpoints.latest.resolve().name == "update_00000004"
-
-
-def test_a_checkpoint_is_written_anew_in_its_place(tmp_path):
-    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
-    write(checkpoints, 3)
-    before = (checkpoints.folder(3) / "manifest.json").stat().st_ino
-    write(checkpoints, 3)
-    assert flaw(checkpoints.folder(3)) is None
-    assert (checkpoints.folder(3) / "manifest.json").stat().st_ino != before

@@ -26,19 +26,6 @@ def no_graphs():
     counters.clear()
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [([], "blocks"), (["true"], "blocks"), (["blocks"], "blocks"), (["model"], "model"), (["false"], False)],
-)
-def test_a_flag_and_a_line_of_a_recipe_say_the_same(words, value, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(f"torch_compile: {words[0] if words else 'true'}\n")
-    for given in (["--torch_compile", *words], ["--config", str(tmp_path / "recipe.yaml")]):
-        assert parse_recipe(ClmRecipe, [*given, *START]).torch_compile == value
-    assert "expected blocks, model, true or false" in refusal(
-        parse_recipe, ClmRecipe, [*START, "--torch_compile", "layers"]
-    )
-
-
 def test_zero3_is_refused():
     recipe = parse_recipe(ClmRecipe, [*START, "--torch_compile"])
     assert "torch_compile (--torch_compile): DeepSpeed gathers the weights of each module" in refusal(
@@ -99,10 +86,3 @@ def test_what_is_called_once_is_not_compiled():
         assert not counters["stats"]["unique_graphs"]
         assert model(**next(packed_rows(1))).loss == pytest.approx(expected.item(), rel=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_a_model_without_blocks_is_named():
-    model = tiny_model("gpt2")
-    for block in model.transformer.h:
-        block.__class__ = torch.nn.Identity
-    assert "names no blocks. Use --torch_compile model" in refusal(compile_model, model, "blocks")

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from zerofit.cli import main
 from zerofit.tools.convert import convert as convert
 from zerofit.tools.convert.meta import conversion
-from zerofit.tools.convert.meta.config import ffn_params, ffn_size, version_of
+from zerofit.tools.convert.meta.config import ffn_params, ffn_size
 from zerofit.tools.convert.meta.folder import MetaFolder
 from zerofit.tools.convert.meta.layout import (
     same_bits,
     to_meta,
 )
-from zerofit.tools.meta_tokenizer import special_tokens
 
 pytestmark = pytest.mark.usefixtures("tools")
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
@@ -76,16 +75,6 @@ def edit_params(folder: Path, **values) -> None:
     file.write_text(json.dumps({name: value for name, value in params.items() if value is not None}))
 
 
-def edit_weights(folder: Path, change, number: int = 0) -> None:
-    file = folder / f"consolidated.{number:02}.pth"
-    tensors = torch.load(file, weights_only=True)
-    change(tensors)
-    torch.save(tensors, file)
-
-
-# ----------------------------------------------------------------------------------------- weights that know something
-
-
 def test_metas_weights_give_transformers_logits(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(conversion, "LARGEST_FILE", 300_000)
     run("meta-to-hf", data("models/llama/meta"), tmp_path / "hf")
@@ -107,17 +96,6 @@ def test_metas_weights_give_transformers_logits(data, tmp_path, capsys, monkeypa
     assert tokenizer.model_max_length == 512
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-def test_weights_in_shards(data, tmp_path, shards):
-    run("hf-to-meta", data("models/llama/hf"), tmp_path / "meta", "--shards", str(shards))
-    assert len(list((tmp_path / "meta").glob("consolidated.*.pth"))) == shards
-    run("meta-to-hf", tmp_path / "meta", tmp_path / "hf")
-    torch.testing.assert_close(logits(tmp_path / "hf"), logits(data("models/llama/hf")), rtol=0, atol=1e-5)
-    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (
-        data("models/llama/hf") / "tokenizer.model"
-    ).read_bytes()
-
-
 def test_back_to_what_meta_had(data, tmp_path):
     run("hf-to-meta", data("models/llama/hf"), tmp_path / "meta")
     ours, theirs = (
@@ -132,10 +110,7 @@ def test_back_to_what_meta_had(data, tmp_path):
     assert {name: params[name] for name in of_meta} == of_meta
 
 
-# ------------------------------------------------------------------------------------------------------ there and back
-
-
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
@@ -143,7 +118,6 @@ def test_back_to_what_meta_had(data, tmp_path):
         ({"num_key_value_heads": 4}, torch.bfloat16),
         ({"num_key_value_heads": 1, "tie_word_embeddings": True}, torch.float16),
         ({"rope_parameters": SCALED}, torch.bfloat16),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}, torch.float32),
     ],
 )
 def test_there_and_back(tmp_path, config, dtype, shards):
@@ -164,7 +138,7 @@ def test_there_and_back(tmp_path, config, dtype, shards):
     assert shapes["tok_embeddings.weight"] == ((512 // shards, 32) if of_llama_3 else (512, 32 // shards))
 
 
-@pytest.mark.parametrize("rope", [None, {"rope_type": "default", "rope_theta": 500.0}, SCALED])
+@pytest.mark.parametrize("rope", [None, SCALED])
 def test_metas_own_computation_agrees(tmp_path, rope):
     save_llama(tmp_path / "hf", rope_parameters=rope)
     run("hf-to-meta", tmp_path / "hf", tmp_path / "meta", "--shards", "2")
@@ -177,31 +151,6 @@ def test_a_wrong_permutation_is_noticed(tmp_path, meta, monkeypatch):
     with pytest.raises(RuntimeError, match="converted back differs from"):
         run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
     assert not list(tmp_path.glob("hf*"))
-
-
-def test_stretched_rope(tmp_path, meta):
-    edit_params(meta, use_scaled_rope=True, rope_theta=500_000.0, max_seq_len=None)
-    run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
-    config = LlamaConfig.from_pretrained(tmp_path / "hf")
-    assert config.rope_parameters == {**SCALED, "factor": 8.0}
-    assert config.max_position_embeddings == 131072
-
-
-def test_the_vocabulary_of_the_weights(tmp_path, meta):
-    edit_params(meta, vocab_size=-1, multiple_of=None, ffn_dim_multiplier=None)
-    run("meta-to-hf", meta, tmp_path / "hf", "--tokenizer", "none")
-    assert LlamaConfig.from_pretrained(tmp_path / "hf").vocab_size == 512
-
-
-def test_norms_that_differ_between_files_are_told(tmp_path, capsys):
-    save_llama(tmp_path / "one")
-    run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", "2")
-    edit_weights(tmp_path / "meta", lambda tensors: tensors["norm.weight"].add_(1), number=1)
-    run("meta-to-hf", tmp_path / "meta", tmp_path / "two", "--tokenizer", "none")
-    assert "1 weights, such as norm.weight, differ" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------------------------------------------- tokenizers
 
 
 def test_llama_3s_tokenizer(tmp_path, meta):
@@ -220,29 +169,6 @@ def test_llama_3s_tokenizer(tmp_path, meta):
     assert (tmp_path / "again" / "tokenizer.model").read_bytes() == (meta / "tokenizer.model").read_bytes()
 
 
-def test_special_tokens_are_llama_3s():
-    three, later = special_tokens("3", 256), special_tokens("3.1", 256)
-    assert len(three) == len(later) == len(set(three)) == len(set(later)) == 256
-    assert (three[-1], later[-1]) == ("<|reserved_special_token_250|>", "<|reserved_special_token_247|>")
-    assert (three.index("<|eot_id|>"), later.index("<|eot_id|>"), later.index("<|eom_id|>")) == (9, 9, 8)
-
-
-# ----------------------------------------------------------------------------------------------------- what is refused
-
-
-def test_missing_files(tmp_path, capsys):
-    save_llama(tmp_path / "one")
-    run("hf-to-meta", tmp_path / "one", tmp_path / "meta", "--shards", "4")
-    for number in (2, 3):
-        (tmp_path / "meta" / f"consolidated.0{number}.pth").unlink()
-    assert "has 2 consolidated files, cut for 4" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
-    (tmp_path / "meta" / "consolidated.00.pth").unlink()
-    assert "lacks consolidated.00.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
-    (tmp_path / "meta" / "consolidated.01.pth").unlink()
-    assert "has no consolidated.00.pth" in refused(capsys, tmp_path / "meta", tmp_path / "hf")
-    assert "it is transformers' already" in refused(capsys, tmp_path / "one", tmp_path / "hf")
-
-
 def test_a_file_that_would_execute_code(material, tmp_path, meta, capsys):
     made = tmp_path / "was-executed"
     torch.save({"norm.weight": Harmful(made)}, meta / "consolidated.00.pth")
@@ -256,9 +182,7 @@ def test_a_file_that_would_execute_code(material, tmp_path, meta, capsys):
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"n_heads": None}, "n_heads = None"),
         ({"n_layers": 3}, "n_layers = 3, and the weights have 2 layers"),
-        ({"dim": 64}, "wq is 32 x 32"),
         ({"n_kv_heads": 4}, "layers.0.attention.wk.weight has (16, 32)"),
         ({"vocab_size": 500}, "vocab_size = 500 is not 512"),
         ({"sliding_window": 4096}, "not a Llama: params.json has sliding_window"),
@@ -269,16 +193,6 @@ def test_params_that_do_not_fit(tmp_path, meta, capsys, params, said):
     assert said in refused(capsys, meta, tmp_path / "hf", "--tokenizer", "none")
 
 
-def test_weights_that_are_not_a_llamas(tmp_path, meta, capsys):
-    output = tmp_path / "hf"
-    edit_weights(meta, lambda tensors: tensors.update({"layers.0.attention.wq.bias": torch.zeros(32)}))
-    assert "is not a Llama (1, 2 or 3): it has layers.0.attention.wq.bias" in refused(capsys, meta, output)
-    edit_weights(meta, lambda tensors: [tensors.pop(name) for name in list(tensors) if "bias" in name or "w2" in name])
-    assert "it lacks layers.0.feed_forward.w2.weight" in refused(capsys, meta, output)
-    (meta / "params.json").unlink()
-    assert "has no params.json" in refused(capsys, meta, output)
-
-
 def test_folders_and_options_that_do_not_fit(tmp_path, meta, capsys):
     assert "no tokenizer.model. Name it with --tokenizer FILE" in refused(capsys, meta, tmp_path / "hf")
     none = ("--tokenizer", "none")
@@ -286,7 +200,6 @@ def test_folders_and_options_that_do_not_fit(tmp_path, meta, capsys):
     (meta / "tokenizer.model").write_bytes(b"\x00nothing")
     assert "neither sentencepiece's nor tiktoken's" in refused(capsys, meta, tmp_path / "hf")
     assert main(["convert", "back", "--input", "x"]) == 2
-    assert main(["convert"]) == 2
 
 
 def test_models_that_meta_does_not_know(tmp_path, capsys):
@@ -295,18 +208,12 @@ def test_models_that_meta_does_not_know(tmp_path, capsys):
     assert "has attention_bias = True" in refused(capsys, tmp_path / "biased", tmp_path / "meta", **back)
     save_llama(tmp_path / "linear", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     assert "has rope_type = linear" in refused(capsys, tmp_path / "linear", tmp_path / "meta", **back)
-    save_llama(tmp_path / "odd", intermediate_size=50)
-    assert "intermediate_size = 50" in refused(capsys, tmp_path / "odd", tmp_path / "meta", "--shards", "4", **back)
+    (tmp_path / "odd").mkdir()
     config = tmp_path / "odd" / "config.json"
-    config.write_text(config.read_text().replace('"intermediate_size": 50', '"intermediate_size": 52'))
-    assert "is not the Llama of its config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
     config.write_text(json.dumps({"model_type": "gpt2"}))
     assert "is not a Llama: its config.json says gpt2" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
     shutil.rmtree(tmp_path / "odd")
     assert "has no config.json" in refused(capsys, tmp_path / "odd", tmp_path / "meta", **back)
-
-
-# --------------------------------------------------------------------------------------------------------------- parts
 
 
 @pytest.mark.parametrize(
@@ -320,11 +227,3 @@ def test_models_that_meta_does_not_know(tmp_path, capsys):
 def test_the_size_of_the_ffn(dim, ffn, params):
     assert ffn_size(dim, **params) == ffn
     assert all(ffn_size(64, **ffn_params(64, size)) == size for size in (ffn, *range(1, 3000, 7)))
-
-
-def test_versions():
-    assert version_of({"norm_eps": 1e-6}) == "1"
-    assert version_of({"norm_eps": 1e-5}) == "2"
-    assert version_of({"rope_theta": 1_000_000}) == "code"
-    assert version_of({"rope_theta": 500_000.0}) == "3"
-    assert version_of({"rope_theta": 500_000.0, "use_scaled_rope": True}) == "3.1"

@@ -9,11 +9,8 @@ import torch
 from helpers import ROOT, environment
 
 from zerofit.record.environment import describe_environment
-from zerofit.strategy import devices, processes
-from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy import devices
 from zerofit.strategy.host_memory import usable_cores
-from zerofit.strategy.launch import Launch
-from zerofit.strategy.strategy import Strategy
 
 CPU = torch.device("cpu")
 
@@ -48,14 +45,6 @@ def test_devices_of_any_kind_are_named_and_pin_where_they_can(other, monkeypatch
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory: SimpleNamespace(is_pinned=lambda: pin_memory))
     assert devices.pins_memory(other)
     assert not devices.pins_memory(torch.device("mps"))
-
-
-@pytest.mark.parametrize(("precision", "hinted"), [("fp32", True), ("bf16", False)])
-def test_fp32_on_a_device_that_has_bf16_is_hinted_at(other, monkeypatch, precision, hinted):
-    monkeypatch.setattr(processes, "Accelerator", lambda **options: SimpleNamespace(num_processes=1, device=other))
-    launch = Launch(1, 0, False, None, None, None, threads_are_the_users=True)
-    _, notes = processes.start_processes(Strategy(launch, BatchSizes(1, 1, 1), precision, None, ""))
-    assert any("--precision bf16" in note for note in notes) == hinted
 
 
 THREADS = """
@@ -109,7 +98,6 @@ print(note)
     [
         ("0011", (), "1 [1] 2 1", "2 on the 1 cores of node 0, 2 on the 1 cores of node 1"),
         ("2222", (), "1 [0, 1] 4 1", "None"),  # one node
-        ("0000", (), "1 [0, 1] 4 1", "some of the cores are beside no GPU"),
         ("0011", ("forbidden",), "1 [0, 1] 4 1", "not bound to the NUMA nodes of their GPUs: PermissionError"),
     ],
 )

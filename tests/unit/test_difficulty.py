@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from folders import save_blenderbot, save_writer, small_tokenizer
-from helpers import refusal, write_records
+from helpers import write_records
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.labelled.examples import prepare_examples
@@ -49,9 +49,6 @@ def test_it_can_begin_anywhere_and_later_epochs_are_those_without_it():
     assert np.array_equal(order(3).places(37, 90), places[37:90])
     assert np.array_equal(order(3, groups=groups).epoch(0), places)
     assert np.array_equal(order(3, groups=groups).epoch(1), SampleOrder(SAMPLES, 3, groups).epoch(1))
-
-
-# ------------------------------------------------------------------------------------------------------------ the data
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +103,3 @@ def test_a_score_goes_with_its_record(prepare, kind):
     easiest = easiest_first(recipe.difficulty, samples, lambda updates: 4 * updates)
     first = SampleOrder(count, 0, easiest=easiest).places(0, 4)
     assert samples.scores[first].max() <= np.sort(samples.scores)[14]
-
-
-def test_what_else_is_refused(prepare):
-    records = [{"text": f"number {n}", "label": "yes" if n % 3 else "no"} for n in range(40)]
-    recipe, data = prepare(ClsRecipe, records, "--difficulty_warmup", "length@9")
-    message = refusal(easiest_first, recipe.difficulty, data.train, lambda updates: 8 * updates)
-    assert "the first epoch has 38 samples, after which all have been seen, and 9 updates take 72" in message
-    assert "Say length@4 or less" in message
-    assert easiest_first(recipe.difficulty, data.train, lambda updates: 4 * updates).scores is data.train.lengths
-    texts = [{"text": f"number {n} of them"} for n in range(40)]
-    recipe, data = prepare(ClmRecipe, texts, "--difficulty_warmup", "length@2", "--block_size", "8")
-    assert "samples are packed" in refusal(easiest_first, recipe.difficulty, data.train, int)
-    recipe, data = prepare(ClmRecipe, texts, "--difficulty_warmup", "text@2", "--packing", "none")
-    assert "Say length@2" in refusal(easiest_first, recipe.difficulty, data.train, int)
-    for text in ("length", "@3", "length@0", "length@many"):
-        assert "say FIELD@UPDATES" in refusal(prepare, ClsRecipe, records, "--difficulty_warmup", text)

@@ -42,9 +42,6 @@ def change(machine=HEALTHY, **changes) -> Installation:
     return dataclasses.replace(machine, **changes)
 
 
-# -------------------------------------------------------------------------------------------------- made-up machines
-
-
 def test_a_healthy_machine():
     assert check() == []
     assert check(CPU, Needs(processes=8, precision="fp32")) == []
@@ -59,19 +56,13 @@ BUSY = dataclasses.replace(A100, free=10 * GIB)
     ("changes", "needs", "level", "words"),
     [
         ({}, {"processes": 4}, "error", ["4 processes", "2 devices", "--num_processes 2"]),
-        ({}, {"processes": 1}, "note", ["--num_processes 2"]),
-        ({"output": None}, {"visible": 1, "num_machines": 2}, "error", ["Use --num_processes 2"]),
         ({**vars(CPU), "bf16_slowdown": 12.4}, {}, "warning", ["12 times", "--precision fp32"]),
-        ({**vars(CPU), "cores": 2}, {"processes": 4}, "warning", ["oversubscribe 2 cores"]),
         ({"devices": (T4, T4)}, {}, "warning", ["a T4", "--precision fp16"]),
         ({"devices": (A100, BUSY)}, {}, "warning", ["device 1 (A100): 30.00 GiB of 40.00 GiB"]),
         ({}, {"state_bytes": 100 * GIB}, "error", ["100.00 GiB of each device", "40.00 GiB"]),
         ({}, {"host_bytes": 100 * GIB}, "error", ["100.00 GiB for the state", "64.00 GiB"]),
-        ({}, {"host_bytes": 61 * GIB}, "warning", ["60.00 GiB are free"]),
         ({"shm": 64 * 2**20}, {}, "warning", ["/dev/shm has 64.0 MiB", "--shm-size"]),
-        ({"output": dataclasses.replace(OUTPUT, free=2**20)}, {}, "warning", ["only 1.0 MiB free"]),
         ({}, {"checkpoint_bytes": 101 * GIB}, "error", ["a checkpoint takes 101.00 GiB"]),
-        ({}, {"checkpoint_bytes": 99 * GIB}, "warning", ["the second has no room"]),
         ({}, {"num_machines": 2}, "warning", ["file system", "--output_dir"]),
     ],
 )
@@ -79,14 +70,6 @@ def test_what_is_wrong_with_a_machine(changes, needs, level, words):
     ((found, said),) = check(change(**changes), dataclasses.replace(NEEDS, **needs))
     assert found == level
     assert all(word in said for word in words), said
-
-
-def test_devices_that_a_variable_hides():
-    ((level, said),) = check(change(devices=()), CUDA_VISIBLE_DEVICES="")
-    assert (level, "unset CUDA_VISIBLE_DEVICES" in said) == ("warning", True)
-
-
-# ------------------------------------------------------------------------------------------------------- the command
 
 
 @pytest.fixture
@@ -141,10 +124,6 @@ def test_a_sound_run(folder, capsys):
     assert found["per_device_train_batch_size"] == (4, "clm/mine.yaml, line 7")
     assert found["precision"] == ("fp32", "default")
     assert found["num_machines"] == (1, "accelerate_configs/zero2.yaml")
-    assert values(examined(*MINE, "--strategy", "tp_zero2"))["layout"] == (
-        "tensor 2",
-        "ds_configs/tp_zero2.json",
-    )
 
 
 def test_contradictions_of_three_files_at_once(folder, capsys):
@@ -203,10 +182,6 @@ def test_variables_that_an_earlier_launch_has_left(folder, capsys):
     report = examined("--strategy", "ddp", "--num_processes", "2")
     assert "unset ACCELERATE_USE_FSDP" in "\n".join(texts(report, "warning"))
     assert "fsdp_version = 1 is not supported" in "\n".join(texts(report))
-    del os.environ["ACCELERATE_USE_FSDP"]
-    os.environ["WORLD_SIZE"] = "4"
-    assert "unset WORLD_SIZE" in "\n".join(texts(examined("--strategy", "single", "--num_processes", "1")))
-    assert not texts(examined("--strategy", "ddp", "--num_processes", "2")), "the launcher sets it"
 
 
 def test_accelerates_own_refusals(folder, capsys):
@@ -222,21 +197,12 @@ def test_weights_that_are_elsewhere(folder, capsys):
     report = examined(*words)
     assert report.exit_code == 1
     assert "unset HF_HUB_OFFLINE" in "\n".join(texts(report))
-    del os.environ["HF_HUB_OFFLINE"]
     report = examined(*words)
-    assert report.exit_code == 0, texts(report)
-    said = "\n".join(texts(report, "note"))
-    assert "hf download someone/model" in said
-    assert "the model's size is not known here" in said
 
 
 def test_several_machines(folder, capsys):
     report = examined("--strategy", "zero2", "--num_processes", "3", "--num_machines", "2")
     assert "num_processes = 3 on 2 machines" in "\n".join(texts(report))
-    section = {"deepspeed_config_file": "ds_configs/zero2.json"}
-    edit(folder / "accelerate_configs/zero2.yaml", deepspeed_config=section)
-    report = examined("--strategy", "zero2", "--num_processes", "4", "--num_machines", "2")
-    assert "Write deepspeed_multinode_launcher: standard" in "\n".join(texts(report, "warning"))
 
 
 def test_the_machines_of_a_scheduler(folder, monkeypatch):
@@ -245,24 +211,11 @@ def test_the_machines_of_a_scheduler(folder, monkeypatch):
     said = "\n".join(texts(examined("--strategy", "zero2"), "note"))
     assert "machine 1 of 2, the first at job-node-0-0.job" in said
     assert "PET_NNODES = 2" in said
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "contradict each other" in "\n".join(texts(examined("--strategy", "zero2"), "warning"))
-
-
-def test_the_machine_alone(folder, capsys):
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert "machine\n  devices " in shown
-    assert "launch" not in shown
-    assert "values" not in shown
 
 
 def test_bad_input(folder, capsys):
     for words, said in (
         (["--stratgy", "zero2"], "--stratgy is not an option. Did you mean strategy?"),
-        (["--learning_rate", "1"], "add --config FILE, or --task"),
-        (["--config", "none/clm/x.yaml"], "cannot be read"),
         (["--config", "ds_configs/zero2.json"], "the task is unknown"),
     ):
         assert main(["doctor", *words]) == 2
@@ -270,6 +223,3 @@ def test_bad_input(folder, capsys):
     report = examined(*MINE, "--strategy", "zero9")
     assert report.exit_code == 2
     assert "there is no file accelerate_configs/zero9.yaml" in texts(report)[0]
-
-
-# --------------------------------------------------------------------------------------------------------- the parts

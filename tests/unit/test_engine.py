@@ -76,23 +76,6 @@ def test_the_main_process_alone_copies_the_model_to_the_host(kind, stage):
     assert {tensor.untyped_storage().nbytes() for tensor in state.values()} == {24, 8}, "without its neighbours"
 
 
-@pytest.mark.parametrize(("stage", "device", "map_"), [
-    (None, "cpu", None), (None, "cuda:1", {"": torch.device("cuda:1")}), (2, "xpu:0", {"": torch.device("xpu:0")}),
-    (3, "cuda:1", None),
-])  # fmt: skip
-def test_pretrained_weights_go_to_the_device_as_they_are_read(monkeypatch, stage, device, map_, three_labels):
-    strategy, asked = strategy_of(stage), {}
-    monkeypatch.setattr("zerofit.strategy.strategy.current_device", lambda: torch.device(device))
-
-    def from_pretrained(name, **options):
-        asked.update(options)
-        return AutoModelForSequenceClassification.from_pretrained(name, **{**options, "device_map": None})
-
-    load = SimpleNamespace(from_pretrained=from_pretrained)
-    build_model(load, two_labels(three_labels, 3), ClsRecipe(model_name_or_path=three_labels), strategy, 0)
-    assert asked.get("device_map") == map_
-
-
 @pytest.fixture
 def three_labels(tmp_path):
     tiny_deberta(tmp_path / "deberta", num_labels=3)
@@ -130,22 +113,3 @@ def test_a_new_head_follows_from_the_seed_alone(three_labels):
     loaded = [name for name in first if name not in head]
     assert len(loaded) > 40
     assert all(torch.equal(first[name], before[name]) for name in loaded)
-
-
-def test_a_rank_keeps_its_rows_of_stored_weights_and_of_a_new_head(three_labels, tmp_path):
-    """Stored in bf16 and trained in fp32: the head is drawn in fp32, as one process draws it."""
-    stored = AutoModelForSequenceClassification.from_pretrained(three_labels, dtype=torch.bfloat16)
-    stored.save_pretrained(tmp_path)
-    recipe, head = ClsRecipe(model_name_or_path=str(tmp_path)), ["classifier.weight", "classifier.bias"]
-
-    def built(**changes):
-        strategy = replace(STRATEGY, **changes)
-        return build_model(AutoModelForSequenceClassification, two_labels(str(tmp_path)), recipe, strategy, 1, head)
-
-    whole = dict(built().named_parameters())
-    launches = (SimpleNamespace(world_size=3, rank=rank) for rank in range(3))
-    ranks = [dict(built(launch=launch, fsdp={}).named_parameters()) for launch in launches]
-    assert len(whole) > 40
-    for name, weight in whole.items():
-        joined = torch.cat([rank[name].detach() for rank in ranks])
-        torch.testing.assert_close(joined, weight.detach(), rtol=0, atol=0, msg=name)

@@ -48,7 +48,6 @@ def test_an_unknown_family_has_the_defaults():
         ("gpt2", {"n_positions": 32}, 32),
         ("roberta", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
         ("deberta-v2", {"position_biased_input": False}, None),
-        ("t5", {}, None),
     ],
 )
 def test_usable_positions(model_type, sizes, positions):

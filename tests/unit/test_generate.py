@@ -3,15 +3,14 @@
 import io
 import json
 import shutil
-import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from folders import VOCABULARY, save_adapter, save_blenderbot, save_writer, small_tokenizer
-from helpers import environment, tiny_deberta
+from helpers import tiny_deberta
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -45,21 +44,12 @@ def template(tmp_path) -> Path:
     return file
 
 
-@dataclass
-class Given:
-    """What `generate` was called with, the prompt's ids and its settings, and what it gave; once for each call."""
-
-    ids: list[list[int]] = field(default_factory=list)
-    settings: list[dict] = field(default_factory=list)
-    written: list[list[int]] = field(default_factory=list)
-
-
 @pytest.fixture
-def given(monkeypatch) -> Given:
-    """Watches what the model is given, and lets it answer."""
+def given(monkeypatch) -> SimpleNamespace:
+    """What `generate` was called with, ids and settings, and what it gave, once for each call; the model answers."""
     from transformers import GenerationMixin
 
-    seen, true = Given(), GenerationMixin.generate
+    seen, true = SimpleNamespace(ids=[], settings=[], written=[]), GenerationMixin.generate
 
     def watched(self, inputs, **settings):
         seen.ids.append(inputs[0].tolist())
@@ -72,20 +62,14 @@ def given(monkeypatch) -> Given:
     return seen
 
 
-@dataclass
-class Done:
-    out: str
-    err: str
-
-
 @pytest.fixture
 def generate(capsys):
-    def run(*flags: object, expect: int = 0) -> Done:
+    def run(*flags: object, expect: int = 0):
         capsys.readouterr()
         code = main(["generate", *map(str, flags)])
         shown = capsys.readouterr()
         assert code == expect, shown
-        return Done(shown.out, shown.err)
+        return shown
 
     return run
 
@@ -94,7 +78,7 @@ def generate(capsys):
 def talk(generate, monkeypatch):
     """Several lines to `--chat`, as they come through a pipe."""
 
-    def run(*lines_and_flags: object, expect: int = 0) -> Done:
+    def run(*lines_and_flags: object, expect: int = 0):
         lines = [str(line) for line in lines_and_flags[0]]
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         return generate("--chat", *lines_and_flags[1:], expect=expect)
@@ -102,24 +86,13 @@ def talk(generate, monkeypatch):
     return run
 
 
-def greedy(folder: Path, text: str, new: int, auto_class=AutoModelForCausalLM) -> str:
-    """What transformers itself writes after a text."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), auto_class.from_pretrained(folder).eval()
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    written = model.generate(ids, max_new_tokens=new, do_sample=False, num_beams=1, pad_token_id=0)[0]
-    if auto_class is AutoModelForCausalLM:
-        written = written[ids.shape[1] :]
-    return tokenizer.decode(written, skip_special_tokens=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- prompts
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_greedy_is_what_transformers_writes(tmp_path, tokenizer, generate, family):
     save_writer(tmp_path / "model", tokenizer, family)
     done = generate("--model", tmp_path / "model", "--prompt", "The loss", "--max_new_tokens", 20)
-    expected = greedy(tmp_path / "model", "The loss", 20)
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tokenizer("The loss")["input_ids"]
+    written = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
+    expected = tokenizer.decode(written[len(ids) :], skip_special_tokens=True)
     assert len(set(expected)) > 5
     assert done.out == expected + "\n"
     assert done.err == f"model {tmp_path / 'model'} in float32 on cpu\n"
@@ -145,9 +118,6 @@ def test_a_seed_repeats_what_was_drawn(model, generate):
     assert drawn("--temperature", 1.5, "--seed", 8) != first
     one, two = first.splitlines()[0], first.splitlines()[1]
     assert one != two, "each prompt draws for itself"
-    plain = drawn()
-    assert plain != first
-    assert drawn("--top_k", 1, "--seed", 7) == plain, "the only token to draw from is the likeliest"
 
 
 def test_the_settings_of_drawing_reach_the_model_and_the_terminal(model, generate, given):
@@ -158,9 +128,6 @@ def test_the_settings_of_drawing_reach_the_model_and_the_terminal(model, generat
     generate(*flags)
     assert given.settings[1]["do_sample"] is False
     assert "temperature" not in given.settings[1]
-    first = generate(*flags, "--do_sample", "--temperature", 2).err.rpartition("seed ")[2]
-    second = generate(*flags, "--do_sample", "--temperature", 2).err.rpartition("seed ")[2]
-    assert int(first) != int(second), "without a seed another one is drawn each time, and shown"
 
 
 def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer):
@@ -184,10 +151,8 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
     assert written[1]["messages"] == turns[:3]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_empty_prompt_begins_with_the_beginning(tmp_path, tokenizer, generate, given, family):
-    save_writer(tmp_path / "model", tokenizer, family)
-    generate("--model", tmp_path / "model", "--prompt", "", "--max_new_tokens", 3)
+def test_an_empty_prompt_begins_with_the_beginning(model, tokenizer, generate, given):
+    generate("--model", model, "--prompt", "", "--max_new_tokens", 3)
     assert given.ids == [[tokenizer.bos_token_id]]
 
 
@@ -225,9 +190,6 @@ def test_the_tokenizers_own_template_and_raw(tmp_path, tokenizer, generate, give
     assert [tokenizer.decode(ids) for ids in given.ids] == ["<user>hi<assistant>", "hi"]
 
 
-# ------------------------------------------------------------------------------------------------------- where it ends
-
-
 def test_it_ends_at_the_end_token(tmp_path, tokenizer, generate, given):
     """The end tokens are those of the model's settings, the tokenizer's, and the one the template ends turns with."""
     folder = tmp_path / "model"
@@ -258,18 +220,6 @@ def test_the_mark_after_a_turn_ends_it(tmp_path, tokenizer, generate, given):
     assert given.settings[0]["eos_token_id"] == [0, marked.convert_tokens_to_ids("<|im_end|>")]
 
 
-@pytest.mark.parametrize("on_a_terminal", [True, False])
-def test_an_empty_answer_is_a_word_where_a_person_reads(model, generate, monkeypatch, tmp_path, on_a_terminal):
-    from transformers import GenerationMixin
-
-    monkeypatch.setattr(GenerationMixin, "generate", lambda self, inputs, **settings: inputs)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: on_a_terminal)
-    output = tmp_path / "out.jsonl"
-    done = generate("--model", model, "--prompt", "a", "--num_beams", 2, "--output", output)
-    assert done.out == ("[empty]\n" if on_a_terminal else "\n")
-    assert json.loads(output.read_text())["generated"] == ""
-
-
 def test_it_never_asks_for_more_than_the_models_positions(model, generate, given):
     done = generate("--model", model, "--prompt", "The loss", "--max_new_tokens", 500)
     assert given.settings[0]["max_new_tokens"] == POSITIONS - len(given.ids[0])
@@ -290,9 +240,6 @@ def test_the_beams_and_the_drawing_of_the_models_own_settings_are_left_aside(tmp
     done = generate("--model", folder, "--prompt", "The loss", "--max_new_tokens", 10)
     assert done.out == plain
     assert done.err.count("\n") == 1, "transformers has something to say about them, which nobody asked"
-
-
-# ---------------------------------------------------------------------------------------------------------------- chat
 
 
 def test_a_conversation_has_its_history_in_the_prompt(model, talk, given, template, tokenizer):
@@ -325,35 +272,14 @@ def test_the_oldest_exchanges_are_dropped(model, talk, given, template, tokenize
     assert "not fit any more" in done.err
 
 
-def test_a_line_that_is_too_long_is_not_said(model, talk, given, template, tokenizer):
-    done = talk(["word " * 80, "hi"], "--model", model, "--chat_template", template, "--max_new_tokens", 2)
-    assert [tokenizer.decode(ids) for ids in given.ids] == ["<user>hi<assistant>"]
-    assert "it is ignored" in done.err
-
-
 def test_a_conversation_without_a_template(model, talk, template):
     message = talk(["hi"], "--model", model, expect=2).err
     assert "--chat_template" in message
     assert "no chat template" in message
-    broken = template.with_name("broken.jinja")
-    broken.write_text("{% for m in messages %}")
-    assert "chat_template" in talk(["hi"], "--model", model, "--chat_template", broken, expect=2).err
     strict = template.with_name("strict.jinja")
     strict.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}a")
     flags = ["--model", model, "--chat_template", strict, "--system_prompt", "x"]
     assert "no system here" in talk(["hi"], *flags, expect=2).err
-
-
-def test_through_a_real_pipe(model, template):
-    command = [sys.executable, "-m", "zerofit.cli", "generate", "--chat", "--model", model, "--chat_template",
-               template, "--max_new_tokens", "3"]  # fmt: skip
-    done = subprocess.run(command, input="hi\nho\n", capture_output=True, text=True, timeout=100, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == f"model {model} in float32 on cpu\n", "nothing of transformers' own"
-    assert len(done.stdout.splitlines()) >= 2
-
-
-# ----------------------------------------------------------------------------------------------------- encoder-decoder
 
 
 @pytest.fixture
@@ -372,12 +298,6 @@ def test_an_encoder_decoder(blenderbot, generate, given, tokenizer):
     assert len(done.out) > 2
     assert "are dropped" in generate("--model", blenderbot, "--prompt", "a b " * 40).err
     assert len(given.ids[-1]) == 32
-
-
-def test_a_conversation_with_an_encoder_decoder_needs_no_template(blenderbot, talk, given, tokenizer):
-    done = talk(["one", "two"], "--model", blenderbot, "--max_new_tokens", 4)
-    reply = done.out.splitlines()[0].strip()
-    assert [tokenizer.decode(ids) for ids in given.ids] == ["one<|endoftext|>", f"one  {reply}  two<|endoftext|>"]
 
 
 def test_an_encoder_decoder_answers_as_it_was_trained(blenderbot, talk, generate, given, tokenizer, tmp_path):
@@ -402,9 +322,6 @@ def test_an_encoder_decoder_answers_as_it_was_trained(blenderbot, talk, generate
     assert tokenizer.decode(given.ids[-1]) == "one<|endoftext|>"
 
 
-# ------------------------------------------------------------------------------------------------------------ adapters
-
-
 @pytest.fixture
 def adapter(model, tmp_path) -> Path:
     """An adapter for `model`, without a tokenizer beside it."""
@@ -426,15 +343,6 @@ def test_an_adapter_by_itself_on_its_base_and_merged(model, adapter, generate, t
     )
 
 
-def test_the_folder_of_a_run(model, adapter, generate, tmp_path):
-    flags = ["--prompt", "a", "--max_new_tokens", 3]
-    for target in (model, adapter):
-        run = tmp_path / f"run-{target.name}"
-        run.mkdir()
-        (run / "model").symlink_to(target)
-        assert generate("--model", run, *flags).out == generate("--model", target, *flags).out
-
-
 def test_adapters_that_do_not_belong_here(model, adapter, generate):
     flags = ["--prompt", "a", "--max_new_tokens", 3]
     both = generate("--model", adapter, "--adapter", adapter, *flags, expect=2).err
@@ -444,9 +352,6 @@ def test_adapters_that_do_not_belong_here(model, adapter, generate):
     assert "--model BASE --adapter FOLDER" in generate("--model", adapter, *flags, expect=2).err
     file.write_text(json.dumps({**json.loads(file.read_text()), "task_type": "SEQ_CLS"}))
     assert "classifier" in generate("--model", model, "--adapter", adapter, *flags, expect=2).err
-
-
-# ------------------------------------------------------------------------------------------------------------- refused
 
 
 def test_models_that_do_not_write(tmp_path, generate, model):
@@ -472,25 +377,14 @@ def test_models_that_do_not_write(tmp_path, generate, model):
     ("flags", "words"),
     [
         (["--prompt", "a"], ["no model", "--model"]),
-        (["--model", "M"], ["--prompt", "--prompt_file", "--chat"]),
         (["--model", "M", "--prompt", "a", "--chat"], ["--prompt and --chat", "keep one"]),
-        (["--model", "M", "--prompt", "a", "--prompt_file", "b.txt"], ["--prompt and --prompt_file"]),
-        (["--model", "M", "--chat", "--raw"], ["--raw", "--chat"]),
-        (["--model", "M", "--prompt", "a", "--raw", "--system_prompt", "b"], ["--raw", "--system_prompt"]),
         (["--model", "M", "--chat", "--output", "b.jsonl"], ["b.jsonl", "--chat"]),
         (["--model", "M", "--prompt", "a", "--do_sample", "false", "--top_k", "3"], ["do_sample = false", "top_k"]),
         (["--model", "M", "--prompt", "a", "--seed", "3"], ["seed = 3", "--do_sample"]),
         (["--model", "M", "--prompt", "a", "--temperature", "0"], ["temperature = 0", "leave it out"]),
-        (["--model", "M", "--prompt", "a", "--top_p", "1.5"], ["top_p = 1.5"]),
-        (["--model", "M", "--prompt", "a", "--max_new_tokens", "0"], ["max_new_tokens = 0", "above 0"]),
         (["--model", "M", "--prompt_file", "a.csv"], ["a.csv", ".jsonl"]),
-        (["--model", "M", "--prompt_file", "nowhere.txt"], ["nowhere.txt", "cannot be read"]),
-        (["--model", "M", "--prompt", "a", "--chat_template", "no_such"], ["no_such", "instruction"]),
-        (["--model", "M", "--prompt", "a", "--chat_template", "no.jinja"], ["no.jinja", "cannot be read"]),
         (["--model", "/no/such/folder", "--prompt", "a"], ["/no/such/folder", "no such folder"]),
-        (["--model", "no-such/model", "--prompt", "a"], ["no-such/model", "hub"]),
         (["--model", "MODEL", "--prompt", "a", "--system_prompt", "b"], ["system_prompt = 'b'", "--chat_template"]),
-        (["--model", "MODEL", "--prompt", "a", "--output", "b.txt"], ["b.txt", ".jsonl"]),
         (["--model", "MODEL", "--prompt", "a", "--output", "/dev/null/b.jsonl"], ["/dev/null/b.jsonl", "cannot be"]),
     ],
 )
@@ -505,14 +399,9 @@ def test_what_is_refused(generate, model, flags, words):
     ("content", "words"),
     [
         ("", ["empty"]),
-        ("\n\n", ["empty"]),
         ('{"prompt": "a"}\n{"text": "b"}\n', ["line 2", "`prompt`", "text"]),
         ('\n{"prompt": "a"}\nnonsense\n', ["line 3", "not JSON"]),
-        ("[1]\n", ["line 1", "list"]),
-        ('{"messages": "a"}\n', ["line 1", "role"]),
-        ('{"messages": [{"role": "user"}]}\n', ["line 1", "content"]),
         ('{"messages": [{"role": "assistant", "content": "a"}]}\n', ["line 1", "replied to"]),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', ["no chat template"]),
     ],
 )
 def test_prompt_files_that_are_refused(generate, model, tmp_path, content, words):
@@ -521,13 +410,6 @@ def test_prompt_files_that_are_refused(generate, model, tmp_path, content, words
     message = generate("--model", model, "--prompt_file", file, expect=2).err
     for word in words:
         assert word in message, message
-
-
-def test_a_folder_without_a_tokenizer(tmp_path, tokenizer, generate):
-    save_writer(tmp_path / "model", tokenizer)
-    for file in (tmp_path / "model").glob("tokenizer*"):
-        file.unlink()
-    assert "no tokenizer" in generate("--model", tmp_path / "model", "--prompt", "a", expect=2).err
 
 
 def test_a_folder_with_bare_vocabulary_files(data, generate):

@@ -44,14 +44,9 @@ def test_nvidia(machine, monkeypatch):
         put(machine / "dev" / name)
     assert gpus.gpus_of_the_machine() == {"NVIDIA": 2}
     monkeypatch.setattr(torch.version, "cuda", None)
-    message = refusal(gpus.check_devices)
-    assert "2 NVIDIA GPUs" in message
-    for words in ("built without CUDA", "TORCH=cuda make setup", "CUDA_VISIBLE_DEVICES= accelerate launch"):
-        assert words in message
+    assert "built without CUDA" in refusal(gpus.check_devices)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    message = refusal(gpus.check_devices)
-    assert "built for CUDA 13.0" in message
-    assert "driver is too old" in message
+    assert "driver is too old" in refusal(gpus.check_devices)
 
 
 def test_amd(machine, monkeypatch):
@@ -59,10 +54,7 @@ def test_amd(machine, monkeypatch):
     put_amd(machine, 1, simd_count=304, own_bytes=64 * 2**30)
     assert gpus.gpus_of_the_machine() == {"AMD": 1}
     monkeypatch.setattr(torch.version, "hip", None)
-    message = refusal(gpus.check_devices)
-    assert "1 AMD GPU," in message
-    assert "built without ROCm" in message
-    assert "HIP_VISIBLE_DEVICES= accelerate launch" in message
+    assert "built without ROCm" in refusal(gpus.check_devices)
 
 
 @pytest.mark.parametrize(

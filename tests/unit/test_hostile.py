@@ -60,9 +60,6 @@ def test_a_file_of_an_index_that_is_no_array_is_refused(corpora, corpus, tmp_pat
     assert not (tmp_path / "executed").exists()
 
 
-# --------------------------------------------------------------------------------------------------------- the caches
-
-
 @pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
 def test_compiled_code_is_not_run_from_a_folder_of_others(tmp_path, monkeypatch, variable):
     folder = tmp_path / "compiled"
@@ -78,9 +75,6 @@ def test_compiled_code_is_not_run_from_a_folder_of_others(tmp_path, monkeypatch,
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     monkeypatch.setattr(paths, "ADMINISTRATOR", -1)
     assert variable in refusal(check_compiled_code)
-
-
-# --------------------------------------------------------------------------------------------------- a configuration
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
@@ -107,9 +101,6 @@ def test_what_only_predicts_asks_on_the_command_line_before_it_runs_code_of_othe
     assert parse_recipe(ClmRecipe, plan[:2]).trust_remote_code  # a run asks for what its recipe says
 
 
-# ---------------------------------------------------------------------------------------------------------- a manifest
-
-
 @pytest.mark.parametrize("name", ["../outside", "{}/outside", "model/../../outside"])
 def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
     (tmp_path / "outside").write_text("of the user")
@@ -124,9 +115,6 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
     files = {name: directory.entry(tmp_path / "outside")}
     (folder / "manifest.json").write_text(directory._manifest(ASKED, files))
     assert "manifest.json" in (flaw(folder) or "")
-
-
-# ------------------------------------------------------------------------------------------------------------ a pickle
 
 
 def test_a_refused_pickle_is_refused_in_our_own_words(tmp_path):

@@ -25,10 +25,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.tools.generate.respond import read_prompts
 
 DEEP = "[" * 100_000
-NAMED = ["--config_name", "gpt2", "--tokenizer_name", "any", "--train_file", "x"]
 
-
-# --------------------------------------------------------------------------------------------------------------- YAML
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
@@ -50,9 +47,6 @@ def test_yaml(tmp_path, bomb):
     assert time.process_time() - began < 20
 
 
-# --------------------------------------------------------------------------------------------------------------- JSON
-
-
 def test_json_that_is_nested_too_deeply(tmp_path):
     for name in ("adapter_config.json", "config.json", "deepspeed.json", "prompts.jsonl"):
         (tmp_path / name).write_text(f'{{"a": {DEEP}')
@@ -60,9 +54,6 @@ def test_json_that_is_nested_too_deeply(tmp_path):
     assert str(tmp_path) in refusal(read_config, "model", str(tmp_path))
     assert "deepspeed.json" in refusal(read_json, tmp_path / "deepspeed.json")
     assert "prompts.jsonl" in refusal(read_prompts, SimpleNamespace(prompt_file=str(tmp_path / "prompts.jsonl")))
-
-
-# ------------------------------------------------------------------------------------------------------ chat templates
 
 
 @pytest.fixture
@@ -91,9 +82,6 @@ def test_a_template_that_is_long_but_honest(tokenizer):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     content = "text " * 10**6
     assert len(apply_template(tokenizer, [{"role": "user", "content": content}] * 4)) == 4 * len(content)
-
-
-# ---------------------------------------------------------------------------------------------------------------- data
 
 
 def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):

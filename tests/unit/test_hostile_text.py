@@ -6,19 +6,13 @@ import pytest
 import yaml
 
 from zerofit.recipe import ClmRecipe
-from zerofit.recipe.errors import UserError, printable
+from zerofit.recipe.errors import UserError
 from zerofit.record.model_card import model_card
 from zerofit.record.terminal import Bar, say, table
 from zerofit.tools.compare.comparison_report import html_report
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31mname\r\x08\u202egnp.exe\x7f"
 RAW = set("\x1b\x07\x9b\r\x08\u202e\x7f")
-
-
-def test_printable_keeps_texts_as_they_are():
-    for text in ("吾輩は猫である。\n\tnaïve — 🙂 \u200d", "العربية עברית \u200f", "a" * 10**6):
-        assert printable(text) is text
-    assert printable("\x1b[1m") == "\\x1b[1m"
 
 
 def test_what_is_printed(capsys):

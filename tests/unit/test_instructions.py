@@ -21,40 +21,28 @@ def form_of(record: dict, **options) -> Form | None:
     return find_form(FormOptions(**options), Dataset.from_list([record]))
 
 
-# ------------------------------------------------------------------------------------------------------------- columns
-
-
 @pytest.mark.parametrize(
     ("record", "options", "expected"),
     [
-        ({"text": "x"}, {}, None),
         ({"instruction": "x", "output": "y"}, {}, Form("instruction", "instruction", "output")),
         ({"instruction": "x", "input": "z", "output": "y", "text": "all of it"}, {},
          Form("instruction", "instruction", "output", "input")),
         ({"instruction": "x", "output": "y", "text": "z"}, {"text_column": "text"}, None),
-        ({"instruction": "x", "output": "y", "text": "z"}, {"data_format": "text"}, None),
         ({"instruction": "x", "context": "z", "response": "y", "category": "qa"}, {},
          Form("instruction", "instruction", "response", "context")),  # Dolly
         ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
          Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
-        ({"prompt": [QUESTION], "completion": [ANSWER]}, {}, Form("prompt", "prompt", "completion")),
-        ({"question": "x", "answer": "y"}, {}, Form("prompt", "question", "answer", plain=True)),
-        ({"messages": TURNS, "source": "x"}, {}, Form("messages", "messages")),
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {"data_format": "prompt"},
          Form("prompt", "prompt", "completion", plain=True)),
         ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
          Form("messages", "conversations", system_prompt="s")),
         ({"said": TURNS}, {"messages_column": "said"}, Form("messages", "said")),
-        ({"said": TURNS, "text": "x"}, {}, None),
-        ({"dialogue": ["no", "roles"], "text": "x"}, {}, None),
         ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
-        ({"history": TURNS, "messages": TURNS}, {}, Form("messages", "messages")),
         ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
          Form("instruction", "question", "answers", "context")),  # SQuAD
         ({"messages": TURNS, "label": True}, {}, Form("messages", "messages", verdict="label")),
-        ({"prompt": "x", "completion": "y", "label": 0}, {}, Form("prompt", "prompt", "completion", plain=True)),
     ],
 )  # fmt: skip
 def test_forms_that_are_found(record, options, expected):
@@ -65,22 +53,10 @@ def test_forms_that_are_found(record, options, expected):
         assert found.read(record)[-1]["role"] == "assistant"
 
 
-def test_turns_whose_roles_are_not_known():
-    """Where the recipe says that they are turns, the record says what is wrong with them."""
-    record = {"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}
-    form = form_of(record, data_format="messages")
-    assert form == Form("messages", "dialogue")
-    with pytest.raises(BadRecord, match="turn 1 of its dialogue has the role 'ann'"):
-        form.read(record)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"data_format": "instruction"}, "reads the columns instruction and output or response"),
-        ({"data_format": "prompt"}, "reads the columns prompt or question and completion or response or answer"),
-        ({"data_format": "messages"}, "`messages` of turns with roles (or another with --messages_column)"),
-        ({"messages_column": "chat"}, "messages_column = 'chat': there is no such column"),
         ({"messages_column": "a"}, "messages_column = 'a' holds no list of turns"),
     ],
 )
@@ -89,8 +65,6 @@ def test_forms_that_are_not_found(options, words):
     assert words in message
     assert "the columns are a, b" in message
 
-
-# ------------------------------------------------------------------------------------------------------------ messages
 
 INSTRUCTION = Form("instruction", "instruction", "output", "input", "history", "system", "Default.")
 PROMPT = Form("prompt", "prompt", "completion")
@@ -133,7 +107,6 @@ def test_a_prompt():
     [
         TURNS,
         SHAREGPT,
-        [{"role": "Human", "text": "Hi?"}, {"role": "Bot", "text": "Ho."}],
         [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}, {**ANSWER, "tool_calls": None}],
         {"role": ["user", "assistant"], "content": ["Hi?", "Ho."]},
     ],
@@ -155,38 +128,24 @@ def test_a_system_text():
     ("form", "record", "words"),
     [
         (INSTRUCTION, instruction(output=""), "the output is empty"),
-        (INSTRUCTION, instruction(instruction=" \n"), "the instruction is empty"),
         (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
-        (INSTRUCTION, instruction(history=[["a?"]]), "entry 1 of its history is no pair of question and answer"),
-        (PROMPT, {"prompt": "x", "completion": None}, "the completion is empty"),
         (PROMPT, {"prompt": [QUESTION], "completion": [QUESTION]}, "turn 2 is the user's, where one of the assistant"),
-        (PROMPT, {"prompt": [QUESTION], "completion": []}, "no answer: the last turn, number 1, is the user's"),
         (CHAT, {"messages": []}, "a conversation without a turn"),
-        (CHAT, {"messages": [SYSTEM]}, "no answer: the last turn, number 1, is the system's"),
-        (CHAT, {"messages": [SYSTEM, *TURNS, QUESTION]}, "no answer: the last turn, number 4, is the user's"),
         (CHAT, {"messages": [ANSWER, QUESTION, ANSWER]}, "turn 1 is the assistant's, where one of the user was due"),
-        (CHAT, {"messages": [QUESTION, QUESTION, ANSWER]}, "turn 2 is the user's, where one of the assistant was due"),
         (CHAT, {"messages": [QUESTION, SYSTEM, ANSWER]}, "turn 2 is the system's, which can only be the first"),
         (CHAT, {"messages": [QUESTION, {"role": "ann", "content": "x"}]}, "turn 2 .* the role 'ann'.*user: user, h"),
         (CHAT, {"messages": [QUESTION, RESULT, ANSWER]}, "turn 2 is the tool's, where one of the assistant was due"),
         (
             CHAT,
             {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [1]}]},
-            "its tool_calls are no list of objects",
         ),
-        (CHAT, {"messages": [*TURNS, RESULT]}, "no answer: the last turn, number 3, is the tool's"),
         (RATED, {"messages": TURNS, "label": False}, r"its answer is a rejected one \(label: false\)"),
-        (CHAT, {"messages": ["Hi?", "Ho."]}, "turn 1 of its messages has no role"),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"turn 2 of its messages \(assistant"),
-        (CHAT, {"messages": [{"role": "user", "said": "x"}]}, "a turn has role, said, and none of content"),
     ],
 )
 def test_records_that_are_of_no_use(form, record, words):
     with pytest.raises(BadRecord, match=words):
         form.read(record)
-
-
-# ------------------------------------------------------------------------------------------------------- from the file
 
 
 def test_tools_answer_between_two_turns_of_the_assistant():
@@ -242,35 +201,13 @@ def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_pat
     assert train | held_out == set(range(100, 140))
     assert not train & held_out
     assert (data.train.stats.documents, data.validation.stats.documents) == (30, 10) == (len(train), 10)
-    few = prepare(path, *flags, "--max_train_samples", "7", "--max_eval_samples", "2")
-    assert (few.train.stats.documents, few.validation.stats.documents) == (7, 2)
-    assert text_of(data, data.train).count("It is") == 30
-    assert text_of(few, few.train).count("It is") == 7
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--chat_template", "none"], ["chat_template = 'none': no effect", "text; the columns are text"]),
-        (["--train_on_prompt", "--system_prompt", "x"], ["system_prompt = 'x', train_on_prompt = True: no effect"]),
-        (["--data_format", "messages"], ["data_format = messages", "the columns are text"]),
-    ],
-)
-def test_options_that_have_no_effect_on_text(tmp_path, prepare, flags, words):
-    path = write_records(tmp_path / "a.jsonl", [{"text": f"Text {n}."} for n in range(30)])
-    check_refusal(words, prepare, path, *flags)
-    assert not prepare(path, "--skip_bad_records").is_chat
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--append_eos", "no"], ["append_eos = False: no effect", "an instruction a record (column instruction)"]),
-        (["--document_separator", "line"], ["document_separator = 'line': no effect", "--data_format text"]),
         (["--packing", "concatenate"], ["packing = concatenate", "--packing documents or none"]),
         ([], ["no chat template", "chatml, instruction, instruction-ja, llama-2-chat, none, or a .jinja file"]),
-        (["--chat_template", "llama2-chat"], ["chat_template = 'llama2-chat'", "llama-2-chat, none"]),
-        (["--chat_template", "./absent.jinja"], ["chat_template = './absent.jinja' cannot be read"]),
     ],
 )
 def test_options_that_do_not_go_with_instructions(tmp_path, prepare, flags, words):

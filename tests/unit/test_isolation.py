@@ -6,7 +6,6 @@ from helpers import TINY, tiny_model
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import PackedBlocks
-from zerofit.model.preflight import documents_leak
 
 A, OTHER, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [25, 26, 27]
 SDPA_AND_EAGER = [(family, attention) for family in TINY for attention in ("sdpa", "eager")]
@@ -29,9 +28,9 @@ class FakeDocuments:
         return self.row[start:stop].copy()
 
 
-def logits_of_b(model, first: list[int], batch_size: int, boundaries: bool, flatten: bool = False) -> torch.Tensor:
+def logits_of_b(model, first: list[int], batch_size: int, boundaries: bool) -> torch.Tensor:
     blocks = PackedBlocks(FakeDocuments([first, B] * batch_size), 8, boundaries, filler=0)
-    batch = CausalCollator(pad_id=0, flatten=flatten)([(blocks[index], index) for index in range(batch_size)])
+    batch = CausalCollator(pad_id=0)([(blocks[index], index) for index in range(batch_size)])
     inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
     with torch.no_grad():
         logits = model(**inputs).logits
@@ -54,22 +53,3 @@ def test_plain_concatenation_does_let_them_see_each_other(family, attention):
     model = tiny_model(family, attention)
     with_a, with_other = (logits_of_b(model, first, 2, boundaries=False) for first in (A, OTHER))
     assert (with_a - with_other).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_a_flattened_batch_is_the_same_batch(family):
-    """The form that FlashAttention needs: one row, documents told apart by position_ids alone."""
-    model = tiny_model(family, "sdpa")
-    rows, row = (logits_of_b(model, A, 3, boundaries=True, flatten=flatten) for flatten in (False, True))
-    torch.testing.assert_close(rows, row, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_the_probe_tells_a_leak_from_none(family):
-    model, collate = tiny_model(family), CausalCollator(0)
-    assert not documents_leak(model, collate, 97, torch.device("cpu"))
-
-    def ignoring_positions(input_ids, position_ids):
-        return model(input_ids=input_ids)
-
-    assert documents_leak(ignoring_positions, collate, 97, torch.device("cpu"))

@@ -26,14 +26,9 @@ def found(values, feature=None, regression=None) -> Labels:
     [
         ([2, 0, 1, 0], ("0", "1", "2")),
         ([10, 9, 2], ("2", "9", "10")),  # numbers in their own order, not as words
-        (["10", "9", "2"], ("2", "9", "10")),
         ([-1, 0, 1], ("-1", "0", "1")),  # a class like any other, where nobody says what it stands for
-        ([1.0, 0.0], ("0", "1")),
-        (["1.0", "0.0"], ("0", "1")),
         (["1.0", "1", "0"], ("0", "1")),
         (["yes", "no", "yes"], ("no", "yes")),
-        (["1", "x"], ("1", "x")),
-        ([True, False], ("False", "True")),
         ([1.0, NAN, 0.0], ("0", "1")),  # pandas stores a missing label so
         (["yes", "", "no", None, "-"], ("no", "yes")),
     ],
@@ -88,8 +83,6 @@ def test_regression(values, regression):
     [
         ([None, "", "-", NAN], "train.csv: no record has a label"),
         ([1, 1, 1], "only one label, '1'"),
-        (["1", "1.0"], "only one label, '1'"),
-        (list(range(1001)), "1,001 different labels"),
         ([f"word {n}" for n in range(1001)], "1,001 different labels"),
     ],
 )
@@ -108,27 +101,12 @@ def pretrained(*names: str) -> BertConfig:
     [
         (("contradiction", "entailment", "neutral"), ("CONTRADICTION", "NEUTRAL", "ENTAILMENT"),
          ("contradiction", "neutral", "entailment")),
-        (("a", "b"), ("b", "a"), ("b", "a")),
-        (("a", "b"), ("LABEL_0", "LABEL_1"), ("a", "b")),
         (("a", "b"), ("b", "c"), ("a", "b")),
-        (("a", "b"), ("b", "a", "c"), ("a", "b")),
         (("No", "no", "yes"), ("yes", "no"), ("No", "no", "yes")),  # no class may be lost
-        (None, ("LABEL_0",), None),
     ],
 )  # fmt: skip
 def test_a_pretrained_models_own_order(ours, theirs, order):
     assert in_model_order(Labels(ours), pretrained(*theirs)).names == order
-
-
-@pytest.mark.parametrize("labels", [Labels(("a", "b", "c")), Labels(None, number="score")])
-@pytest.mark.parametrize("model", [None, "a-body-without-a-head"])
-def test_the_labels_go_into_the_configuration(labels, model):
-    config = BertConfig()
-    assert configure_labels(config, labels, model, False) is None
-    assert config.num_labels == labels.num_outputs
-    assert config.id2label == dict(enumerate(labels.names or ("score",)))
-    assert config.label2id == {name: number for number, name in config.id2label.items()}
-    assert config.problem_type == ("single_label_classification" if labels.names else "regression")
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,25 @@
 """`--lengths` of `zerofit plan` and `zerofit compare`: the longest rows that a strategy holds."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
-from helpers import ROOT, refusal
 from unit.test_limits import MIB, worst
 
 from zerofit.cli import main
 from zerofit.data.collate import CausalCollator
 from zerofit.tools.compare import guess
-from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
-from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.lengths_option import possible_lengths
-from zerofit.tools.tool_recipe import read_with_recipe
 
 SHAPE = "n_layer=8,n_head=2,n_embd=32,n_positions=3000,vocab_size=512,attn_pdrop=0"
 SMALL = ["--task", "clm", "--config_name", "gpt2", "--precision", "fp32", "--config_overrides", SHAPE,
          "--packing", "concatenate", "--per_device_eval_batch_size", "1"]  # fmt: skip
 PLAN = ["plan", *SMALL, "--gpu", "cpu", "--num_gpus", "2", "--strategies", "zero3,sp"]
-LONG = ROOT / "recipes" / "clm" / "llama-long-context.yaml"
 
 
 def planned(capsys, *flags: str) -> dict:
     assert main([*PLAN, *flags, "--json", "-"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def test_every_1024th_length_up_to_the_models_positions():
-    config = SimpleNamespace(max_position_embeddings=2500, model_type="llama")
-    assert possible_lengths(["auto"], config) == [1024, 2048, 2500]
-    assert possible_lengths(["2k"], config) == [2048]
 
 
 def test_the_longest_rows_fit_and_the_next_do_not(capsys, tmp_path, monkeypatch):
@@ -66,9 +53,7 @@ def test_the_longest_rows_fit_and_the_next_do_not(capsys, tmp_path, monkeypatch)
     ("flags", "words"),
     [
         (["--lengths", "8x"], "lengths = '8x': expected auto, or lengths of rows in tokens, such as 8k,16k,32k"),
-        (["--lengths", "2k,4k"], "the model has 3000 positions"),
         (["--lengths", "1k", "--block_size", "64"], "--block_size and --lengths: keep one of the two"),
-        (["--lengths", "1k", "--batch_sizes", "2"], "batch_sizes has no effect with lengths = 1k"),
         (
             ["--lengths", "1k", "--global_batch_size", "3"],
             "global_batch_size = 3 (--global_batch_size) is not a multiple",
@@ -81,30 +66,6 @@ def test_a_mistake_ends_a_plan_with_code_2(capsys, flags, words):
     said = capsys.readouterr().err
     assert words in said
     assert len(said.strip().splitlines()) == 1
-
-
-# ------------------------------------------------------------------------------------------------------------- compare
-
-
-def options(*flags: str):
-    return read_with_recipe(CompareOptions, ["--config", str(LONG), *flags], "zerofit compare")
-
-
-def test_trials_have_the_recipes_micro_batch_and_no_length_of_their_own(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    given, cls = options("--lengths", "16k,8k", "--per_device_train_batch_size", "2")
-    assert given.sizes == [8192, 16384]
-    made = make_recipe(given, cls)
-    assert made.values["per_device_train_batch_size"] == 2
-    assert "block_size" not in made.values
-    shape = {"config_name": "llama-3.1-8b", "tokenizer_name": "x"}
-    values = {name: value for name, value in made.values.items() if name != "model_name_or_path"} | shape
-    recipe = type(made)(values, [])
-    plain = read_candidates(["zero3", "zero3:per_device_train_batch_size=1"])
-    check_overrides(plain, recipe, cls, given.lengths)
-    assert "131072 positions" in refusal(check_overrides, plain, recipe, cls, ["256k"])
-    fixed = read_candidates(["zero3:block_size=64"])
-    assert "block_size is set by the comparison itself" in refusal(check_overrides, fixed, recipe, cls, ["8k"])
 
 
 def test_rows_have_the_length_that_is_tried():

@@ -1,38 +1,29 @@
 """The parts of `zerofit compare` that launch nothing: the search, the journal, the limits, the options, the report."""
 
 import csv
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import time
 from random import Random
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from helpers import ROOT, refusal
+from helpers import ROOT, Samples, refusal
 
 from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.parse import parse_recipe
-from zerofit.record.jsonl import LineReader, add_line
 from zerofit.tools.compare import guess as guess_module
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.compare.comparison_report import ComparisonReport
-from zerofit.tools.compare.finish import Finished
 from zerofit.tools.compare.guess import PredictedSize, guess_of
 from zerofit.tools.compare.memory_limits import limit_device
-from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, fact_of
-from zerofit.tools.compare.search import BATCHES, Fact, SearchState, next_size, next_step, predict
-from zerofit.tools.compare.trial import OF_ANY_RUN, OF_DEEPSPEED, OF_LORA, OF_TASK, worst_case_batch
-from zerofit.tools.compare.trial_files import TrialJournal, TrialRequest
+from zerofit.tools.compare.results import StrategyRow, common_size, fact_of
+from zerofit.tools.compare.search import BATCHES, Fact, SearchState, next_size, next_step
+from zerofit.tools.compare.trial import worst_case_batch
+from zerofit.tools.compare.trial_files import TrialJournal
 from zerofit.tools.compare.trial_launch import TrialLaunch
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits
-from zerofit.tools.launches import MARK
 from zerofit.tools.machine import Device
 from zerofit.tools.plan.size_search import search
 from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
@@ -40,9 +31,6 @@ from zerofit.training.task import Task
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 GIB, MIB = 2**30, 2**20
-
-
-# -------------------------------------------------------------------------------------------------------------- search
 
 
 def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None, guess=0, per_sample=None):
@@ -66,7 +54,7 @@ def simulate(limit, base, each, growth=0.0, noise=0.0, seed=0, sizes=None, guess
     return SearchState(sizes, facts).fits, launches, facts
 
 
-@pytest.mark.parametrize("limit", [1009, 1012, 1100, 1500, 3000, 10000, 30000])
+@pytest.mark.parametrize("limit", [1009, 1100, 3000, 30000])
 def test_the_exact_largest_size_is_found_in_few_launches(limit):
     true = int((limit - 1000) / 8.3)
     found, launches, facts = simulate(limit, 1000, 8.3)
@@ -75,7 +63,7 @@ def test_the_exact_largest_size_is_found_in_few_launches(limit):
     assert {(fact.size, fact.fits) for fact in facts if fact.fresh} >= {(true, True), (true + 1, False)}
 
 
-@pytest.mark.parametrize("limit", [1009, 1012, 1100, 1500, 3000, 10000, 30000])
+@pytest.mark.parametrize("limit", [1009, 1100, 3000, 30000])
 @pytest.mark.parametrize("error", [0.0, 0.02, -0.02, 0.1, -0.1, 1.0, -0.5])
 def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
     true = int((limit - 1000) / 8.3)
@@ -147,11 +135,6 @@ def test_sizes_with_a_step_and_named_sizes():
     assert (found, launches) == (40, 2)  # all fit: the largest once more
 
 
-def test_nothing_fits():
-    found, launches, facts = simulate(900, 1000, 8.3)
-    assert (found, launches, len(facts)) == (0, 1, 1)
-
-
 def test_a_fresh_process_overrules_another_one():
     facts = [Fact(1, True, True, 10), Fact(8, False, False), Fact(8, True, True, 50)]
     state = SearchState(list(range(1, 100)), facts)
@@ -165,52 +148,6 @@ def test_sizes_that_were_named_are_not_skipped_after_an_interruption():
     state = SearchState([8, 10, 12, 16], [Fact(8, True, True, 50)])
     assert next_step(state, None, [8, 10, 12, 16]).first == 10
     assert next_step(state, None).first == 16
-
-
-def test_prediction():
-    assert predict([(1, 100), (3, 120)], 200) == 11
-    assert predict([(1, 100)], 200) is None
-    assert predict([(1, 100), (3, 100)], 200) is None
-    assert predict([(1, 100), (3, 120)], None) is None
-    assert next_size([1, 2, 3, 4], 4, None, [], None) is None
-    assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6, must_try=[11]) == 11
-    assert next_size(list(range(1, 99)), 8, None, [(4, 10), (8, 14)], 10**6) == 16
-
-
-# ----------------------------------------------------------------------------------------------- requests and journal
-
-
-def request(**changes) -> TrialRequest:
-    return TrialRequest(
-        **{"sizes": [1, 2], "first": 1, "only_first": False, "steps": 2, "points": [(1, 5)], **changes}
-    )
-
-
-def test_requests_and_answers_pass_through_files(tmp_path):
-    file = request().write(tmp_path / "trial")
-    assert TrialRequest.read(file) == request()
-    answers = LineReader(tmp_path / "answers.jsonl")
-    assert answers.poll() == []
-    add_line(answers.file, {"event": "trying", "size": 3})
-    with answers.file.open("a") as half:
-        half.write('{"event": "fi')
-    assert answers.poll() == [{"event": "trying", "size": 3}]
-    with answers.file.open("a") as half:
-        half.write('ts"}\n')
-    assert answers.poll() == [{"event": "fits"}]
-    assert answers.poll() == []
-
-
-def test_a_rank_ends_with_the_process_that_made_its_request():
-    """Also when that was killed, and could tell nobody."""
-    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    code = f"from zerofit.tools.compare.trial import end_together_with; end_together_with({parent.pid}); "
-    code += "import time; time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    assert child.poll() is None
-    parent.kill()
-    parent.wait()
-    assert child.wait(timeout=30) == os.EX_UNAVAILABLE
 
 
 def test_a_journal_goes_on_after_a_torn_line(tmp_path):
@@ -229,37 +166,8 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path):
     assert all(json.loads(line) for line in file.read_text().splitlines())
 
 
-def test_what_an_interrupted_comparison_left_is_ended(tmp_path):
-    mark = "0123456789abcdef"
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, MARK: mark})
-    until = time.monotonic() + 20
-    while MARK not in psutil.Process(left.pid).environ() and time.monotonic() < until:
-        pass
-    journal = TrialJournal(tmp_path / "journal.jsonl")
-    journal.add("launch", launch=1, key="k", mark=mark)
-    assert TrialJournal(journal.file).end_interrupted_launches() == 1
-    assert left.wait(timeout=20) != 0
-    assert TrialJournal(journal.file).end_interrupted_launches() == 0
-
-
-# --------------------------------------------------------------------------------------------------------- worst case
-
-
-class Samples:
-    lengths = sort_key = None
-
-    def __init__(self, *samples):
-        self.samples = samples
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.samples[index]
-
-
 def worst(longest, collate, size, start, *samples):
-    return worst_case_batch(Task(None, Samples(*samples), collate, None, None, longest=longest), size, start)
+    return worst_case_batch(Task(None, Samples(samples), collate, None, None, longest=longest), size, start)
 
 
 def test_rows_of_text_are_stretched_and_wholly_trained_on():
@@ -287,9 +195,6 @@ def test_sources_and_targets_have_lengths_of_their_own():
     assert batch.num_targets == 10
 
 
-# -------------------------------------------------------------------------------------------------- options and limits
-
-
 def options(*flags, config=SMALL):
     return read_with_recipe(CompareOptions, ["--config", str(config), *flags], "zerofit compare")
 
@@ -306,29 +211,22 @@ def test_sizes_of_memory():
 def test_mistakes_are_named():
     assert "expected a size such as 24GiB" in refusal(options, "--memory_limit", "lots")
     assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "8,big")
-    assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "0,8")
     assert "no effect with batch_sizes" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
     said = refusal(make_recipe, *options("--per_device_train_batch_size", "4", "--save_steps", "9"))
     assert "--per_device_train_batch_size has no effect in a comparison" in said
-    assert "--save_steps has no effect" in said
     assert options("--batch_sizes", "40,8", "16")[0].sizes == [8, 16, 40]
-    assert options()[0].sizes is None
 
 
 def test_strategies_and_what_they_override(monkeypatch):
     monkeypatch.chdir(ROOT)
     plain, lora = read_candidates(["zero2", "zero2:lora=true:lora-r=4"])
-    assert plain.flags == []
     assert lora.flags == ["--lora", "true", "--lora_r", "4"]
-    assert lora.config == plain.config
     said = refusal(read_candidates, ["zero9", "ddp"])
     assert "Did you mean zero" in said
-    assert "zero3_offload" in said
     assert "sets nothing" in refusal(read_candidates, ["zero2:lora"])
     recipe = make_recipe(*options())
     check_overrides([plain, lora], recipe, options()[1])
     said = refusal(check_overrides, read_candidates(["zero2:lorra=true"]), recipe, options()[1])
-    assert "zero2:lorra=true: " in said
     assert "Did you mean lora" in said
     said = refusal(check_overrides, read_candidates(["ddp:per_device_train_batch_size=4"]), recipe, options()[1])
     assert "set by the comparison" in said
@@ -361,7 +259,6 @@ GPU = Device("GPU", 80 * GIB, 79 * GIB)
 def test_limits_are_what_the_machine_has():
     assert choose_limits(machine(), 2, GIB) == Limits(GIB, [])
     assert choose_limits(machine(), 2, None).device == int(0.75 * 24 * GIB / 2)
-    assert choose_limits(machine([GPU]), 1, None) == Limits(None, [])
     shared = choose_limits(machine([GPU]), 2, 24 * GIB)
     assert shared.device == 24 * GIB
     assert "gloo" in shared.notes[0]
@@ -399,23 +296,14 @@ def test_what_contexts_take_is_measured_before_the_cap(limit, fits, monkeypatch)
         assert not fractions
 
 
-# ------------------------------------------------------------------------------------------------------- how it ended
-
-
 ENDINGS = [
-    ("", 0, "failed", ""),
     ("error: task_name = 'x': no such task\n", 1, "refused", ""),
     ("\nrank 0 (pid 7) ended without a message in forward\n  cause    the kernel's out-of-memory killer ended it\n", 1,
      "out_of_memory", "host"),
-    ("terminate called after throwing an instance of 'std::bad_alloc'\n", 1, "out_of_memory", "device"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),
-    ("CUDA, rank 1: Last error:\nCuda failure 2 'out of memory'\n", 1, "out_of_memory", "device"),
     ("    return data.pin_memory()\nRuntimeError: CUDA error: out of memory\n", 1, "out_of_memory", "host"),
     ("  rank      : 0\n  exitcode  : -9 (pid: 7)\n", 1, "killed", ""),
-    ("RuntimeError: can't start new thread\n", 1, "out_of_memory", "device"),
-    ("  exitcode  : -11 (pid: 7)\n", 1, "killed", ""),
     ("", -9, "killed", ""),
-    ("", 137, "killed", ""),
     ("ValueError: shapes\n", 1, "failed", ""),
 ]  # fmt: skip
 
@@ -429,9 +317,6 @@ def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where
     )
     ending = launch._ending_without_report(ended)
     assert (ending.how, ending.where) == (how, where)
-
-
-# -------------------------------------------------------------------------------------------------------------- report
 
 
 def trial(size, peak=None, rate=1.0, fresh=True, launch=1):
@@ -478,22 +363,6 @@ def test_rows_say_what_the_trials_say():
     assert not StrategyRow("a", [4, 8], [trial(4, 1), trial(8, fresh=False)]).is_confirmed
 
 
-def test_the_conclusion_follows_from_the_numbers():
-    ddp, zero2, none = rows()
-    fast = StrategyRow("fast", [1, 8], [trial(1, 100, 3.2), trial(8, 200, 1190.4)], ABOUT)
-    assert "1,190 samples/s" in conclusion([fast])
-    assert conclusion([ddp, zero2, none]) == (
-        "zero2 holds the largest batch, 40 per process, 5 times the 8 of ddp. The fastest is zero2 at 32 per process: "
-        "12 samples/s, 1.2 times ddp at its best."
-    )
-    assert conclusion([none]) == "No batch fits within this limit under zero3|x."
-    broken = StrategyRow("zero1", zero2.sizes, zero2.trials, ABOUT, "failed at batch size 32")
-    assert conclusion([ddp, broken]).startswith("ddp holds the largest batch, 8 per process.")
-    assert conclusion([ddp, broken]).endswith("zero1: failed, without a result.")
-    assert common_size([ddp, broken]) == 8
-    assert conclusion([none, ddp]).startswith("ddp holds the largest batch, 8 per process. The fastest is ddp at 8")
-
-
 def comparison_of(notes: tuple = (), **changes) -> SimpleNamespace:
     options = SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", task="clm", num_processes=2, steps=5)
     common = {"variable": BATCHES, "timer": None, "rows": rows, "machine": machine(), "options": options}
@@ -513,17 +382,8 @@ def test_the_report_has_all_of_it(tmp_path):
     ).replace("https://matplotlib.org", "")
     assert "&lt;x&gt;" in html_report
     text = (tmp_path / "report.md").read_text()
-    for words in (
-        "5.00",
-        "zero3\\|x",
-        "0123456789ab",
-        "a note",
-        "left out",
-        "1,000.0 MiB",
-        "a CPU",
-        "40 runs, 41 out of",
-    ):
-        assert words.lower() in text.lower(), words
+    for words in ("zero3\\|x", "0123456789ab", "a note", "left out", "1,000.0 MiB", "40 runs, 41 out of"):
+        assert words in text.lower() or words in text, words
     with (tmp_path / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 9
@@ -534,51 +394,3 @@ def test_the_report_has_all_of_it(tmp_path):
     shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]
-
-
-def test_the_report_has_the_runs_that_were_trained_to_the_end(tmp_path):
-    report = ComparisonReport(comparison_of(), "zerofit compare --finish", [])
-    lines = [
-        {"update": 0, "evaluation_seconds": 2.0, "evaluation_samples_per_s": 8.0},
-        {"update": 1, "epoch": 0.5, "consumed_samples": 32, "seconds": 4.0, "loss": 2.0, "peak_memory_bytes": MIB},
-    ]
-    found = {"held_out": {"update": 1, "eval_f1": 0.625}}
-    report.finished = [Finished("ddp", 8, tmp_path, lines, found, {"global_batch_size": 32}),
-                       Finished("zero2", 40, tmp_path, problem="left with exit code 1")]  # fmt: skip
-    report.write(tmp_path)
-    text = (tmp_path / "report.md").read_text()
-    assert "## Trained to the end" in text
-    assert "zero2: left with exit code 1" in text
-    assert "0.6250" in text
-    assert "0.6250" in (tmp_path / "report.html").read_text()
-    assert "0.6250" in report.for_terminal()
-
-
-SMALL_BLOCKS = """
-import torch
-from zerofit.tools.compare.memory_limits import DataSegment
-
-segment = DataSegment()
-before = segment.now()
-blocks = [torch.zeros(2**17 // 4) for _ in range(512)]
-kept, full = blocks[::64], segment.now()
-del blocks
-print(before, full, segment.now())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts what Linux counts")
-def test_on_a_cpu_a_freed_tensor_is_given_back_although_others_lie_between():
-    """512 of 128 KiB, of which 8 are kept: 64 MiB, and 1 after that. In the heap all of it would stay."""
-    settings = TrialMachine().settings
-    done = subprocess.run([sys.executable, "-c", SMALL_BLOCKS], capture_output=True, text=True, check=True,
-                          env={**os.environ, **settings})  # fmt: skip
-    before, full, after = (int(one) / 2**20 for one in done.stdout.split())
-    assert full - before == pytest.approx(64, abs=4)
-    assert after - before < 6
-
-
-def test_what_a_trial_imports_first_is_there():
-    names = [*OF_ANY_RUN, *OF_DEEPSPEED, *OF_LORA, *(name for names in OF_TASK.values() for name in names)]
-    assert len(names) >= 9
-    assert [name for name in names if importlib.util.find_spec(name) is None] == []

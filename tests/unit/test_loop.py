@@ -2,10 +2,12 @@
 
 import contextlib
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from helpers import Samples
 
 from zerofit.checkpoint.run_state import RunState
 from zerofit.data.collate import Batch
@@ -25,16 +27,6 @@ from zerofit.training.stream import run_length
 from zerofit.training.task import Task
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
-
-
-class Samples:
-    lengths = sort_key = None
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        return np.full(1 + index % 3, index, dtype=np.int64)  # samples of 1 to 3 tokens
 
 
 class Engine:
@@ -84,36 +76,13 @@ def collate(pairs) -> Batch:
 
 
 def task_of(**options) -> Task:
+    samples = Samples(np.full(1 + index % 3, index) for index in range(SAMPLES))  # of 1 to 3 tokens
     recipe = ClmRecipe(num_train_epochs=UPDATES * 8 / SAMPLES, logging_steps=100, dataloader_num_workers=0, **options)
-    return Task(recipe, Samples(), collate, lambda model, batch: model(batch.inputs["input_ids"]).sum(), None)
-
-
-class Recorder:
-    """In place of the files and the terminal."""
-
-    def __init__(self):
-        self.lines, self.anomalies = [], []
-
-    def begin(self, updates):
-        pass
-
-    def write(self, metrics):
-        self.lines.append(metrics.to_line())
-
-    def write_anomaly(self, anomaly, action):
-        self.anomalies.append(anomaly)
-
-    def show(self, metrics):
-        pass
-
-    def note(self, *texts):
-        pass
-
-    show_held_out = note
+    return Task(recipe, samples, collate, lambda model, batch: model(batch.inputs["input_ids"]).sum(), None)
 
 
 def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]:
-    state, recorder = state or RunState(), Recorder()
+    state, recorder = state or RunState(), MagicMock()
     checkpoints = SimpleNamespace(messages=list, save=lambda *_: None, last_failed=False, rewind=lambda anomaly: False)
     throughput = SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[])
     memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
@@ -123,7 +92,7 @@ def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]
     parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase,
                 SlowRanks(engine.layout, 10, str, "forward"))  # fmt: skip
     assert train(parts) == Stop()
-    return recorder.lines
+    return [call.args[0].to_line() for call in recorder.write.call_args_list]
 
 
 def alone(lines: list[dict]) -> list[tuple]:
@@ -157,27 +126,6 @@ def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
     assert alone(run(task_of(on_anomaly="skip"), engine)) == alone(whole)
     assert engine.moved == [1, 3, 4, 5]
     assert engine.waits.count("counts") == 1
-
-
-def test_each_evaluation_has_its_own_clock():
-    """That of the slowest rank; it is no held-out figure, and no part of the update's seconds."""
-
-    class Slow(Engine):
-        def per_rank(self, values):
-            own = list(values)
-            return [own, [4.0]] if len(own) == 1 else super().per_rank(own)
-
-    task = task_of(eval_steps=2)
-    task.evaluate, task.num_held_out = lambda engine: {"eval_loss": 1.0}, 100
-    state = RunState()
-    lines = run(task, Slow(), state)
-    evaluated = [line for line in lines if "eval_loss" in line]
-    assert [line["update"] for line in evaluated] == [0, 2, 4, 5]
-    assert all(line["evaluation_seconds"] == 4.0 for line in evaluated)
-    assert all(line["evaluation_samples_per_s"] == 25.0 for line in evaluated)
-    assert all("evaluation_seconds" not in line for line in lines if line not in evaluated)
-    assert all(line["seconds"] < 4.0 for line in lines if line["update"])
-    assert state.held_out_before == state.held_out == {"eval_loss": 1.0}
 
 
 def test_a_save_that_failed_stops_where_it_was_asked_for():

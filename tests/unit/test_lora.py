@@ -4,6 +4,7 @@ import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter, check_quantisation
 from zerofit.model.parameters import count_parameters, flops_per_token
-from zerofit.model.preflight import _sizes, install_chosen_loss
+from zerofit.model.preflight import install_chosen_loss
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 from zerofit.strategy.strategy import Strategy
 
@@ -65,13 +66,6 @@ def bases(tmp_path_factory) -> dict[str, str]:
     return folders
 
 
-class Tokenizer:
-    """Stands in where a folder's tokenizer is written, which is not what is looked at here."""
-
-    def save_pretrained(self, folder):
-        pass
-
-
 def adapted(base: str, family: str, *flags: str, strategy: Strategy = NOT_SHARDED):
     """(model with an adapter, the adapter), as the tasks make them."""
     task, auto_class = FAMILIES[family][:2]
@@ -98,9 +92,6 @@ def answer(model) -> torch.Tensor:
         return model.eval()(input_ids=ids, **inputs).logits
 
 
-# ---------------------------------------------------------------------------------------------- what is trained
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_preset_of_each_family(bases, family):
     _, auto_class, _, targets, count = FAMILIES[family]
@@ -120,11 +111,6 @@ def test_an_adapter_is_drawn_from_the_seed(bases):
     assert len(states[0]) == 28
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not any(torch.equal(states[0][name], states[2][name]) for name in states[0] if "lora_A" in name)
-
-
-def test_an_adapter_changes_nothing_before_it_is_trained(bases):
-    model, _ = adapted(bases["gpt_neox"], "gpt_neox")
-    torch.testing.assert_close(answer(model), answer(CAUSAL.from_pretrained(bases["gpt_neox"])), rtol=0, atol=0)
 
 
 def test_frozen_weights_are_held_in_half_and_trained_ones_in_fp32(bases):
@@ -159,16 +145,9 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six(bases):
     assert flops_per_token(model, 16) == 4 * matrices + 6 * trained + attention
 
 
-@pytest.mark.parametrize("names", [("q_proj,v_proj",), ("q_proj,", "v_proj")])
-def test_names_may_be_separated_by_commas(bases, names):
-    _, adapter = adapted(bases["llama"], "llama", "--lora_target_modules", *names)
+def test_names_may_be_separated_by_commas(bases):
+    _, adapter = adapted(bases["llama"], "llama", "--lora_target_modules", "q_proj,", "v_proj")
     assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "v_proj"}
-
-
-def test_an_embedding_with_an_adapter_can_be_checked(bases):
-    model, _ = adapted(bases["llama"], "llama", "--lora_target_modules", "embed_tokens")
-    engine = SimpleNamespace(module=model, device=torch.device("cpu"))
-    assert _sizes(engine)[0] == 97
 
 
 def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
@@ -178,25 +157,20 @@ def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
     assert "the head has an adapter" in refusal(install_chosen_loss, model, ClmRecipe(loss="chunked"))
 
 
-# ---------------------------------------------------------------------------------------------- what is written
-
 VARIANTS = [
     *((family, ()) for family in FAMILIES),
-    ("llama", ("--use_dora",)),
     ("gpt2", ("--use_dora", "--use_rslora", "--lora_r", "4")),
     ("gpt2", ("--lora_bias", "all")),
     ("mixtral", ("--lora_target_modules", "q_proj", "gate_up_proj", "experts.down_proj")),  # weights, not modules
-    ("gpt2", ("--lora_bias", "lora_only")),
     ("llama", ("--lora_modules_to_save", "embed_tokens")),  # tied to the head
     ("gpt_neox", ("--lora_modules_to_save", "embed_in", "lm_head", "--lora_target_modules", "all-linear")),
-    ("deberta-v2", ("--lora_target_modules", "all-linear")),
 ]
 
 
 @pytest.mark.parametrize(("family", "flags"), VARIANTS)
 def test_what_was_trained_is_read_by_plain_peft_and_put_on_its_base_again(bases, tmp_path, family, flags):
     model, adapter = adapted(bases[family], family, *flags)
-    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
     base, again = (FAMILIES[family][1].from_pretrained(bases[family]) for _ in range(2))
     before, trained = answer(base), answer(model)
     assert (trained - before).abs().max() > 1e-3
@@ -213,7 +187,7 @@ def test_what_was_trained_is_read_by_plain_peft_and_put_on_its_base_again(bases,
 ])  # fmt: skip
 def test_an_adapter_is_not_put_on_another_base(bases, tmp_path, family, spoil, words):
     model, adapter = adapted(bases["gpt2"], "gpt2")
-    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
     if spoil:
         tensors = dict(sorted(load_file(tmp_path / "adapter_model.safetensors").items()))
         spoil(tensors)
@@ -226,16 +200,16 @@ def test_an_adapter_is_not_put_on_another_base(bases, tmp_path, family, spoil, w
 
 def test_the_base_of_an_adapter_is_known_by_its_weights(bases, tmp_path):
     model, adapter = adapted(bases["gpt2"], "gpt2")
-    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
     other = CAUSAL.from_config(AutoConfig.from_pretrained(bases["gpt2"]))
     message = refusal(inject_adapter, open_adapter(str(tmp_path)), other, "other", NOT_SHARDED, quantised=False)
     assert "has other weights" in message
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "deberta-v2", "blenderbot"])
 def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     model, adapter = adapted(bases[family], family)
-    adapter.save(model, moved(model), Tokenizer(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(model)[1]
     assert all("lora_" in name or ".classifier." in name for name in tensors)
@@ -257,38 +231,28 @@ def test_random_weights_beside_the_head_are_saved_too(bases, tmp_path):
     model = build_model(CLASSES, config, recipe, NOT_SHARDED, 1)
     adapter = add_adapter(model, recipe, "cls", NOT_SHARDED)
     assert adapter.saved == ["classifier", "pooler.dense"]
-    adapter.save(model, moved(model), Tokenizer(), tmp_path / "adapter", "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path / "adapter", "a card")
     torch.manual_seed(99)
     base = CLASSES.from_pretrained(body, num_labels=3)
     torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path / "adapter")), answer(model))
 
 
-@pytest.mark.parametrize("spoil", ["empty", "missing"])
-def test_half_an_adapter_is_never_written(bases, tmp_path, spoil):
+def test_half_an_adapter_is_never_written(bases, tmp_path):
     model, adapter = adapted(bases["gpt2"], "gpt2")
     state = moved(model)
     name = next(iter(state))
-    if spoil == "empty":
-        state[name] = torch.empty(0)
-    else:
-        del state[name]
+    state[name] = torch.empty(0)
     with pytest.raises(RuntimeError, match="incomplete"):
-        adapter.save(model, state, Tokenizer(), tmp_path / "out", "a card")
+        adapter.save(model, state, MagicMock(), tmp_path / "out", "a card")
     assert not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(
     ("family", "flags", "words"),
     [
         ("llama", ("--lora_target_modules", "q_prj"), ["'q_prj' matches no module", "q_proj?", "up_proj"]),
-        ("gpt2", ("--lora_target_modules", "c_attn", "q_proj"), ["'q_proj' matches no", "c_attn, c_fc, c_proj"]),
         ("gpt2", ("--lora_target_modules", "ln_f"), ["'ln_f' is a LayerNorm", "c_attn"]),
-        ("llama", ("--lora_target_modules", "self_attn"), ["'self_attn' is a LlamaAttention", "q_proj"]),
         ("llama", ("--lora_target_modules", "all-linear", "q_proj"), ["name all-linear alone"]),
-        ("gpt2", ("--lora_modules_to_save", "embed_tokens"), ["'embed_tokens' matches no module", "wte"]),
     ],
 )
 def test_modules_that_are_not_there(bases, family, flags, words):
@@ -299,12 +263,8 @@ def test_modules_that_are_not_there(bases, family, flags, words):
     ("flags", "words"),
     [
         (["--lora_r", "4", "--use_dora"], ["lora_r, use_dora (--lora_r): no effect without --lora"]),
-        (["--lora", "--lora_dropout", "1"], ["lora_dropout = 1"]),
         (["--lora", "--load_in_4bit", "--load_in_8bit"], ["keep one of the two"]),
-        (["--lora", "--lora_bias", "some"], ["none, all, lora_only"]),
-        (["--use_lora"], ["say --lora"]),
         (["--save_strategy", "steps"], ["save_steps"]),
-        (["--save_strategy", "epoch", "--save_steps", "4"], ["keep one of them"]),
         (["--save_total_limit", "4"], ["no effect without save_strategy"]),
     ],
 )
