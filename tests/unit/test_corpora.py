@@ -373,7 +373,7 @@ def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
     ("changes", "flags", "said"),
     [
         ({"eod": 7}, ["{corpus}"], "end differently"),
-        ({"fingerprint": "another", "tokenizer": "gpt2"}, [], "was made with gpt2"),
+        ({"fingerprint": "another", "tokenizer": "gpt2"}, [], "tokenizer_name"),
     ],
 )
 def test_a_card_that_contradicts(tokenised, damaged, tmp_path, changes, flags, said):
