@@ -135,6 +135,11 @@ def test_a_system_text():
         (CHAT, {"messages": [QUESTION, SYSTEM, ANSWER]}, "turn 2 is the system's, which can only be the first"),
         (CHAT, {"messages": [QUESTION, {"role": "ann", "content": "x"}]}, "turn 2 .* the role 'ann'.*user: user, h"),
         (CHAT, {"messages": [QUESTION, RESULT, ANSWER]}, "turn 2 is the tool's, where one of the assistant was due"),
+        (
+            CHAT,
+            {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [1]}]},
+            "turn 2 of its messages",
+        ),
         (RATED, {"messages": TURNS, "label": False}, r"its answer is a rejected one \(label: false\)"),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"turn 2 of its messages \(assistant"),
     ],

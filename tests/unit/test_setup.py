@@ -96,3 +96,16 @@ def test_the_choice_holds_until_there_is_another(setup):
     assert len(setup()[2]) == 2
     assert len(setup("cuda")[2]) == 2
     assert len(setup("cpu")[2]) == 3
+
+
+def test_amd_is_told_what_to_do(setup):
+    code, said, installs = setup(gpus="AMD")
+    assert code == 2
+    assert "ROCm" in said
+    assert "TORCH='torch --index-url URL' make setup" in said
+    assert not installs
+
+
+def test_a_gpu_that_torch_does_not_see_fails_the_setup(setup):
+    assert setup(gpus="NVIDIA", unseen="1")[0] == 2
+    assert setup("cpu", gpus="NVIDIA", unseen="1")[0] == 0

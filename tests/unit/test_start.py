@@ -179,10 +179,11 @@ def test_mistakes(machine, tmp_path):
     machine(8, **DLC)
     (tmp_path / "mine.yaml").write_text("config_name: gpt2\n")
     for words, said in (
+        (("--max_restart", "1", RECIPE), "--max_restart is where a recipe or a program was expected. Did you mean"),
         ((str(tmp_path / "mine.yaml"),), "does not say the task"),
         ((RECIPE, "--strategy", "single"), "--strategy single and 16 processes: use ddp"),
         ((RECIPE, "--num_processes", "15"), "Use --num_processes 14"),
-        ((RECIPE, "--num_machines", "2"), "2 machines (--num_machines): set --main_process_ip as well"),
+        ((RECIPE, "--num_machines", "2"), "2 machines (--num_machines, RANK = 1): set --main_process_ip as well"),
     ):
         assert said in refusal(start.main, [*words, "--dry_run"])
 

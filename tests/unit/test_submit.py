@@ -204,20 +204,32 @@ def test_a_sites_lines_are_kept(written, tmp_path):
 
 def test_mistakes():
     for words, said in (
-        (("slurm", RECIPE, "--machine_rank", "1"), "--machine_rank is told by the scheduler"),
+        (("slurm", RECIPE, "--machine_rank", "1"), "--machine_rank has no place in a job's file"),
         (("slurm", RECIPE, "--num_processes", "3", "--nodes", "2"), "num_processes = 3 on 2 nodes"),
         (("slurm", RECIPE, "--strategy", "single"), "use ddp"),
+        (("slurm", RECIPE, "--time", "10"), "all ranks save 600 s before the limit"),
+        (("slurm", RECIPE, "--gpus_per_node", "2", "--learnin_rate", "1", "--run"), "--learnin_rate is not an option"),
         (("jobset", RECIPE, "--name", "My_Job"), "name = 'My_Job'"),
         (("slurm", RECIPE, "--gpu", "h100-80gb"), "has no effect without --plan"),
     ):
         assert said in refusal(submit.main, [*words])
 
 
+def test_what_the_launch_will_refuse_is_noted(written):
+    text, notes = written("slurm", RECIPE, "--nodes", 2, "--learnin_rate", 1)
+    assert "--learnin_rate 1" in text
+    assert "note: the launch will refuse this: --learnin_rate is not an option. Did you mean learning_rate?" in notes
+    _, notes = written("slurm", RECIPE, "--nodes", 3, "--gpus_per_node", 1, "--strategy", "tp")
+    assert "note: the launch will refuse this: num_processes = 3 is not a multiple of tensor" in notes
+
+
 def test_it_is_handed_to_the_scheduler(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    words = [str(ROOT / RECIPE), "--nodes", "2", "--run"]
-    assert "type: sbatch stdlib-gpt2.sh" in refusal(submit.main, ["slurm", *words])
+    words = [str(ROOT / RECIPE), "--nodes", "2", "--gpus_per_node", "1", "--run"]
+    assert "sbatch is not installed here. Where it is, type: sbatch stdlib-gpt2.sh" in refusal(
+        submit.main, ["slurm", *words]
+    )
     for kind, expected in {
         "slurm": ["sbatch", "stdlib-gpt2.sh"],
         "jobset": ["kubectl", "apply", "-f", "stdlib-gpt2.yaml"],
