@@ -21,7 +21,6 @@ from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
 from zerofit.recipe.inference_options import DATA_OPTIONS, TRAINING_OPTIONS
 from zerofit.record.run_folder import RunFolder
-from zerofit.training.generation import predict_texts, writing_settings
 from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
