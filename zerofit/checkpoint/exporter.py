@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from zerofit.model.export import Weights, export_model
+from zerofit.model.exported import review_export
 from zerofit.model.lora import Adapter
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.record.model_card import model_card
@@ -60,3 +61,12 @@ class ModelExporter:
             self._adapter.save(module, dict(weights), tokenizer, folder, card)
         else:
             export_model(module, weights, tokenizer, folder, card)
+        self.read_back(folder)
+
+    def read_back(self, folder: Path) -> list[str]:
+        """Lines for the terminal: how the folder differs from the base, and what others stumble over.
+
+        Raises:
+            RuntimeError: weights are missing.
+        """
+        return review_export(folder, self._recipe.model_name_or_path)

@@ -210,6 +210,7 @@ def export(result: TrainResult) -> None:
                 shutil.copytree(checkpoints.directory.best / "model", place, dirs_exist_ok=True)
             else:
                 result.exporter.write(weights, state.held_out, place)
+            review = [f"export      {line}" for line in result.exporter.read_back(place)]
         with folder.new_file("loss.png", "wb") as picture:
             plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
     figures = state.best.figures if loads_best else state.held_out
@@ -220,6 +221,7 @@ def export(result: TrainResult) -> None:
         "",
         *summary(state, made, result.seconds, run.throughput, checkpoints.writer.records, best, remarks),
         *([compiled()] if recipe.torch_compile else []),
+        *review,
     )
 
 

@@ -1,0 +1,147 @@
+"""An export that is read back: what differs from its base is said, and what others stumble over."""
+
+import json
+import struct
+
+import pytest
+
+from zerofit.model.exported import review_export
+
+SHAPES = {
+    "model.embed_tokens.weight": [300, 32],
+    "model.layers.0.self_attn.q_proj.weight": [32, 32],
+    "model.layers.0.input_layernorm.weight": [32],
+    "lm_head.weight": [300, 32],
+}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "rope_theta": 500000.0}
+TOKENIZER = {"tokenizer_class": "LlamaTokenizer", "chat_template": "{{ messages }}"}
+
+
+def write_weights(file, shapes, dtype="BF16") -> None:
+    """A .safetensors that ends with its header: whoever reads a weight fails."""
+    header = {name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """(export, base), which are the same."""
+    made = tmp_path / "export", tmp_path / "base"
+    for folder in made:
+        folder.mkdir()
+        write_weights(folder / "model.safetensors", SHAPES)
+        for name, content in (
+            ("config.json", CONFIG),
+            ("tokenizer_config.json", TOKENIZER),
+            ("generation_config.json", {"temperature": 0.6}),
+        ):
+            (folder / name).write_text(json.dumps(content))
+        for name in ("tokenizer.json", "tokenizer.model"):
+            (folder / name).write_text("{}")
+    return made
+
+
+def test_an_export_like_its_base(folders):
+    export, base = folders
+    assert review_export(export, str(base)) == [f"read back: 4 weights, bfloat16, compared with {base}"]
+    assert review_export(export, None) == [
+        "read back: 4 weights, bfloat16, no safetensors of a base to compare them with"
+    ]
+
+
+def without(name: str) -> dict:
+    return {other: shape for other, shape in SHAPES.items() if other != name}
+
+
+PREFIXED = {name.replace("model.", "model.language_model."): shape for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        (
+            "weights",
+            without("model.layers.0.input_layernorm.weight"),
+            "that are not here: model.layers.0.input_layern",
+        ),
+        ("weights", {**SHAPES, "score.weight": [2, 32]}, "weights that the base has not: score.weight"),
+        ("weights", PREFIXED, "3 weights have another prefix than in the base, such as model.embed_tokens.weight"),
+        ("weights", {**SHAPES, "lm_head.weight": [304, 32]}, "another shape than in the base: lm_head.weight"),
+        ("weights", without("lm_head.weight"), "lm_head.weight is missing"),
+        ("config.json", {**CONFIG, "tie_word_embeddings": True}, "lm_head.weight is stored, and config.json ties it"),
+        ("config.json", {**CONFIG, "dtype": "float32"}, "config.json says float32, and the weights are bfloat16"),
+        ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta = 500000 is in config.json's rope_par"),
+        ("tokenizer.model", None, "tokenizer.model is not here"),
+        ("tokenizer_config.json", {**TOKENIZER, "tokenizer_class": "TokenizersBackend"}, "LlamaFactory#10310"),
+        ("tokenizer_config.json", {**TOKENIZER, "extra_special_tokens": ["<a>"]}, "llama.cpp#24460"),
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}, "this tokenizer has none"),
+        ("chat_template.jinja", "{{ other }}", "the chat template is not the base's"),
+        ("generation_config.json", {"temperature": 1.0, "top_k": 5}, "temperature 0.6 -> 1.0, top_k None -> 5"),
+    ],
+)
+def test_each_difference_is_one_line(folders, file, content, said):
+    export, base = folders
+    if file == "weights":
+        write_weights(export / "model.safetensors", content)
+    elif content is None:
+        (export / file).unlink()
+    else:
+        (export / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    [line] = review_export(export, str(base))[1:]
+    assert said in line
+
+
+def test_another_precision(folders):
+    export, base = folders
+    write_weights(export / "model.safetensors", SHAPES, "F32")
+    [line] = review_export(export, str(base))[1:]
+    assert line.startswith("weights are float32, and the base's bfloat16; vLLM rounds them")
+
+
+def test_names_that_loaders_know_are_no_difference(folders):
+    """Buffers of old files, and a head that is tied."""
+    export, base = folders
+    write_weights(base / "model.safetensors", {**SHAPES, "model.layers.0.self_attn.rotary_emb.inv_freq": [16]})
+    write_weights(export / "model.safetensors", without("lm_head.weight"))
+    for folder in folders:
+        (folder / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    assert len(review_export(export, str(base))) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        ({"r": 8}, {}, None),
+        ({"r": 64}, {}, "vLLM needs --max-lora-rank 64"),
+        ({"use_dora": True}, {}, "vLLM refuses adapters with use_dora = True"),
+        ({"modules_to_save": ["score"]}, {}, "vLLM refuses adapters with modules_to_save = ['score']"),
+        ({"target_parameters": ["experts.down_proj"]}, {}, "vllm#41384"),
+        (
+            {},
+            {"base_model.model.score.weight": [2, 32]},
+            "llama.cpp's converter refuses base_model.model.score.weight",
+        ),
+    ],
+)
+def test_adapters(folders, settings, more, said):
+    export, base = folders
+    (export / "model.safetensors").unlink()
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"]
+    write_weights(export / "adapter_model.safetensors", {**{name: [4, 32] for name in names}, **more}, "F32")
+    (export / "adapter_config.json").write_text(json.dumps({"r": 4, **settings}))
+    lines = review_export(export, str(base))[1:]
+    assert len(lines) == (said is not None)
+    assert not lines or said in lines[0]
+
+
+def test_an_incomplete_export_is_an_error(folders):
+    export, base = folders
+    index = {"weight_map": {**dict.fromkeys(SHAPES, "model.safetensors"), "model.norm.weight": "model-2.safetensors"}}
+    (export / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
+        review_export(export, str(base))
+    (export / "model.safetensors.index.json").unlink()
+    (export / "model.safetensors").unlink()
+    with pytest.raises(RuntimeError, match="holds no weights"):
+        review_export(export, str(base))
