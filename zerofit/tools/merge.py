@@ -15,6 +15,7 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
+from zerofit.tools.merge_gguf import convert, find_converter
 from zerofit.tools.tool_recipe import PRECISIONS
 
 
@@ -27,6 +28,7 @@ class MergeOptions(Recipe):
     base: str | None = option(None, "The base model, a folder or a hub name; by default the one the adapter names.")
     precision: str | None = option(None, "Of the merged weights; by default the base's.", choices=PRECISIONS)
     dequantize: bool = option(False, "Merge into a quantised base, whose weights are turned back to floats first.")
+    gguf: str | None = option(None, "Write this file as well, in GGUF, by llama.cpp's converter.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
 
     def problems(self) -> list[str]:
@@ -45,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = open_adapter(options.adapter)
     output = Path(options.output).expanduser()
     check_output(output)
+    gguf = Path(options.gguf).expanduser() if options.gguf else None
+    converter = find_converter(gguf) if gguf else []
     silence_libraries()
     merged = merge(
         folder,
@@ -55,4 +59,6 @@ def main(argv: list[str] | None = None) -> int:
         trust_remote_code=options.trust_remote_code,
     )
     say(*merged.notes, f"merged model  {output}")
+    if gguf:
+        say(convert(converter, output, gguf))
     return 0
