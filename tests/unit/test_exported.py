@@ -54,6 +54,7 @@ def without(name: str) -> dict:
     return {other: shape for other, shape in SHAPES.items() if other != name}
 
 
+HEADLESS = {name.removeprefix("model."): shape for name, shape in SHAPES.items()}  # saved without the head's class
 PREFIXED = {name.replace("model.", "model.language_model."): shape for name, shape in SHAPES.items()}
 
 
@@ -66,7 +67,12 @@ PREFIXED = {name.replace("model.", "model.language_model."): shape for name, sha
             "that are not here: model.layers.0.input_layern",
         ),
         ("weights", {**SHAPES, "score.weight": [2, 32]}, "weights that the base has not: score.weight"),
-        ("weights", PREFIXED, "3 weights have another prefix than in the base, such as model.embed_tokens.weight"),
+        (
+            "weights",
+            PREFIXED,
+            "3 names differ from the base's (model.embed_tokens.weight: model.language_model.embed_tokens.w",
+        ),
+        ("weights", HEADLESS, "3 names differ from the base's (model.embed_tokens.weight: embed_tokens.weight)"),
         ("weights", {**SHAPES, "lm_head.weight": [304, 32]}, "another shape than in the base: lm_head.weight"),
         ("weights", without("lm_head.weight"), "lm_head.weight is missing"),
         ("config.json", {**CONFIG, "tie_word_embeddings": True}, "lm_head.weight is stored, and config.json ties it"),

@@ -7,6 +7,7 @@ weights, the tokenizer's files, the chat template, generation settings. Of weigh
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_
 HEADS = ("lm_head.weight", "embed_out.weight")  # which may be tied to the embeddings
 # In old files; transformers computes them.
 BUFFERS = re.compile(r"\.(inv_freq|masked_bias|position_ids)$|\.(attn|attention)\.bias$|^final_logits_bias$")
+LAYER = re.compile(r"((?:\w+\.)*?)\w+\.\d+\.")
 NOT_SETTINGS = ("transformers_version", "_from_model_config", "use_cache")  # in generation_config.json
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What transformers 4 cannot read in tokenizer_config.json: (entry, whether a value is such a one, an issue about it).
@@ -66,8 +68,8 @@ class StoredModel:
     @property
     def dtype(self) -> str:
         """Of most matrices."""
-        kinds = [about["dtype"] for about in self.weights.values() if len(about["shape"]) > 1]
-        most = max(kinds, key=kinds.count, default="")
+        kinds = Counter(about["dtype"] for about in self.weights.values() if len(about["shape"]) > 1)
+        most = max(kinds, key=kinds.__getitem__, default="")
         return DTYPES.get(most, most)
 
     @cached_property
@@ -127,16 +129,20 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _endings(name: str) -> list[str]:
-    """The name without its first parts."""
-    parts = name.split(".")
-    return [".".join(parts[first:]) for first in range(1, len(parts))]
+def _prefix(names: set[str]) -> list[str]:
+    """The parts in front of most layers: of model.layers.0.mlp.weight it is model."""
+    found = Counter(match[1] for name in names if (match := LAYER.match(name)))
+    return found.most_common(1)[0][0].split(".")[:-1] if found else []
 
 
-def _with_another_prefix(names: set[str], others: set[str]) -> set[str]:
-    """Those names of which another one is the ending, or the other way round."""
-    endings = {ending for name in others for ending in _endings(name)}
-    return {name for name in names if name in endings or not others.isdisjoint(_endings(name))}
+def _renamed(missing: set[str], new: set[str]) -> dict[str, str]:
+    """{missing name: new name} of those that differ in the prefix of layers."""
+    old, now = _prefix(missing), _prefix(new)
+    while old and now and old[-1] == now[-1]:
+        old, now = old[:-1], now[:-1]
+    before, after = (".".join([*parts, ""]) for parts in (old, now))
+    pairs = {name: after + name[len(before) :] for name in missing if name.startswith(before)}
+    return {name: other for name, other in pairs.items() if other in new}
 
 
 def _names(ours: StoredModel, theirs: StoredModel) -> list[str]:
@@ -151,11 +157,13 @@ def _names(ours: StoredModel, theirs: StoredModel) -> list[str]:
         return lines
     missing = {name for name in theirs.weights.keys() - ours.weights if name != head and not BUFFERS.search(name)}
     new = ours.weights.keys() - theirs.weights - {head}
-    renamed = _with_another_prefix(missing, new)
+    renamed = _renamed(missing, new)
     if renamed:
-        example = f"{len(renamed)} weights have another prefix than in the base, such as {min(renamed)}"
-        lines.append(f"{example}: vLLM may skip them (ms-swift#9172)")
-    without, more = missing - renamed, new - _with_another_prefix(new, missing)
+        name, other = min(renamed.items())
+        lines.append(
+            f"{len(renamed)} names differ from the base's ({name}: {other}): vLLM may skip them (ms-swift#9172)"
+        )
+    without, more = missing - renamed.keys(), new - set(renamed.values())
     lines += [f"weights of the base that are not here: {_some(without)}"] if without else []
     return lines + ([f"weights that the base has not: {_some(more)}"] if more else [])
 
