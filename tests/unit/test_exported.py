@@ -44,10 +44,16 @@ def folders(tmp_path):
 
 def test_an_export_like_its_base(folders):
     export, base = folders
-    assert review_export(export, str(base)) == [f"read back: 4 weights, bfloat16, compared with {base}"]
+    assert review_export(export, str(base)) == [f"4 weights, bfloat16, read back, compared with {base}"]
     assert review_export(export, None) == [
-        "read back: 4 weights, bfloat16, no safetensors of a base to compare them with"
+        "4 weights, bfloat16, read back, no safetensors of a base to compare them with"
     ]
+
+
+def test_a_base_that_cannot_be_read_costs_no_model(folders):
+    export, base = folders
+    (base / "config.json").write_text("{")
+    assert review_export(export, str(base)) == review_export(export, None)
 
 
 def without(name: str) -> dict:

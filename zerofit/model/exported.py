@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
+from zerofit.recipe.errors import UserError
 
 HEADS = ("lm_head.weight", "embed_out.weight")  # which may be tied to the embeddings
 # In old files; transformers computes them.
@@ -63,7 +64,7 @@ class StoredModel:
     def config(self) -> dict[str, Any]:
         """config.json, with the entries of the text model where it is one of several."""
         config = self.json("config.json")
-        return {**config.get("text_config", {}), **config}
+        return {**(config.get("text_config") or {}), **config}
 
     @property
     def dtype(self) -> str:
@@ -92,7 +93,7 @@ def review_export(folder: Path, base: str | None) -> list[str]:
     Raises:
         RuntimeError: weights are missing, and nothing can load the folder.
     """
-    ours, theirs = StoredModel(folder), StoredModel(_local(base))
+    ours, theirs = StoredModel(folder), _base(base)
     if not ours.weights:
         raise RuntimeError(f"{folder} holds no weights")
     if is_adapter(str(folder)):
@@ -101,7 +102,17 @@ def review_export(folder: Path, base: str | None) -> list[str]:
         found = [*_names(ours, theirs), *_types(ours, theirs), *_config(ours, theirs), *_tokenizer(ours, theirs)]
         found += _generation(ours, theirs)
     compared = f"compared with {base}" if theirs.weights else "no safetensors of a base to compare them with"
-    return [f"read back: {len(ours.weights):,} weights, {ours.dtype}, {compared}", *found]
+    return [f"{len(ours.weights):,} weights, {ours.dtype}, read back, {compared}", *found]
+
+
+def _base(name: str | None) -> StoredModel:
+    """What of it cannot be read is not compared: a trained model must not be lost for it."""
+    found = StoredModel(_local(name))
+    try:
+        found.weights, found.config, found.tokenizer, found.chat_template, found.json("generation_config.json")
+    except (OSError, ValueError, RuntimeError, UserError):
+        return StoredModel(None)
+    return found
 
 
 def _local(base: str | None) -> Path | None:
