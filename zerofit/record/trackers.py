@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.options import TRACKERS, TrackingOptions
+from zerofit.recipe.tracking_options import TRACKERS, TrackingOptions
 from zerofit.record.run_folder import RunFolder
 
 HEAD_ROWS = 20  # of predictions.jsonl in a table
