@@ -51,7 +51,9 @@ CASES = {
         ["--global_batch_size", "4096"], ["fewer than one global batch of 4096", "per_device_train_batch_size"],
     ),
     "fp16 without a GPU": (["--precision", "fp16"], ["precision = fp16", "bf16"]),
-    "a tracker that is not installed": (["--report_to", "mlflow"], ["report_to = 'mlflow'", "pip install mlflow"]),
+    "a tracker that is not installed": (
+        ["--with_tracking", "--report_to", "mlflow"], ["report_to = 'mlflow'", "pip install mlflow"],
+    ),
 }  # fmt: skip
 
 
