@@ -13,12 +13,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from zerofit.cli import main as zerofit
-from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 from zerofit.recipe.fields import Kind, kind_of
 from zerofit.recipe.help import default_text, heading, option_groups, value_text
+from zerofit.recipe.tasks import TASKS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
-TASKS = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 TOOLS = (
     "launch",
     *(f"submit {scheduler}" for scheduler in ("slurm", "trainjob", "jobset", "skypilot")),

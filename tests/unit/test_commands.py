@@ -11,6 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from zerofit.cli import COMMANDS
 from zerofit.recipe import parse_recipe
+from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
@@ -24,7 +25,7 @@ from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
 from zerofit.tools.show.show import read_options as read_show
 from zerofit.tools.submit import submit
 from zerofit.tools.submit.job import make_job
-from zerofit.tools.tool_recipe import TASKS, read_with_recipe
+from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.verify import VerifyOptions
 
 TOOLS = {

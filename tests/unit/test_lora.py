@@ -19,11 +19,11 @@ from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter, check_quantisation
 from zerofit.model.parameters import count_parameters, flops_per_token
 from zerofit.model.preflight import install_chosen_loss
-from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
+from zerofit.recipe import ClmRecipe, ClsRecipe, parse_recipe
+from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.strategy import Strategy
 
 CAUSAL, CLASSES, PAIRS = AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForSeq2SeqLM
-RECIPES = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 DEBERTA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
            "relative_attention": True, "position_buckets": 16, "pos_att_type": "p2c|c2p", "pooler_hidden_size": 32,
            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}  # fmt: skip
@@ -70,7 +70,7 @@ def adapted(base: str, family: str, *flags: str, strategy: Strategy = NOT_SHARDE
     """(model with an adapter, the adapter), as the tasks make them."""
     task, auto_class = FAMILIES[family][:2]
     data = ["--train_file", "a.jsonl", "--lora", "--model_name_or_path", base]
-    recipe = parse_recipe(RECIPES[task], [*data, *flags])
+    recipe = parse_recipe(TASKS[task], [*data, *flags])
     model = build_model(auto_class, AutoConfig.from_pretrained(base), recipe, strategy, recipe.seed)
     return model, add_adapter(model, recipe, task, strategy)
 

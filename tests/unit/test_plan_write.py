@@ -11,7 +11,7 @@ from helpers import ROOT
 
 from zerofit.cli import main
 from zerofit.recipe import parse_recipe
-from zerofit.tools.tool_recipe import TASKS
+from zerofit.recipe.tasks import TASKS
 
 RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
           "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512",

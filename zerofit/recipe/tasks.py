@@ -171,4 +171,4 @@ class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions
     """Encoder-decoder training: dialogue, or any source and target."""
 
 
-RECIPES: dict[str, type[TaskRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+TASKS: dict[str, type[TaskRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}

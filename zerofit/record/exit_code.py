@@ -15,7 +15,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import read_recipe
 from zerofit.recipe.paths import answers_folder, output_folder
-from zerofit.recipe.tasks import RECIPES
+from zerofit.recipe.tasks import TASKS
 from zerofit.record.run_folder import RunFolder
 
 
@@ -23,10 +23,10 @@ def find_folder(task: str, argv: list[str]) -> Path:
     """The run's folder, before its options are checked: also where one of them is wrong."""
     argv = [] if wants_help(argv) else argv
     try:
-        recipe, _ = read_recipe(RECIPES[task], argv)
+        recipe, _ = read_recipe(TASKS[task], argv)
     except UserError:  # the recipe's file cannot be read
         place = next(index for index, word in enumerate(argv) if word.partition("=")[0] == "--config")
-        recipe, _ = read_recipe(RECIPES[task], argv[:place] + argv[place + 2 - ("=" in argv[place]) :])
+        recipe, _ = read_recipe(TASKS[task], argv[:place] + argv[place + 2 - ("=" in argv[place]) :])
     if recipe.trains:
         return output_folder(task, recipe)
     by_flag = recipe.output_dir and recipe.source("output_dir") == "--output_dir"

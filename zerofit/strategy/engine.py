@@ -286,3 +286,12 @@ class Engine:
             if self.strategy.deepspeed is not None
             else None,
         }
+
+
+class WithoutOptimizer:
+    """Of an engine where nothing is trained."""
+
+    torch_optimizer = None
+
+    def _state(self) -> OptimizerState | None:
+        return None

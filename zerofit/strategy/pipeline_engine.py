@@ -18,9 +18,8 @@ from zerofit.model.attention import packed_rows
 from zerofit.model.stages import is_tied, whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
-from zerofit.strategy.engine import LossSum
+from zerofit.strategy.engine import LossSum, WithoutOptimizer
 from zerofit.strategy.layout import ParallelLayout, layer_groups, replaced
-from zerofit.strategy.state import OptimizerState
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
 AtTheEnd = Callable[[torch.nn.Module, Batch], torch.Tensor]
@@ -195,7 +194,7 @@ class PipelineEngine(DeepSpeedEngine):
         raise NotImplementedError("the layers are on several ranks: generate with the exported model")
 
 
-class PipelineInference(PipelineEngine):
+class PipelineInference(WithoutOptimizer, PipelineEngine):
     """Evaluates where nothing is trained."""
 
     def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
@@ -205,13 +204,6 @@ class PipelineInference(PipelineEngine):
         self.stage = StageModule(model, self.layout)
         self.engine = self.accelerator.prepare(self.stage)
         return PipelinedModel(self)
-
-    def _state(self) -> OptimizerState | None:
-        return None
-
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        return None
 
 
 class PipelinedModel:

@@ -7,10 +7,9 @@ import torch
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.recipe.schedule import Schedule
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
-from zerofit.strategy.engine import Engine
+from zerofit.strategy.engine import Engine, WithoutOptimizer
 from zerofit.strategy.fsdp_engine import FullyShardedEngine
 from zerofit.strategy.layout import initializing_deepspeed
-from zerofit.strategy.state import OptimizerState
 from zerofit.strategy.strategy import Strategy
 from zerofit.strategy.torch_engine import TorchEngine
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 NEVER_FREED: list[Engine] = []
 
 
-class InferenceEngine(Engine):
+class InferenceEngine(WithoutOptimizer, Engine):
     """Evaluates and generates under every strategy.
 
     ZeRO-1 and ZeRO-2 shard what training holds beside the weights, and DeepSpeed has no such stage without an
@@ -39,13 +38,6 @@ class InferenceEngine(Engine):
         if self.strategy.deepspeed is not None:  # in its dtype already, and no autocast
             return model if getattr(model, "hf_quantizer", None) is not None else model.to(self.device)
         return self.accelerator.prepare_model(model, evaluation_mode=True)
-
-    def _state(self) -> OptimizerState | None:
-        return None
-
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        return None
 
 
 def prepare_engine(

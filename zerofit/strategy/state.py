@@ -96,6 +96,11 @@ class OptimizerState:
 
     def held(self) -> list[Piece]:
         """What this rank holds, and so has to read."""
+        ranges = [(name, *self._range(parameter)) for name, parameter in self.parameters.items()]
+        return [self.piece(name, start, stop) for name, start, stop in ranges if start < stop]
+
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        """The elements [start, stop) of a parameter, or of this replica's share of it, that this rank holds."""
         raise NotImplementedError
 
     def own(self) -> list[Piece]:
@@ -194,8 +199,8 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class ReplicatedState(OptimizerState):
     """One process, or DDP: every rank holds everything, and writes a part."""
 
-    def held(self) -> list[Piece]:
-        return [Piece(name, tuple(p.shape), 0, p.numel()) for name, p in self.parameters.items()]
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        return 0, parameter.numel()
 
     def own(self) -> list[Piece]:
         rank, world = self.engine.layout.rank, self.engine.layout.world_size
@@ -252,14 +257,10 @@ class RowState(OptimizerState):
     def own(self) -> list[Piece]:
         return super().own() if self.engine.layout.rank < self.engine.layout.shard_size else []
 
-    def held(self) -> list[Piece]:
-        pieces = []
-        for name, parameter in self.parameters.items():
-            layout, inner = self.engine.layout, parameter.shape[1:].numel()
-            start, stop = (row * inner for row in rows_of(len(parameter), layout.shard_rank, layout.shard_size))
-            if start < stop:
-                pieces.append(self.piece(name, start, stop))
-        return pieces
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        layout, inner = self.engine.layout, parameter.shape[1:].numel()
+        first, last = rows_of(len(parameter), layout.shard_rank, layout.shard_size)
+        return first * inner, last * inner
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         parameter = self.parameters[piece.name]
@@ -273,13 +274,11 @@ class RowState(OptimizerState):
 class FlatState(OptimizerState):
     """ZeRO-1 and ZeRO-2: each rank holds a range of all parameters laid end to end."""
 
-    def held(self) -> list[Piece]:
-        pieces = []
-        for name, parameter in self.parameters.items():
-            if parameter._hp_mapping is not None:
-                address = parameter._hp_mapping.lp_fragment_address
-                pieces.append(self.piece(name, address.start, address.start + address.numel))
-        return pieces
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        if parameter._hp_mapping is None:
+            return 0, 0
+        address = parameter._hp_mapping.lp_fragment_address
+        return address.start, address.start + address.numel
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         fragment = self.parameters[piece.name]._hp_mapping
@@ -300,15 +299,10 @@ class FlatState(OptimizerState):
 class ShardedState(OptimizerState):
     """ZeRO-3: each rank holds an equal shard of each parameter, the last one's filled up."""
 
-    def held(self) -> list[Piece]:
-        pieces = []
-        for name, parameter in self.parameters.items():
-            shard = parameter.ds_tensor.numel()
-            start = min(self.engine.layout.shard_rank * shard, parameter.ds_numel)
-            stop = min(start + shard, parameter.ds_numel)
-            if start < stop:
-                pieces.append(self.piece(name, start, stop))
-        return pieces
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        shard = parameter.ds_tensor.numel()
+        start = min(self.engine.layout.shard_rank * shard, parameter.ds_numel)
+        return start, min(start + shard, parameter.ds_numel)
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state

@@ -14,7 +14,7 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from zerofit.recipe.tasks import TASKS
 
 T = TypeVar("T", bound=Recipe)
 # A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
@@ -34,7 +34,6 @@ QUIET = {
     "n_val_batch_generations": 0,
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
-TASKS: dict[str, type[TrainingRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 
 
 @dataclass
@@ -44,7 +43,7 @@ class StrategiesOptions(Recipe):
     task: str | None = option(
         None,
         "The task; by default the name of the recipe's folder.",
-        choices=("clm", "cls", "seq2seq"),
+        choices=tuple(TASKS),
         common=True,
     )
     strategies: list[str] = option(  # noqa: RUF009

@@ -22,10 +22,11 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.options import StrategyOptions
 from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.places import script
+from zerofit.recipe.tasks import TASKS
 from zerofit.record.terminal import say, screen_width
 from zerofit.tools.doctor.doctor_report import ERROR, DoctorReport, shown_value
 from zerofit.tools.rank_environment import environment_replaced
-from zerofit.tools.tool_recipe import TASKS, join_with_recipe
+from zerofit.tools.tool_recipe import join_with_recipe
 
 
 @dataclass

@@ -20,6 +20,7 @@ from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
 from zerofit.recipe.schedule import make_schedule
+from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
@@ -31,7 +32,6 @@ from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorRepor
 from zerofit.tools.doctor.launcher import ExaminedLaunch, look_at_launch, look_at_torchrun, shown_command
 from zerofit.tools.launch.schedulers import read_machines
 from zerofit.tools.rank_environment import environment_of_a_rank
-from zerofit.tools.tool_recipe import TASKS
 from zerofit.training.configuration import check_model, resolve
 
 MODELS = ("model_name_or_path", "config_name", "model_type")

@@ -18,13 +18,13 @@ from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import recipe_named, script
+from zerofit.recipe.tasks import TASKS
 from zerofit.recipe.words import counted
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
 from zerofit.tools.launch.schedulers import PORT, Machines, given_machines, read_machines, without_machines
 from zerofit.tools.launch.supervise import Supervisor
-from zerofit.tools.tool_recipe import TASKS
 
 WHAT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.py --config FILE"
 

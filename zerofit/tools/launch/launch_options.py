@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import AnomalyOptions, Recipe
-from zerofit.tools.tool_recipe import TASKS
+from zerofit.recipe.tasks import TASKS
 
 
 @dataclass

@@ -15,11 +15,11 @@ from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.places import recipe_named
+from zerofit.recipe.tasks import TASKS
 from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.tools.launch.launch_options import LaunchOptions, take_words
 from zerofit.tools.launch.schedulers import RANK_VARIABLES
 from zerofit.tools.launches import LAUNCHER
-from zerofit.tools.tool_recipe import TASKS
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.launch.launch import read_options
 from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
 from zerofit.tools.submit.submit_options import GRACE_S, SubmitOptions
-from zerofit.tools.tool_recipe import TASKS
 
 # torch's agent kills processes that have not ended so long after the first one has
 VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S - 30)}
