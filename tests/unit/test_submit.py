@@ -207,7 +207,7 @@ def test_mistakes():
         (("slurm", RECIPE, "--machine_rank", "1"), "--machine_rank has no place in a job's file"),
         (("slurm", RECIPE, "--num_processes", "3", "--nodes", "2"), "num_processes = 3 on 2 nodes"),
         (("slurm", RECIPE, "--strategy", "single"), "use ddp"),
-        (("slurm", RECIPE, "--time", "10"), "all ranks save 600 s before the limit"),
+        (("slurm", RECIPE, "--time", "10"), "ranks save 600 s before the limit"),
         (("slurm", RECIPE, "--gpus_per_node", "2", "--learnin_rate", "1", "--run"), "--learnin_rate is not an option"),
         (("jobset", RECIPE, "--name", "My_Job"), "name = 'My_Job'"),
         (("slurm", RECIPE, "--gpu", "h100-80gb"), "has no effect without --plan"),
