@@ -125,5 +125,6 @@ def _describe(field: dataclasses.Field, kind: Kind, short: bool, width: int) -> 
     lines = textwrap.wrap(text, width - COLUMN, break_long_words=False, break_on_hyphens=False)
     head = " " * INDENT + f"--{field.name} {value_text(field, kind)}".rstrip()
     if len(head) + 2 > COLUMN:
-        return [head, *(" " * COLUMN + line for line in lines)]
+        heads = textwrap.wrap(head.replace("|", "| "), width, subsequent_indent=" " * 8)  # of many choices, several
+        return [*(each.replace("| ", "|") for each in heads), *(" " * COLUMN + line for line in lines)]
     return [head.ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]
