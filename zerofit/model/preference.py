@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from zerofit.model.chunked_loss import IGNORE
 
 WITH_REFERENCE = ("dpo", "ipo", "hinge")
+ROUNDING = 1e-6  # of log-probabilities, relative: before training both rewards are 0, and neither is the larger
 BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}  # the libraries' and papers' usual ones
 
 
@@ -101,8 +102,10 @@ class PreferenceLoss:
         counts = ~batch.labels.isnan()[:, 0]
         reference = batch.labels.nan_to_num()
         gained = found - reference if self.needs_reference else found
-        rewards = self.beta * (gained / tokens if self.kind in ("ipo", "simpo", "orpo") else gained).detach()
-        right = (rewards[:, 0] > rewards[:, 1]).float()
+        per = tokens if self.kind in ("ipo", "simpo", "orpo") else torch.ones_like(tokens)
+        rewards = self.beta * (gained / per).detach()
+        rounding = ROUNDING * self.beta * (found / per).detach().abs().sum(dim=1)
+        right = (rewards[:, 0] - rewards[:, 1] > rounding).float()
         of_pair = torch.stack([right, rewards[:, 0], rewards[:, 1]])  # (3, P)
         sums = torch.where(counts, of_pair, 0.0).sum(dim=1)
         self._sums = sums if self._sums is None else self._sums + sums
