@@ -88,6 +88,15 @@ def test_other_tasks_take_no_weights():
     assert "only train/clm.py" in refusal(parse_recipe, ClsRecipe, ["--train_file", "1", "a.csv", "2", "b.csv"])
 
 
+def test_options_of_chats_need_a_source_of_chats(tmp_path, llama, prepare_causal):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text("\n".join(json.dumps({"text": f"Line {n}."}) for n in range(40)))
+    flags = ("--train_file", "1", tmp_path / "a.txt", "1", tmp_path / "a.jsonl", "--block_size", "16")
+    assert [*prepare_causal(llama, tmp_path / "a.txt", *flags).held_out] == ["a", "a_"]
+    words = refusal(prepare_causal, llama, tmp_path / "a.txt", *flags, "--chat_template", "instruction")
+    assert "chat_template: no effect, every source is text" in words
+
+
 def test_text_and_chats_are_mixed(tmp_path, llama, prepare_causal):
     chats = [{"instruction": f"Say {n}.", "output": f"It is {n}."} for n in range(40)]
     write_records(tmp_path / "chats.jsonl", chats)

@@ -17,6 +17,7 @@ from zerofit.data.records import BadRecord
 from zerofit.model import chunked_loss
 from zerofit.model.loss import install_loss
 from zerofit.model.preference import BETA, LOSSES, PreferenceLoss, without_dropout
+from zerofit.recipe.causal_options import PREFERENCE_LOSSES
 
 IGNORE, VOCAB = -100, 97
 
@@ -87,6 +88,10 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeyp
         torch.testing.assert_close(
             ours.grad, theirs.grad, rtol=1e-4, atol=2e-6 * float(theirs.grad.abs().max()), msg=name
         )
+
+
+def test_every_loss_that_a_recipe_can_name_is_there():
+    assert (*LOSSES,) == (*BETA,) == PREFERENCE_LOSSES
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -44,8 +44,8 @@ class ModelExporter:
         """What is written, full tensors, on the main process; nothing elsewhere. All ranks read it to its end."""
         return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
 
-    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> None:
-        """Write the folder, on the main process.
+    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> list[str]:
+        """Write the folder, on the main process. Returns what `read_back` finds in it.
 
         Args:
             weights: read once, one after another.
@@ -61,7 +61,7 @@ class ModelExporter:
             self._adapter.save(module, dict(weights), tokenizer, folder, card)
         else:
             export_model(module, weights, tokenizer, folder, card)
-        self.read_back(folder)
+        return self.read_back(folder)
 
     def read_back(self, folder: Path) -> list[str]:
         """Lines for the terminal: how the folder differs from the base, and what others stumble over.

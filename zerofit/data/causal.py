@@ -21,6 +21,8 @@ from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
 
+OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
+
 
 def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int] = int) -> TextData:
     """Read, tokenise and pack. The first process of a machine does the work; the others find the result in the cache.
@@ -93,13 +95,19 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions,
     sources: dict[str, TextData] = {}
     for _, files in recipe.mixture:
         name = Path(files[0]).name.partition(".")[0]
-        name = name if name not in sources else f"{name}_{len(sources) + 1}"
+        while name in sources:
+            name += "_"
         patterns = {**options.patterns, "train": files}
         own = replace(options, patterns=patterns if not sources else {"train": files})
         if sources and "validation" in options.patterns:  # which the first source has read
             own = replace(own, held_out_fraction=0.0)
         sources[name] = _prepare_text_or_chat(recipe, own, form, config, block_size)
     parts = list(sources.values())
+    for is_chat, names in ((False, OF_CHATS), (True, OF_TEXT)):
+        if given := [
+            name for name in names if getattr(recipe, name) and all(each.is_chat is is_chat for each in parts)
+        ]:
+            raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
     first = next((data for data in parts if data.is_chat), parts[0])  # whose tokenizer has a template
     held_out = {name: data.validation for name, data in sources.items() if data.validation}
     mixed = TextData(
@@ -139,10 +147,10 @@ def is_packed(recipe: ClmRecipe) -> bool:
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
     """Raises UserError for options that have no effect on what the data was taken for."""
     if form is None:
-        given = [name for name in ("chat_template", "system_prompt", "train_on_prompt") if getattr(recipe, name)]
+        given = [name for name in OF_CHATS if getattr(recipe, name)]
         what = f"text; {columns_present(source.first)}. Name the form with --data_format"
     else:
-        given = [name for name in ("document_separator", "append_eos") if getattr(recipe, name) is not None]
+        given = [name for name in OF_TEXT if getattr(recipe, name) is not None]
         what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"
     if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)

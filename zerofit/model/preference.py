@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from zerofit.model.chunked_loss import IGNORE
+from zerofit.recipe.causal_options import WITH_REFERENCE
 
-WITH_REFERENCE = ("dpo", "ipo", "hinge")
+OF_MEANS = ("ipo", "simpo", "orpo")  # which compare means over the tokens of an answer, not sums
 ROUNDING = 1e-6  # of log-probabilities, relative: before training both rewards are 0, and neither is the larger
 BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}  # the libraries' and papers' usual ones
 
@@ -102,7 +103,7 @@ class PreferenceLoss:
         counts = ~batch.labels.isnan()[:, 0]
         reference = batch.labels.nan_to_num()
         gained = found - reference if self.needs_reference else found
-        per = tokens if self.kind in ("ipo", "simpo", "orpo") else torch.ones_like(tokens)
+        per = tokens if self.kind in OF_MEANS else torch.ones_like(tokens)
         rewards = self.beta * (gained / per).detach()
         rounding = ROUNDING * self.beta * (found / per).detach().abs().sum(dim=1)
         right = (rewards[:, 0] - rewards[:, 1] > rounding).float()

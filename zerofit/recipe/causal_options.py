@@ -239,7 +239,8 @@ class MixtureOptions(Recipe):
         return problems
 
 
-PREFERENCE_LOSSES = ("dpo", "ipo", "hinge", "simpo", "orpo")
+WITH_REFERENCE = ("dpo", "ipo", "hinge")
+PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", "orpo")
 
 
 @dataclass
@@ -291,7 +292,7 @@ class PreferenceOptions(Recipe):
             for name, is_given in given.items()
             if is_given
         ]
-        if not self.trains and not self.predict_file and loss in PREFERENCE_LOSSES[:3]:
+        if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
             problems.append(
                 f"evaluate_only and preference_loss = {loss}: the reference is the model before training. Evaluate "
                 "while it trains (eval_steps)"

@@ -20,15 +20,24 @@ from zerofit.training.task import Task
 
 
 def eval_batches(
-    engine: Engine, samples: SampleSet, collate: Callable[[list[Any]], Batch], batch_size: int
+    engine: Engine,
+    samples: SampleSet,
+    collate: Callable[[list[Any]], Batch],
+    batch_size: int,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Batch]:
     """This rank's part of the held-out samples, on its device; the model is in evaluation mode meanwhile.
 
     All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
+
+    Args:
+        start, stop: the places of the samples in the order of an evaluation; by default all.
     """
     count, key, layout = len(samples), samples.sort_key, engine.layout
     order = FixedOrder(count, key)
-    micro_batches = MicroBatches(order, count, 0, batch_size, 1, layout.data_size, layout.data_rank, key)
+    stop = count if stop is None else stop
+    micro_batches = MicroBatches(order, stop, start, batch_size, 1, layout.data_size, layout.data_rank, key)
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
         engine.alive()

@@ -208,9 +208,9 @@ def export(result: TrainResult) -> None:
         with folder.new_model() as place:
             if loads_best:
                 shutil.copytree(checkpoints.directory.best / "model", place, dirs_exist_ok=True)
+                review = result.exporter.read_back(place)
             else:
-                result.exporter.write(weights, state.held_out, place)
-            review = [f"export      {line}" for line in result.exporter.read_back(place)]
+                review = result.exporter.write(weights, state.held_out, place)
         with folder.new_file("loss.png", "wb") as picture:
             plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
     session.say(*publish_results(result.prepared.engine.accelerator, folder, state.updates))
@@ -222,7 +222,7 @@ def export(result: TrainResult) -> None:
         "",
         *summary(state, made, result.seconds, run.throughput, checkpoints.writer.records, best, remarks),
         *([compiled()] if recipe.torch_compile else []),
-        *review,
+        *(f"export      {line}" for line in review),
     )
 
 

@@ -11,15 +11,15 @@ import torch
 
 from zerofit.data.chat.preferences import PreferencePairs
 from zerofit.data.collate import Batch
-from zerofit.data.order import FILLER, FixedOrder, MicroBatches, loader
+from zerofit.data.order import FILLER, FixedOrder
+from zerofit.model.folders import model_folder
 from zerofit.model.preference import BETA, PreferenceLoss, log_probabilities
 from zerofit.recipe.cache import cache_root
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import duration
-from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import held_out_loss
+from zerofit.training.evaluation import eval_batches, held_out_loss
 from zerofit.training.session import Session
 
 STORED_EVERY = 1024  # pairs
@@ -69,21 +69,18 @@ def _measure(
 ) -> int:
     """Returns how many pairs were not there yet."""
     found = engine.from_main(_stored(file, len(pairs)) if engine.is_main else None)
-    order, layout = FixedOrder(len(pairs), pairs.sort_key), engine.layout
-    places = order.places(0, len(pairs))
+    places = FixedOrder(len(pairs), pairs.sort_key).places(0, len(pairs))
     missing = np.flatnonzero(np.isnan(found[places]).any(axis=1))
     start = int(missing[0]) if len(missing) else len(pairs)
     todo = len(pairs) - start
     if todo:
         session.say(f"reference of {todo:,} pairs: what the model before training makes of them")
-    engine.model.eval()
-    step = -(-STORED_EVERY // (batch_size * layout.data_size)) * batch_size * layout.data_size
+    together = batch_size * engine.layout.data_size
+    step = -(-STORED_EVERY // together) * together
     for begin in range(start, len(pairs), step):
-        end = min(begin + step, len(pairs))
-        micro = MicroBatches(order, end, begin, batch_size, 1, layout.data_size, layout.data_rank, pairs.sort_key)
-        batches = loader(pairs, micro, collate, 0, pin=pins_memory(engine.device))
+        batches = eval_batches(engine, pairs, collate, batch_size, begin, min(begin + step, len(pairs)))
         rows: dict[int, Any] = {}
-        for batch, own in engine.losses(_on_device(engine, batches), log_probabilities):
+        for batch, own in engine.losses(batches, log_probabilities):
             if own.dim():  # of a pipeline only the last stage has them
                 rows |= zip(batch.indices, own.tolist())
         rows.pop(FILLER, None)
@@ -94,15 +91,8 @@ def _measure(
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(file, "wb") as written:
                 np.save(written, found)
-    engine.model.train()
     pairs.reference = engine.from_main(found)
     return todo
-
-
-def _on_device(engine: Engine, batches: Any) -> Iterator[Batch]:
-    for batch in batches:
-        engine.alive()
-        yield batch.to(engine.device)
 
 
 def _stored(file: Path, count: int) -> np.ndarray:
@@ -121,8 +111,7 @@ def _origin(config: Any, recipe: ClmRecipe, precision: str) -> str:
     name = recipe.model_name_or_path
     if name is None:
         weights: Any = recipe.seed
-    elif Path(name).expanduser().is_dir():
-        folder = Path(name).expanduser()
+    elif (folder := Path(model_folder(name))).is_dir():
         files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
         stats = ((file.name, file.stat()) for file in files)
         weights = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]

@@ -15,15 +15,14 @@ import numpy as np
 from datasets import Dataset, Features, Value
 
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, check_order, form_of, turns_in
-from zerofit.data.chat.prepare import ChatEncoder, show, truncation_notes
+from zerofit.data.chat.prepare import ChatEncoder, read_chats, show, truncation_notes
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, TextData
-from zerofit.data.records import BadRecord, Part, limit_parts, read_parts
+from zerofit.data.records import BadRecord, Part
 from zerofit.data.sources import Source
 from zerofit.data.tables import columns_present, holds_lists
 from zerofit.data.token_tables import IDS
-from zerofit.model.chat import Message, install_template, missing_end_token
-from zerofit.model.tokenizer import get_tokenizer
+from zerofit.model.chat import Message
 from zerofit.recipe.errors import UserError
 
 CHOSEN, REJECTED = "chosen", "rejected"
@@ -187,15 +186,10 @@ def prepare_preferences(
     Raises:
         UserError: a record that cannot be used; no template, or one that fails; no answer is left.
     """
-    form = next(iter(forms.values()))
-    parts, notes = read_parts(source, forms, options)
-    parts = limit_parts(parts, options)
-    first_of = next(iter(parts))
-    first = parts[first_of]
-    tokenizer = get_tokenizer(options.tokenizer, config, first.texts, f"{first.table._fingerprint} {form}")
-    template = install_template(tokenizer, chat_template, "none" if form.plain else None)
-    notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
-    encoder = ChatEncoder(tokenizer, template, block_size, train_on_prompt=False)
+    parts, encoder, notes = read_chats(
+        options, config, source, forms, block_size, chat_template, train_on_prompt=False
+    )
+    tokenizer, template, first_of = encoder.tokenizer, encoder.template, next(iter(parts))
     sets: dict[str, PreferencePairs] = {}
     for name, part in parts.items():
         table = part.encode(_encoder_of(part, encoder), TABLE, ("preferences", *encoder.key), options.cache)

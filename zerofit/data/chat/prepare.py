@@ -2,8 +2,10 @@
 row each or several in a block. A conversation is never split over two blocks."""
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from datasets import Dataset, Features, Value
@@ -12,7 +14,7 @@ from zerofit.data.chat.instructions import Form
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
-from zerofit.data.records import Part, limit_parts, read_parts
+from zerofit.data.records import Part, RecordReader, limit_parts, read_parts
 from zerofit.data.sources import Source
 from zerofit.data.token_tables import IDS, TableCache, fingerprint
 from zerofit.model import chat
@@ -25,6 +27,16 @@ TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool")}
 )
 SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
+
+
+class ChatForm(RecordReader, Protocol):
+    """How the conversations of a table are read, one a record or two."""
+
+    @property
+    def plain(self) -> bool: ...
+
+    @property
+    def describe(self) -> str: ...
 
 
 def prepare_chat(
@@ -47,26 +59,43 @@ def prepare_chat(
     Raises:
         UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
     """
-    form = next(iter(forms.values()))
-    parts, notes = read_parts(source, forms, options)
-    parts = limit_parts(parts, options)
-    first_of = next(iter(parts))
-    train = parts[first_of]
-    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, f"{train.table._fingerprint} {form}")
-    template = install_template(tokenizer, chat_template, "none" if form.plain else None)
-    notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
-    encoder = ChatEncoder(tokenizer, template, block_size, train_on_prompt)
+    parts, encoder, notes = read_chats(options, config, source, forms, block_size, chat_template, train_on_prompt)
+    tokenizer, first_of = encoder.tokenizer, next(iter(parts))
     sets: dict[str, Conversations] = {}
     for name, part in parts.items():
         table = _encode(part, encoder, options.cache)
         notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
         sets[name] = Conversations(table, part.scores)
-    shown = show(sets[first_of][0], tokenizer, template, PARTS[first_of])
+    shown = show(sets[first_of][0], tokenizer, encoder.template, PARTS[first_of])
     filler = padding_token(tokenizer)
     packed: dict[str, SampleSet] = dict(sets)
     if packing != "none":
         packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
     return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
+
+
+def read_chats(
+    options: DataOptions,
+    config,
+    source: Source,
+    forms: Mapping[str, ChatForm],
+    block_size: int,
+    chat_template: str | None,
+    train_on_prompt: bool,
+) -> tuple[dict[str, Part], "ChatEncoder", list[str]]:
+    """(the records of each part, what makes token ids of them, notes).
+
+    Raises:
+        UserError: a record that cannot be used; no template, or one that fails.
+    """
+    form = next(iter(forms.values()))
+    parts, notes = read_parts(source, dict(forms), options)
+    parts = limit_parts(parts, options)
+    first = next(iter(parts.values()))
+    tokenizer = get_tokenizer(options.tokenizer, config, first.texts, f"{first.table._fingerprint} {form}")
+    template = install_template(tokenizer, chat_template, "none" if form.plain else None)
+    notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
+    return parts, ChatEncoder(tokenizer, template, block_size, train_on_prompt), notes
 
 
 # --------------------------------------------------------------------------------------------------------- token ids
