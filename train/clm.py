@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.collate import CausalCollator, PreferenceCollator, PromptCollator, multiple_for
     from zerofit.data.lengths import growing_blocks
     from zerofit.data.order import easiest_first
+    from zerofit.data.token_updates import updates_by_tokens
     from zerofit.model.loss import model_loss
     from zerofit.model.parameters import flops_per_token
     from zerofit.model.preference import without_dropout
@@ -62,7 +63,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    started = start(session, data.samples_per_epoch)
+    by_tokens = updates_by_tokens(data.train, session.strategy.batches, recipe.seed)
+    started = start(session, data.samples_per_epoch, by_tokens)
     model, adapter = started.load(AutoModelForCausalLM, config)
     install_chosen_loss(model, recipe)
     if recipe.preference_loss:
@@ -136,6 +138,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     prepared.announce(
         f"data      {data.kind}",
         table(data.report, screen_width()),
+        *([by_tokens.describe()] if by_tokens else []),
         *(note for note in notes if note),
         *data.shown,
     )

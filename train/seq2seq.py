@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.pack import stats_rows
     from zerofit.data.pairs.prepare import prepare_pairs
     from zerofit.data.prompts import read_sources
+    from zerofit.data.token_updates import updates_by_tokens
     from zerofit.model.loss import model_loss
     from zerofit.model.parameters import flops_per_pair_token
     from zerofit.model.preflight import check_loss, install_chosen_loss, safe_precision
@@ -63,7 +64,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    started = start(session, len(data.train or ()))
+    by_tokens = updates_by_tokens(data.train, session.strategy.batches, recipe.seed)
+    started = start(session, len(data.train or ()), by_tokens)
     model, adapter = started.load(AutoModelForSeq2SeqLM, config)
     install_chosen_loss(model, recipe)
     timeline.mark("model")
@@ -110,6 +112,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     parts = (data.train, data.validation and data.validation.samples, prompts)
     prepared.announce(
         table(stats_rows(*(part and part.stats for part in parts)), screen_width()),
+        *([by_tokens.describe()] if by_tokens else []),
         *(note for note in notes if note),
     )
     if not recipe.trains:

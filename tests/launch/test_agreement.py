@@ -84,6 +84,11 @@ CASES = {
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt",
         "--max_eval_samples", "17", "--block_size", "192", "--packing", "none", "--max_train_samples", "100",
     )),
+    "tokens": Case("clm", 12, (  # the run spans two epochs
+        "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--chat_template",
+        "instruction", "--block_size", "192", "--packing", "none", "--max_train_samples", "120",
+        "--max_eval_samples", "17", "--tokens_per_batch", "1536",
+    ), ("ddp",)),
     "untied": Case("clm", 12, (
         "--model_type", "llama", "--config_overrides", "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,"
         "num_key_value_heads=2,intermediate_size=160,max_position_embeddings=128,tie_word_embeddings=false", *SCRATCH,

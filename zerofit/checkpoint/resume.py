@@ -179,8 +179,8 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
     """The options in which a run differs from the one of the checkpoint that was named.
 
     Raises:
-        UserError: another optimizer; another seed or global batch, with which the checkpoint's place in the data is
-            another place.
+        UserError: another optimizer; another seed or batch, with which the checkpoint's place in the data is another
+            place.
     """
     differing = differences(recipe, global_batch, recorded)
     if other := next((text for text in differing if text.startswith("optim ")), None):
@@ -188,7 +188,8 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
             f"resume = {recipe.resume!r}: {other}: one optimizer cannot read what another has kept. Set it as it was, "
             "or train on its weights in a run of their own: --model_name_or_path RUN/model"
         )
-    displaced = [text for text in differing if text.startswith(("seed ", "global_batch_size "))]
+    places = ("seed ", "global_batch_size ", "tokens_per_batch ", "per_device_train_batch_size ")
+    displaced = [text for text in differing if text.startswith(places)]
     if displaced:
         raise UserError(
             f"resume = {recipe.resume!r}: {'; '.join(displaced)}: the data position would change. Set it as it was"

@@ -1,76 +1,20 @@
-"""The options that every task has: batches, optimizer, strategy, run folder, evaluation, checkpoints, trackers.
+"""The options that every task has: optimizer, strategy, run folder, evaluation, checkpoints, trackers.
 
-Those of the model and of the data are in model_options.py and data_options.py.
+Those of batches, of the model and of the data are in batch_options.py, model_options.py and data_options.py.
 """
 
 import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
+from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
-from zerofit.recipe.growth import Difficulty, difficulty_problems, growth_problems, read_difficulty
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
 from zerofit.recipe.tracking_options import TrackingOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
-WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
-
-
-@dataclass
-class BatchOptions(Recipe):
-    """Batches and length of the run"""
-
-    per_device_train_batch_size: int = option(
-        8,
-        "Micro-batch size: samples on one device in one pass.",
-        positive=True,
-        aliases=("micro_batch_size",),
-        common=True,
-    )
-    per_device_eval_batch_size: int = option(8, "Micro-batch size in evaluation.", positive=True)
-    gradient_accumulation_steps: int | None = option(None, "Micro-batches per update (default 1).", positive=True)
-    global_batch_size: int | None = option(
-        None,
-        "Samples per update on all devices; sets gradient_accumulation_steps.",
-        positive=True,
-        common=True,
-    )
-    global_batch_warmup: str | None = option(
-        None,
-        "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
-        "global batch, which those after UPDATES have.",
-    )
-    difficulty_warmup: str | None = option(
-        None,
-        "FIELD@UPDATES, as length@2000: in the first epoch the easiest samples come first, and after UPDATES all are "
-        "mixed. FIELD is a column of numbers in the records, or length.",
-    )
-    num_train_epochs: float = option(
-        3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
-    )
-    max_train_steps: int | None = option(
-        None,
-        "Number of updates; overrides num_train_epochs.",
-        positive=True,
-        aliases=("train_iters",),
-        common=True,
-        zero=WITHOUT_TRAINING,
-    )
-    seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0)
-    dataloader_num_workers: int | None = option(
-        None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
-    )
-
-    @property
-    def difficulty(self) -> Difficulty | None:
-        """The meaning of difficulty_warmup; None without it, and without training."""
-        text = self.difficulty_warmup if self.trains else None
-        return None if text is None else read_difficulty(text, self.source("difficulty_warmup"))
-
-    def problems(self) -> list[str]:
-        return super().problems() + growth_problems(self, "global_batch_warmup", "64@5000") + difficulty_problems(self)
 
 
 @dataclass

@@ -5,9 +5,9 @@ from functools import cached_property
 
 import numpy as np
 
+from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.growth import Growth, read_growth
-from zerofit.recipe.options import BatchOptions
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,14 @@ class BatchSizes:
     Args:
         replicas: data-parallel.
         growth: of the samples of an update, to the global batch; the same in every layout. None: all take it.
+        row_tokens: of a row of full length, where batches are by tokens: sizes are then so many of such rows.
     """
 
     micro_batch: int
     accumulation: int
     replicas: int
     growth: Growth | None = None
+    row_tokens: int | None = None
 
     @property
     def global_batch(self) -> int:
@@ -78,7 +80,7 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
     samples_per_micro_step = micro * replicas
     what = "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
     if total is None:
-        return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas), what)
+        return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas, row_tokens=recipe.row_tokens), what)
     if total % samples_per_micro_step:
         raise UserError(
             f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is not a multiple of "
@@ -92,7 +94,8 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
             f"per_device_train_batch_size = {micro} and {replicas} {what} the accumulation is "
             f"{total // samples_per_micro_step}. Set one of the two"
         )
-    return _growing(recipe, BatchSizes(micro, total // samples_per_micro_step, replicas), what)
+    sizes = BatchSizes(micro, total // samples_per_micro_step, replicas, row_tokens=recipe.row_tokens)
+    return _growing(recipe, sizes, what)
 
 
 def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:

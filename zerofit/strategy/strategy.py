@@ -106,8 +106,10 @@ class Strategy:
         """One line for the log."""
         b = self.batches
         growing = f" (first {b.growth.first}, grows for {b.growing} updates)" if b.growth else ""
+        rows, unit = b.row_tokens or 1, " tokens" if b.row_tokens else ""
         sizes = (
-            f"global batch {b.global_batch}{growing} = {b.micro_batch} x {b.accumulation} accumulation x {b.replicas}"
+            f"global batch {rows * b.global_batch:,}{unit}{growing} = {rows * b.micro_batch:,} x {b.accumulation} "
+            f"accumulation x {b.replicas}"
         )
         return f"{self.describe_layout}, {sizes}"
 

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from zerofit.data.sources import files_and_sizes
+from zerofit.data.token_updates import TokenUpdates
 from zerofit.health.flight import FOLDER, PREFIX
 from zerofit.model.compilation import compile_model
 from zerofit.model.load import build_model, size_of_model
@@ -79,18 +80,19 @@ class Started:
         return model, add_adapter(model, recipe, session.task, session.strategy)
 
 
-def start(session: Session, num_samples: int) -> Started:
+def start(session: Session, num_samples: int, by_tokens: TokenUpdates | None = None) -> Started:
     """Fix the length of the run and its schedule, and start the processes.
 
     Args:
         num_samples: of the training data.
+        by_tokens: which of them each update has, with tokens_per_batch.
 
     Raises:
         UserError: there are fewer samples than one global batch takes; machines differ.
     """
     length, schedule = None, None
     if session.recipe.trains:
-        length = _length(session, num_samples)
+        length = _length(session, num_samples, by_tokens)
         schedule, warnings = make_schedule(session.recipe, length.num_updates)
         session.say(*(f"warning: {warning}" for warning in warnings))
     accelerator, notes = _start_processes(session)
@@ -100,7 +102,7 @@ def start(session: Session, num_samples: int) -> Started:
     return Started(session, accelerator, length, schedule)
 
 
-def _length(session: Session, num_samples: int) -> RunLength:
+def _length(session: Session, num_samples: int, by_tokens: TokenUpdates | None) -> RunLength:
     sizes = session.strategy.batches
     if session.measurement is not None:
         num_samples = session.measurement.samples(num_samples, sizes.global_batch)
@@ -111,7 +113,8 @@ def _length(session: Session, num_samples: int) -> RunLength:
             "accumulation x processes). Make the batch smaller, or train on more data (or, of text, on a shorter "
             "block_size)"
         )
-    length, last = run_length(session.recipe, num_samples, sizes), session.recipe.profiled_updates[-1:]
+    length = run_length(session.recipe, num_samples, sizes, by_tokens)
+    last = session.recipe.profiled_updates[-1:]
     if last and last[0] > length.num_updates:
         raise UserError(
             f"profile = {session.recipe.profile}: the run has {length.num_updates} updates. Choose an M within them"

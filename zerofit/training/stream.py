@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zerofit.data.collate import Batch
 from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader, samples_of_run
+from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.recipe.growth import Growth
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.words import counted
@@ -25,10 +26,11 @@ class RunLength:
     total_samples: int  # seen over the whole run
     num_updates: int
     batches: BatchSizes
+    by_tokens: TokenUpdates | None = None  # where the samples of an update are as many as its tokens allow
 
     def consumed(self, updates: int) -> int:
         """Samples seen after this many updates."""
-        return min(self.batches.consumed(updates), self.total_samples)
+        return min((self.by_tokens or self.batches).consumed(updates), self.total_samples)
 
     def epoch(self, updates: int) -> float:
         """Epochs done after this many updates."""
@@ -55,10 +57,13 @@ class RunLength:
         return update % steps == 0 if steps else False
 
 
-def run_length(recipe: TrainingRecipe, num_samples: int, batches: BatchSizes) -> RunLength:
+def run_length(
+    recipe: TrainingRecipe, num_samples: int, batches: BatchSizes, by_tokens: TokenUpdates | None = None
+) -> RunLength:
     """The length of the run in samples and updates."""
-    total = samples_of_run(recipe.num_train_epochs, recipe.max_train_steps, num_samples, batches.consumed)
-    return RunLength(num_samples, total, batches.num_updates(total), batches)
+    sizes = by_tokens or batches
+    total = samples_of_run(recipe.num_train_epochs, recipe.max_train_steps, num_samples, sizes.consumed)
+    return RunLength(num_samples, total, sizes.num_updates(total), batches, by_tokens)
 
 
 class Totals(NamedTuple):
@@ -122,6 +127,12 @@ class UpdateStream:
 def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -> Iterator[Batch]:
     """This rank's micro-batches after so many updates; ranks of one replica get the same."""
     recipe, sizes, samples = task.recipe, length.batches, task.samples
+    data_size, data_rank = engine.layout.data_size, engine.layout.data_rank
+    workers, pin = recipe.dataloader_num_workers or 0, pins_memory(engine.device)
+    if length.by_tokens is not None:
+        span = updates, length.num_updates
+        tokens = TokenMicroBatches(length.by_tokens, span, length.total_samples, data_size, data_rank)
+        return iter(loader(samples, tokens, task.collate, workers, pin))
     groups = None
     if task.grouping == "window" and samples.lengths is not None:
         groups = LengthGroups(samples.lengths, sizes.global_batch)
@@ -133,14 +144,13 @@ def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -
         length.consumed(updates),
         sizes.micro_batch,
         sizes.accumulation,
-        engine.layout.data_size,
-        engine.layout.data_rank,
+        data_size,
+        data_rank,
         sort_key,
         [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
     )
-    pin = pins_memory(engine.device)
     sampler = micro if task.lengths is None else Shortened(micro, _lengths(task.lengths, sizes, updates))
-    return iter(loader(samples, sampler, task.collate, recipe.dataloader_num_workers or 0, pin))
+    return iter(loader(samples, sampler, task.collate, workers, pin))
 
 
 def _lengths(growth: Growth, sizes: BatchSizes, updates: int) -> Iterator[int]:

@@ -4,7 +4,8 @@ import re
 from typing import Any
 
 from zerofit.model.configuration import load_configuration
-from zerofit.recipe.options import BatchOptions, TrainingRecipe
+from zerofit.recipe.batch_options import BatchOptions
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import resolve_batches
 from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, ToolRecipe, recipe_values
 

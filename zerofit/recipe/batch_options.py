@@ -1,0 +1,141 @@
+"""Options of batches and of the length of the run; what tokens_per_batch means for the other sizes."""
+
+from dataclasses import dataclass
+
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.fields import option
+from zerofit.recipe.growth import Difficulty, difficulty_problems, growth_problems, read_difficulty
+
+WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
+# {task's options of the length of a full row: the task has all of them}
+ROWS = (("block_size",), ("max_source_length", "max_target_length"))
+OTHER_SAMPLES = (  # options that decide which samples an update has
+    "global_batch_warmup", "difficulty_warmup", "block_size_warmup", "data_path", "mixture_temperature",
+    "pad_to_max_length", "length_grouping",
+)  # fmt: skip
+
+
+@dataclass
+class BatchOptions(Recipe):
+    """Batches and length of the run"""
+
+    per_device_train_batch_size: int = option(
+        8,
+        "Micro-batch size: samples on one device in one pass.",
+        positive=True,
+        aliases=("micro_batch_size",),
+        common=True,
+    )
+    per_device_eval_batch_size: int = option(8, "Micro-batch size in evaluation.", positive=True)
+    gradient_accumulation_steps: int | None = option(None, "Micro-batches per update (default 1).", positive=True)
+    global_batch_size: int | None = option(
+        None,
+        "Samples per update on all devices; sets gradient_accumulation_steps.",
+        positive=True,
+        common=True,
+    )
+    tokens_per_batch: int | None = option(
+        None,
+        "Tokens per update on all devices, padding included, in place of global_batch_size: a micro-batch has as many "
+        "rows of similar length as fit into per_device_train_batch_size rows of full length. For rows of different "
+        "lengths of clm (--packing none) and seq2seq.",
+        positive=True,
+    )
+    global_batch_warmup: str | None = option(
+        None,
+        "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
+        "global batch, which those after UPDATES have.",
+    )
+    difficulty_warmup: str | None = option(
+        None,
+        "FIELD@UPDATES, as length@2000: in the first epoch the easiest samples come first, and after UPDATES all are "
+        "mixed. FIELD is a column of numbers in the records, or length.",
+    )
+    num_train_epochs: float = option(
+        3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
+    )
+    max_train_steps: int | None = option(
+        None,
+        "Number of updates; overrides num_train_epochs.",
+        positive=True,
+        aliases=("train_iters",),
+        common=True,
+        zero=WITHOUT_TRAINING,
+    )
+    seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0)
+    dataloader_num_workers: int | None = option(
+        None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
+    )
+
+    @property
+    def difficulty(self) -> Difficulty | None:
+        """The meaning of difficulty_warmup; None without it, and without training."""
+        text = self.difficulty_warmup if self.trains else None
+        return None if text is None else read_difficulty(text, self.source("difficulty_warmup"))
+
+    @property
+    def row_tokens(self) -> int | None:
+        """The tokens of a row of full length, with tokens_per_batch."""
+        return row_tokens(self)
+
+    def settle(self) -> None:
+        """Let the global batch, in full rows, follow from tokens_per_batch."""
+        super().settle()
+        if self.row_tokens and self.tokens_per_batch and self.global_batch_size is None:
+            rows = self.tokens_per_batch // self.row_tokens
+            self.adopt("global_batch_size", rows, f"tokens_per_batch = {self.tokens_per_batch}")
+
+    def problems(self) -> list[str]:
+        growth = growth_problems(self, "global_batch_warmup", "64@5000") + difficulty_problems(self)
+        return super().problems() + growth + token_batch_problems(self)
+
+
+def row_tokens(recipe) -> int | None:
+    """The tokens of a row of full length; None: batches are not by tokens, or a length is not set."""
+    if recipe.tokens_per_batch is None:
+        return None
+    for names in ROWS:
+        lengths = [getattr(recipe, name, None) for name in names]
+        if all(lengths):
+            return sum(lengths)
+    return None
+
+
+def token_batch_problems(recipe) -> list[str]:
+    """What is wrong with tokens_per_batch."""
+    tokens, row = recipe.tokens_per_batch, row_tokens(recipe)
+    stated = f"tokens_per_batch = {tokens}"
+    if tokens is None:
+        return []
+    if getattr(recipe, "max_length", None):
+        return [
+            f"{stated}: the loss is a mean over examples here, and short ones, of which a batch has more, would count "
+            "less each. Rows of similar length share a batch as it is (length_grouping). Set global_batch_size"
+        ]
+    if getattr(recipe, "preference_loss", None):
+        return [
+            f"{stated}: the loss is a mean over pairs here, and short ones would count less. Set global_batch_size"
+        ]
+    problems = [
+        f"{stated} and {name} = {getattr(recipe, name)}: both decide which samples a batch has. Keep one of the two"
+        for name in OTHER_SAMPLES
+        if hasattr(recipe, name) and recipe.is_changed(name)
+    ]
+    if getattr(recipe, "mixture", None) and not recipe.is_changed("mixture_temperature"):
+        problems.append(f"{stated} and weights in train_file: both decide which samples a batch has")
+    if getattr(recipe, "packing", "none") != "none":
+        problems.append(
+            f"{stated}: packed rows all have the same length. Say --packing none, or set global_batch_size"
+        )
+    if row is None:
+        return [*problems, f"{stated}: say block_size, the tokens of a full row"]
+    if tokens % row:
+        fewer, remedy = tokens // row * row, f"{tokens // row * row + row}"
+        remedy = f"{fewer} or {remedy}" if fewer else remedy
+        problems.append(f"{stated} is no multiple of a full row, {row} tokens. Say {remedy}")
+    elif recipe.global_batch_size != tokens // row:
+        problems.append(
+            f"{stated} and global_batch_size = {recipe.global_batch_size}: set one of the two ({tokens} tokens are "
+            f"{tokens // row} full rows of {row})"
+        )
+    return problems
