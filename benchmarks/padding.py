@@ -1,11 +1,11 @@
-"""What padding costs, and what it costs to avoid it: samples/s and padding of four ways to batch rows of any length.
+"""What padding costs, and what it costs to avoid it: samples/s and padding of the ways to batch rows of any length.
 
     python benchmarks/padding.py --data data               # 5 rounds of 16 launches: 12 to 16 minutes on two cores
     python benchmarks/padding.py --data data --rounds 9 --samples 2048
 
 The lengths of real data are the point: --data is a folder of published data, laid out as docs/real-data.md says.
 
-Every figure of speed is from a real `accelerate launch` of train/cls.py or train/seq2seq.py, one process, and its own
+Every figure of speed is from a real `accelerate launch`, one process, and its own
 metrics.jsonl: all samples of the updates after the warm-up divided by all their seconds. A round launches all ways of
 a task and a layout one after another, with the same seed, so that they see the same samples but for a few; the order
 rotates from round to round and turns around in every other one, and the next round has another seed. Ratios are taken
@@ -58,13 +58,31 @@ TASKS: dict[str, dict[str, Any]] = {  # shown name: the options of train/cls.py 
         "max_target_length": 64,
         "predict_with_generate": "false",
     },
+    "instructions": {
+        "model_type": "llama",
+        "config_overrides": "num_hidden_layers=2,hidden_size=128,num_attention_heads=2,num_key_value_heads=2,"
+        "intermediate_size=256,max_position_embeddings=512",
+        "train_tokenizer_vocab_size": 4096,
+        "train_file": "{data}/instruct/alpaca_en_demo.json",
+        "chat_template": "instruction",
+        "validation_split_percentage": 1,
+        "block_size": 512,
+        "packing": "none",
+    },
 }
-PROGRAMS = {"MRPC": "train/cls.py", "Topical-Chat": "train/seq2seq.py"}
-WAYS = {  # shown name: its options; the first is what the others are compared with
+PROGRAMS = {"MRPC": "train/cls.py", "Topical-Chat": "train/seq2seq.py", "instructions": "train/clm.py"}
+FULL_ROW = {"Topical-Chat": 128 + 64, "instructions": 512}  # tokens
+GROUPED = {
     "maximum": {"pad_to_max_length": "true", "length_grouping": "none"},
     "none": {"length_grouping": "none"},
     "update": {"length_grouping": "update"},
     "window": {"length_grouping": "window"},
+}
+BY_TOKENS: dict[str, Any] = {"tokens": {}}
+WAYS: dict[str, dict[str, dict[str, Any]]] = {  # shown name: its options; the first is what others are compared with
+    "MRPC": GROUPED,
+    "Topical-Chat": GROUPED | BY_TOKENS,
+    "instructions": {"none": {}} | BY_TOKENS,
 }
 LAYOUTS = {"32 = 32 x 1": (32, 32), "64 = 16 x 4": (64, 16)}  # shown name: (global batch, micro-batch)
 
@@ -76,6 +94,7 @@ class Options:
     data: str  # the folder of published data
     rounds: int = 5
     samples: int = 1024
+    tasks: str = ",".join(TASKS)
     cases: int = len(TASKS) * len(LAYOUTS)  # of a task and a layout that are launched, the first so many
     warmup: int = 2  # updates of a run that are left out of its figures
 
@@ -91,8 +110,8 @@ def measure(task: str, layout: str, way: str, seed: int, options: Options, scrat
     """
     size, micro = LAYOUTS[layout]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        batches = {
-            "global_batch_size": size,
+        samples = {"tokens_per_batch": size * FULL_ROW[task]} if way == "tokens" else {"global_batch_size": size}
+        batches = samples | {
             "per_device_train_batch_size": micro,
             "max_train_steps": options.samples // size,
             "seed": seed,
@@ -102,7 +121,7 @@ def measure(task: str, layout: str, way: str, seed: int, options: Options, scrat
             str(Path(sys.executable).parent / "accelerate"),
             *"launch --config_file accelerate_configs/single.yaml --num_processes 1".split(),
             PROGRAMS[task],
-            *flags({**task_options(task, options.data), **COMMON, **WAYS[way], **batches, **run}),
+            *flags({**task_options(task, options.data), **COMMON, **WAYS[task][way], **batches, **run}),
         ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
@@ -137,11 +156,12 @@ def measure_rounds(options: Options, scratch: Path) -> list[dict[str, dict[str, 
     rounds = []
     for number in range(options.rounds):
         found: dict[str, dict[str, dict[str, float]]] = {}
-        for task, layout in [(task, layout) for task in TASKS for layout in LAYOUTS][: options.cases]:
+        cases = [(task, layout) for task in options.tasks.split(",") for layout in LAYOUTS]
+        for task, layout in cases[: options.cases]:
             case = found[f"{task}, {layout}"] = {}
-            for way in rotated(list(WAYS), number):
+            for way in rotated(list(WAYS[task]), number):
                 case[way] = measure(task, layout, way, number, options, scratch)
-            rates = "  ".join(f"{way} {case[way]['samples_per_s']:6.1f}" for way in WAYS)
+            rates = "  ".join(f"{way} {case[way]['samples_per_s']:6.1f}" for way in WAYS[task])
             print(f"round {number + 1}  {task:12}  {layout}  samples/s: {rates}", flush=True)
         rounds.append(found)
     return rounds
@@ -149,11 +169,10 @@ def measure_rounds(options: Options, scratch: Path) -> list[dict[str, dict[str, 
 
 def summarise(rounds: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str, dict[str, dict[str, float]]]:
     """{task, layout: {way: medians over rounds, and the ratios' spread}}."""
-    first = next(iter(WAYS))
     summary: dict[str, dict[str, dict[str, float]]] = {}
     for case in rounds[0]:
-        summary[case] = {}
-        for way in WAYS:
+        summary[case], first = {}, next(iter(WAYS[case.partition(",")[0]]))
+        for way in rounds[0][case]:
             mine = [found[case][way] for found in rounds]
             medians = {name: statistics.median(each[name] for each in mine) for name in mine[0]}
             ratios = [found[case][way]["samples_per_s"] / found[case][first]["samples_per_s"] for found in rounds]

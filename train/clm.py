@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    by_tokens = updates_by_tokens(data.train, session.strategy.batches, recipe.seed)
+    by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
     started = start(session, data.samples_per_epoch, by_tokens)
     model, adapter = started.load(AutoModelForCausalLM, config)
     install_chosen_loss(model, recipe)

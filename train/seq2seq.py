@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    by_tokens = updates_by_tokens(data.train, session.strategy.batches, recipe.seed)
+    by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
     started = start(session, len(data.train or ()), by_tokens)
     model, adapter = started.load(AutoModelForSeq2SeqLM, config)
     install_chosen_loss(model, recipe)

@@ -49,7 +49,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT_ROWS = ("packed", "padded", "preferences")
+SPLIT_ROWS = ("packed", "padded", "preferences", "tokens")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
     "sp": (2, SPLIT_ROWS), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
@@ -89,6 +89,9 @@ CASES = {
         "instruction", "--block_size", "192", "--packing", "none", "--max_train_samples", "120",
         "--max_eval_samples", "17", "--tokens_per_batch", "1536",
     ), ("ddp",)),
+    "tokens of pairs": Case("seq2seq", 12, (
+        "--model_name_or_path", "{t5}", *PAIRS, "--tokens_per_batch", "576",
+    )),
     "untied": Case("clm", 12, (
         "--model_type", "llama", "--config_overrides", "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,"
         "num_key_value_heads=2,intermediate_size=160,max_position_embeddings=128,tie_word_embeddings=false", *SCRATCH,

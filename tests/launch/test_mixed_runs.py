@@ -1,4 +1,4 @@
-"""A run on a mixture resumes with another number of processes, and its held-out loss is the mean of the sources'."""
+"""A run on a mixture, and one by tokens, resume with other processes; a mixture's loss is the mean of its sources'."""
 
 import json
 
@@ -15,6 +15,35 @@ def samples(output) -> dict[int, list[int]]:
     return {line["update"]: line["samples"] for line in lines}
 
 
+def resumes(folder, flags: list, strategy: str, another: tuple[str, int]) -> list[dict]:
+    """Check a run of 2 processes against one that continues it in mid-epoch under another strategy; its metrics."""
+    common = [
+        *flags, "--per_device_train_batch_size", "2", "--max_train_steps", "8", "--save_steps", "4",
+        "--record_samples", "--learning_rate", "1e-3",
+    ]  # fmt: skip
+    whole = launch(folder / "whole", *common, strategy=strategy, processes=2)
+    checkpoint = folder / "whole" / "checkpoints" / "update_00000004"
+    resumed = launch(folder / "resumed", *common, "--resume", checkpoint, strategy=another[0], processes=another[1])
+    expected, ours = samples(folder / "whole"), samples(folder / "resumed")
+    for line, other in zip(updates(resumed)[-4:], updates(whole)[-4:], strict=True):
+        assert sorted(ours[line["update"]]) == sorted(expected[line["update"]])
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    return whole
+
+
+@pytest.mark.long
+def test_a_run_by_tokens_resumes_in_mid_epoch_under_another_strategy(llama, material, cache, tmp_path):
+    flags = [
+        "--model_name_or_path", llama, "--train_file", material / "instruct" / "english.json", "--chat_template",
+        "instruction", "--block_size", "192", "--packing", "none", "--max_eval_samples", "9", "--cache_dir", cache,
+        "--tokens_per_batch", "1536",
+    ]  # fmt: skip
+    whole = resumes(tmp_path, flags, "zero3", ("fsdp2", 4))
+    sizes = {len(batch) for batch in samples(tmp_path / "whole").values()}
+    assert whole[-1]["epoch"] < 1
+    assert len(sizes) > 1
+
+
 @pytest.mark.long
 def test_a_mixture_resumes_with_another_number_of_processes(llama, material, cache, tmp_path):
     flags = list(map(str, [
@@ -22,20 +51,7 @@ def test_a_mixture_resumes_with_another_number_of_processes(llama, material, cac
         material / "instruct" / "english.json", "--chat_template", "instruction", "--block_size", "160",
         "--max_train_samples", "90", "--max_eval_samples", "9", "--cache_dir", cache,
     ]))  # fmt: skip
-    common = [
-        *flags, "--global_batch_size", "8", "--per_device_train_batch_size", "2", "--max_train_steps", "8",
-        "--save_steps", "4", "--record_samples", "--learning_rate", "1e-3",
-    ]  # fmt: skip
-    whole = launch(tmp_path / "whole", *common, strategy="ddp", processes=2)
-    resumed = launch(
-        tmp_path / "resumed", *common, "--resume", tmp_path / "whole" / "checkpoints" / "update_00000004",
-        strategy="single", processes=1,
-    )  # fmt: skip
-    expected, ours = samples(tmp_path / "whole"), samples(tmp_path / "resumed")
-    for line, other in zip(updates(resumed)[-4:], updates(whole)[-4:], strict=True):
-        assert sorted(ours[line["update"]]) == sorted(expected[line["update"]])
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
-
+    whole = resumes(tmp_path, [*flags, "--global_batch_size", "8"], "ddp", ("single", 1))
     recipe = parse_recipe(ClmRecipe, flags)
     data = prepare_causal_data(recipe, load_configuration(recipe))
     targets = {name: part.stats.trained for name, part in data.held_out.items()}

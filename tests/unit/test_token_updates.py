@@ -1,5 +1,7 @@
 """Batches by tokens: what an update and its micro-batches hold, in every layout, at every place of a run."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -11,55 +13,64 @@ from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 from zerofit.strategy.batches import resolve_batches
 from zerofit.training.stream import run_length
 
-POSITIONS, K = 2048, 4  # of a micro-batch; micro-batches of an update
+ROW, ROWS = 256, 8  # tokens of a full row; full rows of an update
+LAYOUTS = [(8, 1), (4, 1), (1, 1), (4, 2), (1, 2), (2, 4)]  # micro-batch, replicas
 
 
 def updates(columns: int = 1, samples: int = 2000, seed: int = 3) -> TokenUpdates:
-    widths = np.minimum(np.random.default_rng(7).geometric(0.02, (samples, columns)) + 3, 256 // columns)
-    return TokenUpdates(widths, POSITIONS, K, seed)
+    widths = np.minimum(np.random.default_rng(7).geometric(0.02, (samples, columns)) + 3, ROW // columns)
+    return TokenUpdates(widths, ROW, ROWS, seed)
 
 
-def positions(by_tokens: TokenUpdates, rows: np.ndarray) -> int:
-    return len(rows) * int(by_tokens.widths[rows].max(axis=0).sum())
+def of_epoch(by_tokens: TokenUpdates, epoch: int) -> list[np.ndarray]:
+    """The samples of each update."""
+    first, last = (by_tokens.num_updates(count * len(by_tokens)) for count in (epoch, epoch + 1))
+    ends = [by_tokens.consumed(number) for number in range(first, last + 1)]
+    return [by_tokens.samples(*span) for span in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("columns", [1, 2])
-def test_a_micro_batch_never_has_more_positions_and_an_update_has_hardly_fewer(columns):
-    by_tokens = updates(columns)
-    last = by_tokens.num_updates(len(by_tokens))
-    sizes = [[positions(by_tokens, rows) for rows in by_tokens.update(each, 10**9)] for each in range(1, last + 1)]
-    assert max(map(max, sizes)) <= POSITIONS
-    assert min(map(sum, sizes[:-1])) > 0.85 * K * POSITIONS
-    assert by_tokens.padding(0) < (0.05 if columns == 1 else 0.35)  # rows are alike in the first column only
+@pytest.mark.parametrize("micro", [1, 4])
+def test_a_micro_batch_has_no_more_tokens_than_full_rows(columns, micro):
+    by_tokens, shape = updates(columns), (ROWS // micro, 1, micro)
+    number = by_tokens.num_updates(len(by_tokens))
+    found = [
+        len(rows) * int(by_tokens.widths[rows].max(axis=0).sum())
+        for rows in TokenMicroBatches(by_tokens, shape, (0, number - 2), len(by_tokens), 0)
+    ]
+    assert max(found) <= micro * ROW
+    if columns == 1:  # of two, rows that are alike in one differ in the other here
+        assert np.mean(found) > 0.7 * micro * ROW
 
 
 def test_an_epoch_has_each_sample_once_and_the_next_one_another_order():
-    by_tokens = updates()
-    assert [by_tokens.num_updates(epoch * len(by_tokens)) for epoch in (0, 1)][0] == 0
-    epochs = []
+    by_tokens, epochs = updates(), []
     for epoch in range(3):
-        first, last = (by_tokens.num_updates(count * len(by_tokens)) for count in (epoch, epoch + 1))
-        parts = [by_tokens.update(number, 10**9) for number in range(first + 1, last + 1)]
-        assert all(len(part) == K for part in parts[:-1])
-        epochs.append(np.concatenate([rows for part in parts for rows in part]))
+        parts = of_epoch(by_tokens, epoch)
+        assert all(len(rows) % ROWS == 0 for rows in parts[:-2])
+        assert all((np.diff(by_tokens.widths[rows, 0]) <= 0).all() for rows in parts)
+        epochs.append(np.concatenate(parts))
         assert sorted(epochs[-1].tolist()) == list(range(len(by_tokens)))
     assert not np.array_equal(epochs[0], epochs[1])
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("done", [0, 5, 19])
-def test_every_layout_has_the_same_updates_also_after_a_resume(world, done):
-    total = 2 * len(updates()) - 77  # the last update is cut
-    last = updates().num_updates(total)
-    ranks = [[*TokenMicroBatches(updates(), (done, last), total, world, rank)] for rank in range(world)]
-    assert {len(rows) for rows in ranks} == {(last - done) * K // world}
-    seen = [
-        sorted(sample for rows in ranks for batch in rows[at : at + K // world] for sample in batch if sample != FILLER)
-        for at in range(0, len(ranks[0]), K // world)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("done", [0, 5, 61])
+def test_every_layout_has_the_same_updates_also_after_a_resume(layout, done):
+    (micro, replicas), total = layout, 2 * len(updates()) - 77  # the last update is cut
+    accumulation, whole = ROWS // micro // replicas, updates()
+    last = whole.num_updates(total)
+    ranks = [
+        [*TokenMicroBatches(updates(), (accumulation, replicas, micro), (done, last), total, rank)]
+        for rank in range(replicas)
     ]
-    whole = updates()
-    assert seen == [sorted(np.concatenate(whole.update(each, total))) for each in range(done + 1, last + 1)]
-    assert sum(map(len, seen)) == total - whole.consumed(done)
+    ends = [min(whole.consumed(number), total) for number in range(done, last + 1)]
+    for place, span in enumerate(itertools.pairwise(ends)):
+        steps = range(place * accumulation, (place + 1) * accumulation)
+        batches = [ranks[rank][step] for step in steps for rank in range(replicas)]
+        assert len({len(batch) for batch in batches}) == 1
+        assert [sample for batch in batches for sample in batch if sample != FILLER] == whole.samples(*span).tolist()
+    assert {len(rows) for rows in ranks} == {(last - done) * accumulation}
 
 
 def test_consumed_and_num_updates_belong_together():
@@ -74,9 +85,10 @@ def test_the_place_of_a_sample_does_not_depend_on_its_length():
     seeds, places = 400, np.zeros(500)
     for seed in range(seeds):
         by_tokens = updates(samples=500, seed=seed)
-        for number in range(1, by_tokens.num_updates(500) + 1):
-            middle = (by_tokens.consumed(number - 1) + by_tokens.consumed(number)) / 1000
-            places[np.concatenate(by_tokens.update(number, 500))] += middle / seeds
+        start = 0
+        for rows in of_epoch(by_tokens, 0):
+            places[rows] += (start + len(rows) / 2) / 500 / seeds
+            start += len(rows)
     ranked = places[np.argsort(by_tokens.widths[:, 0], kind="stable")]
     assert np.abs([ranked[:50].mean() - 0.5, ranked[-50:].mean() - 0.5]).max() < 0.04  # three standard deviations
 

@@ -188,7 +188,7 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
             f"resume = {recipe.resume!r}: {other}: one optimizer cannot read what another has kept. Set it as it was, "
             "or train on its weights in a run of their own: --model_name_or_path RUN/model"
         )
-    places = ("seed ", "global_batch_size ", "tokens_per_batch ", "per_device_train_batch_size ")
+    places = ("seed ", "global_batch_size ", "tokens_per_batch ")
     displaced = [text for text in differing if text.startswith(places)]
     if displaced:
         raise UserError(

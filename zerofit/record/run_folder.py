@@ -301,7 +301,5 @@ def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str
 
 def identity(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
     """The options that make a run the run that it is."""
-    values = recipe.to_dict()
-    others = NOT_THE_RUN - {"per_device_train_batch_size"} if values.get("tokens_per_batch") else NOT_THE_RUN
-    options = {name: value for name, value in values.items() if name not in others}
+    options = {name: value for name, value in recipe.to_dict().items() if name not in NOT_THE_RUN}
     return {**options, "global_batch_size": global_batch}

@@ -127,11 +127,10 @@ class UpdateStream:
 def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -> Iterator[Batch]:
     """This rank's micro-batches after so many updates; ranks of one replica get the same."""
     recipe, sizes, samples = task.recipe, length.batches, task.samples
-    data_size, data_rank = engine.layout.data_size, engine.layout.data_rank
     workers, pin = recipe.dataloader_num_workers or 0, pins_memory(engine.device)
     if length.by_tokens is not None:
-        span = updates, length.num_updates
-        tokens = TokenMicroBatches(length.by_tokens, span, length.total_samples, data_size, data_rank)
+        shape, span = (sizes.accumulation, sizes.replicas, sizes.micro_batch), (updates, length.num_updates)
+        tokens = TokenMicroBatches(length.by_tokens, shape, span, length.total_samples, engine.layout.data_rank)
         return iter(loader(samples, tokens, task.collate, workers, pin))
     groups = None
     if task.grouping == "window" and samples.lengths is not None:
@@ -144,8 +143,8 @@ def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -
         length.consumed(updates),
         sizes.micro_batch,
         sizes.accumulation,
-        data_size,
-        data_rank,
+        engine.layout.data_size,
+        engine.layout.data_rank,
         sort_key,
         [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
     )
