@@ -1,7 +1,6 @@
 """The report of a comparison: report.md, report.html, results.csv, and the table in the terminal."""
 
 import csv
-import html
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ from zerofit.recipe.errors import printable
 from zerofit.recipe.words import counted
 from zerofit.record.terminal import duration, rounded, screen_width, size, table
 from zerofit.tools.compare.finish import Finished, agreement, finished_table
-from zerofit.tools.compare.plots import memory_plot, throughput_plot
+from zerofit.tools.compare.plots import memory_plot, png, svg, throughput_plot
+from zerofit.tools.compare.report_page import html_report
 from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, factor, outcome_text, speed_up
 from zerofit.tools.compare.search import LENGTHS
 from zerofit.tools.compare.trial_files import peak_of
@@ -54,13 +54,14 @@ class ComparisonReport:
 
     def write(self, output: Path) -> None:
         """Write all files into the folder."""
-        pictures = {"memory.svg": memory_plot(self.rows, self.limits.device, self.variable)}
+        figures = {"memory": memory_plot(self.rows, self.limits.device, self.variable)}
         if self.timed:
-            pictures["throughput.svg"] = throughput_plot(self.rows, self.variable)
+            figures["throughput"] = throughput_plot(self.rows, self.variable)
+        pictures = {f"{name}.{form.__name__}": form(each) for name, each in figures.items() for form in (png, svg)}
         for name, picture in pictures.items():
-            (output / name).write_text(picture, encoding="utf-8")
+            (output / name).write_bytes(picture)
         blocks = self._blocks()
-        html = html_report(self.title, self.conclusion, blocks, list(pictures.values()), self._provenance())
+        html = html_report(self.title, self.conclusion, blocks, pictures, self._provenance())
         (output / "report.html").write_text(html, encoding="utf-8")
         (output / "report.md").write_text(printable(self._markdown(blocks)), encoding="utf-8")
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
@@ -288,42 +289,3 @@ def markdown_table(rows: list[tuple[str, ...]]) -> str:
     head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     marks = [":--", *["--:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest))
-
-
-STYLE = (
-    "body { font: 15px/1.5 sans-serif; max-width: 1180px; margin: auto; padding: 1rem } "
-    "table { border-collapse: collapse } div { overflow-x: auto } svg { max-width: 100%; height: auto } "
-    "th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd } "
-    "th:first-child, td:first-child { text-align: left }"
-)
-
-
-def html_report(
-    title: str,
-    conclusion: str,
-    blocks: list[tuple[str, str, list[tuple[str, ...]]]],
-    pictures: list[str],
-    provenance: list[str],
-) -> str:
-    """report.html: one file with its pictures (SVG, behind the first block), which loads nothing from elsewhere."""
-    first, *others = [
-        f"<h2>{escape(heading)}</h2><p>{escape(text)}</p><div>{_table(rows)}</div>" for heading, text, rows in blocks
-    ]
-    lines = "".join(f"<li>{escape(line)}</li>" for line in provenance)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p><b>{escape(conclusion)}</b></p>{first}"
-        f"{''.join(pictures)}{''.join(others)}<ul>{lines}</ul></body></html>\n"
-    )
-
-
-def escape(text: str) -> str:
-    """A text in HTML."""
-    return html.escape(printable(text))
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    head, *rest = rows
-    lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rest]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ class Guess:
         size: the largest batch that fits; 0: none does.
         peak: there (at the smallest batch, where none fits), in bytes as the limit counts it.
         per_sample: bytes by which the peak grows with each sample.
+        curve: [size, peak] of each size that the search for the largest predicted, ascending.
     """
 
     size: int
     peak: int
     per_sample: float
+    curve: list[list[int]] = field(default_factory=list)
 
     def peak_at(self, size: int) -> int:
         return round(self.peak + (size - max(self.size, 1)) * self.per_sample)
@@ -71,7 +73,7 @@ def guess_of(tried: list[PredictedSize]) -> Guess:
     size = max((found.size for found in tried if found.fits), default=0)
     first, *others = sorted(tried, key=lambda found: abs(found.size - size))[:2]
     slope = (others[0].device_bytes - first.device_bytes) / (others[0].size - first.size) if others else 0.0
-    return Guess(size, first.device_bytes, slope)
+    return Guess(size, first.device_bytes, slope, [[found.size, found.device_bytes] for found in tried])
 
 
 def _predictions(request: dict[str, Any]) -> dict[str, Guess]:

@@ -1,11 +1,14 @@
-"""The two pictures of a comparison, as SVG: memory against batch size with the limit drawn, and throughput."""
+"""The two pictures of a comparison: memory against batch size with the limit drawn, and throughput."""
 
 import io
+import math
+from typing import Any
 
 from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from zerofit.record.terminal import shortened
 from zerofit.tools.compare.results import StrategyRow
 from zerofit.tools.compare.search import BATCHES, SearchVariable
 from zerofit.tools.compare.trial_files import peak_of
@@ -15,61 +18,73 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "os^Dv<>ph"
 
 
-def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVariable = BATCHES) -> str:
-    """Peak memory of the rank that needs most against the size, and a cross where memory ran out."""
+def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVariable = BATCHES) -> Figure:
+    """Peak memory of the rank that needs most against the size: a line as predicted, points as measured, and a cross
+    where memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
-    unit, name = (2**30, "GiB") if max(shown, default=0) >= 2 * 2**30 else (2**20, "MiB")
+    top = max(shown, default=2**20)
+    unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure(variable.size, f"peak memory of a process, {name}")
+    predicted = [row for row in rows if row.guess and row.guess.curve]
     for index, row in enumerate(rows):
-        style = _style(index, row.name)
-        lines, fails = row.in_fresh_processes, row.fails
-        if lines:
-            axes.plot([line["size"] for line in lines], [peak_of(line) / unit for line in lines], **style)
+        style, lines, fails = _style(index), row.in_fresh_processes, row.fails
+        if row in predicted:
+            sizes, peaks = zip(*row.guess.curve)
+            axes.plot(sizes, [peak / unit for peak in peaks], color=style["color"], linewidth=1.2)
+        sizes, peaks = [line["size"] for line in lines], [peak_of(line) / unit for line in lines]
+        axes.plot(sizes, peaks, linestyle="none", label=_label(row.name if lines else f"{row.name}: none"), **style)
         if fails:
-            top = (limit or max(shown, default=unit)) / unit
             axes.plot(
-                [fails["size"]],
-                [top],
-                "x",
-                color=style["color"],
-                markersize=9,
-                markeredgewidth=2,
-                label=None if lines else f"{row.name}: none",
+                [fails["size"]], [(limit or top) / unit], "x", color=style["color"], markersize=9, markeredgewidth=2
             )
     if limit:
         axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
-    axes.set_ylim(0, 1.08 * max(shown, default=unit) / unit)  # from 0, so that heights are in proportion
-    return _svg(figure, axes)
+    if predicted:
+        axes.plot([], [], color="#555555", linewidth=1.2, label="predicted (points: measured)")
+    tried = [line["size"] for row in rows for line in row.trials]
+    axes.set_xlim(0, 1.05 * max(tried, default=1))  # predictions may go further
+    axes.set_ylim(0, 1.08 * top / unit)  # from 0, so that heights are in proportion
+    return _with_legend(figure, axes)
 
 
-def throughput_plot(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> str:
+def throughput_plot(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> Figure:
     """Samples a second, over all processes, against the batch size of one; or tokens a second against the length."""
     figure, axes = _figure(variable.size, variable.rate.replace("_per_", "/"))
     for index, row in enumerate(rows):
-        lines, style = row.timed, _style(index, row.name)
+        lines, style = row.timed, _style(index)
         if lines:
-            axes.plot([line["size"] for line in lines], [line[variable.rate] for line in lines], **style)
+            sizes, rates = [line["size"] for line in lines], [line[variable.rate] for line in lines]
+            axes.plot(sizes, rates, linewidth=1.2, label=_label(row.name), **style)
             best = max(lines, key=lambda line: line[variable.rate])
             axes.plot(
                 [best["size"]], [best[variable.rate]], "o", color=style["color"], markersize=11, fillstyle="none"
             )
+    axes.set_xlim(left=0)
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    return _svg(figure, axes)
+    return _with_legend(figure, axes)
 
 
-def _style(index: int, label: str) -> dict:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 5,
-        "linewidth": 1.5,
-        "label": label,
-    }
+def svg(figure: Figure) -> bytes:
+    """A picture as SVG, the same each time."""
+    file = io.BytesIO()
+    with rc_context({"svg.hashsalt": "zerofit"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
-def _figure(x: str, y: str):
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasSVG(figure)
+def png(figure: Figure) -> bytes:
+    """A picture as PNG, for screens with two pixels to a point."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=192)
+    return file.getvalue()
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 6}
+
+
+def _figure(x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")  # its text can be read at the width of a phone
     axes = figure.subplots()
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
@@ -77,12 +92,14 @@ def _figure(x: str, y: str):
     return figure, axes
 
 
-def _svg(figure, axes) -> str:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize="small")
-    axes.set_xlim(left=0)
-    text = io.StringIO()
-    with rc_context({"svg.hashsalt": "zerofit"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+def _label(name: str) -> str:
+    return shortened(name, 40)
+
+
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
+    """The legend is below the axes: on them it would lie on points."""
+    if labels := axes.get_legend_handles_labels()[1]:
+        columns = 2 if max(map(len, labels)) > 20 else 3
+        figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        figure.set_figheight(3.4 + 0.2 * math.ceil(len(labels) / columns))
+    return figure

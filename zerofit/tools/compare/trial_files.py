@@ -19,7 +19,7 @@ from zerofit.tools.launches import RunningLaunch
 REQUEST, ANSWERS, FAILURES = "request.json", "answers.jsonl", "failures.jsonl"
 PACKAGE = Path(__file__).resolve().parents[2]
 NOT_MEASURED_WITH = {
-    f"tools/compare/{name}.py" for name in ("comparison_report", "plots", "results", "finish", "guess")
+    f"tools/compare/{name}.py" for name in ("comparison_report", "report_page", "plots", "results", "finish", "guess")
 } | {"cli.py"}
 
 
