@@ -15,6 +15,7 @@ from zerofit.recipe.fields import FlagOrValue, broken_rule, checked, from_text, 
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
 from zerofit.recipe.parsing import BoundedLoader
+from zerofit.recipe.places import recipe_file
 
 R = TypeVar("R", bound=Recipe)
 
@@ -73,6 +74,7 @@ def read_recipe(
     sources: dict[str, str] = {}
     config = flags.pop("config", None)
     if config is not None:
+        config = recipe_file(config)
         for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
             if name not in kinds:

@@ -22,7 +22,8 @@ def configs() -> Path:
     return CONFIGS if CONFIGS.is_dir() else place(CONFIGS)
 
 
-def recipe_named(name: str) -> Path | None:
-    """A recipe by its name without folder and ending, of the current folder or of the program."""
-    folders = (RECIPES, place(RECIPES))
-    return next((file for folder in folders for file in sorted(folder.glob(f"*/{name}.yaml"))), None)
+def recipe_file(name: str) -> str:
+    """The file of a recipe: the name itself, or one of the current folder or of the program that has this name without
+    its folder and ending; else what was given."""
+    found = (file for folder in (RECIPES, place(RECIPES)) for file in sorted(folder.glob(f"*/{name}.yaml")))
+    return name if Path(name).is_file() else str(next(found, name))

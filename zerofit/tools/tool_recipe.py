@@ -14,6 +14,7 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS
 
 T = TypeVar("T", bound=Recipe)
@@ -147,5 +148,5 @@ def _given(argv: list[str], name: str) -> str | None:
 
 
 def _task_of(config: str | None) -> str | None:
-    names = [part.name for part in Path(config).resolve().parents] if config else []
+    names = [part.name for part in Path(recipe_file(config)).resolve().parents] if config else []
     return next((name for name in names[:1] if name in TASKS), None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.places import recipe_named, script
+from zerofit.recipe.places import recipe_file, script
 from zerofit.recipe.tasks import TASKS
 from zerofit.recipe.words import counted
 from zerofit.strategy.gpus import check_devices, num_devices
@@ -121,9 +121,8 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
         recipe, options = words[words.index("--config") + 1], words
     else:
         recipe, options = first, ["--config", first, *options]
-    if not Path(recipe).is_file() and (found := recipe_named(recipe)):
-        options = [str(found) if word == recipe else word for word in options]
-        recipe = str(found)
+    options = [recipe_file(word) if word == recipe else word for word in options]
+    recipe = recipe_file(recipe)
     if not Path(recipe).is_file():
         raise UserError(f"{recipe!r}: there is no such recipe. {WHAT}")
     task = task or Path(recipe).resolve().parent.name

@@ -14,7 +14,7 @@ import psutil
 from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
-from zerofit.recipe.places import recipe_named
+from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS
 from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.tools.launch.launch_options import LaunchOptions, take_words
@@ -28,9 +28,7 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     """Where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
     _, words = take_words(LaunchOptions, argv)
     named = next((word for word in words[:1] if not word.startswith("--")), "")
-    path = Path(named)
-    if named and not path.is_file():
-        path = recipe_named(named) or path
+    path = Path(recipe_file(named))
     task = next((task for task in TASKS if task in (named, path.stem, path.resolve().parent.name)), "clm")
     number = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     for word, following in pairwise(argv):
