@@ -18,6 +18,7 @@ from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.mirror_store import MirrorStore, files_of
 from zerofit.recipe import addresses
+from zerofit.recipe.errors import UserError
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.record.written_files import NAMES
 
@@ -210,6 +211,13 @@ def test_an_object_that_arrives_short_is_written_again(scene, faults):
     mirror.finish()
     assert not faults.truncated
     assert scene.there() == [1]
+
+
+def test_without_credentials_a_run_does_not_wait(scene, faults, monkeypatch):
+    unknown = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
+    monkeypatch.setattr(faults, "meet", lambda *call: (_ for _ in ()).throw(unknown))
+    with pytest.raises(UserError, match=r"mirror = .*Unable to locate credentials"):
+        scene.mirror()
 
 
 def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults):

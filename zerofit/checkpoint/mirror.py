@@ -18,6 +18,8 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.written_files import CHECKPOINTS, MODEL, files_below
 
+# Of boto, Google's and Azure's libraries, of which any may be missing.
+NO_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
 RETRY_S = 30.0  # between two attempts while the store fails
 SILENCE_S = 600.0  # a call that takes longer is reported
 FINISH_S = 600.0  # at the end of a run
@@ -59,12 +61,14 @@ class Mirror:
         mirror = cls(MirrorStore(address))
         threading.Thread(target=mirror._beat, name="mirror owner", daemon=True).start()
         mirror._answered.wait(ANSWER_S)
+        refused = isinstance(mirror.failure, (PermissionError, FileNotFoundError))
+        if refused or type(mirror.failure).__name__ in NO_CREDENTIALS:
+            mirror.closed.set()
+            raise UserError(f"mirror = {address!r} cannot be written: {reason(mirror.failure)}")
         if mirror.other:
             raise UserError(
                 f"mirror = {address!r}: another run writes there ({mirror.other}). Choose another --mirror, or end it"
             )
-        if isinstance(mirror.failure, (PermissionError, FileNotFoundError)):
-            raise UserError(f"mirror = {address!r} cannot be written: {reason(mirror.failure)}")
         return mirror
 
     def start(self, folder: Path, directory: CheckpointDirectory, updates: int) -> None:

@@ -174,6 +174,6 @@ def find_gpu(name: str) -> Gpu:
         suggestion = f"Did you mean {close}? " if close else ""
         raise UserError(
             f"gpu = {name!r} is not in the table of known GPUs. {suggestion}Known are {', '.join(GPUS)} and {CPU}. "
-            "For another one leave --gpu out and set --gpu_memory, e.g. --gpu_memory 24GiB"
+            "Of another one, ask by its memory: zerofit plan --gpu_memory 24GiB"
         )
     return gpu
