@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from helpers import ROOT, tiny_model
+from helpers import ROOT, tiny_model, write_records
 
 VOCABULARY = 300
 
@@ -86,6 +86,25 @@ def save_adapter(folder: Path, model, base: Path | None, **settings):
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     adapted.save_pretrained(folder)
     return adapted
+
+
+def colours() -> list[dict]:
+    """Labelled texts and dialogues: the first of five words is the label, the last one the reply."""
+    lines = []
+    for number in range(200):
+        words = [("red", "blue", "green", "black")[(number * k) % 4] for k in range(1, 6)]
+        lines.append({"text": " ".join(words), "label": words[0], "dialogue": [" ".join(words), words[-1]]})
+    return lines
+
+
+def hub_folder(folder: Path, config: str, splits: dict[str, list[dict]]) -> None:
+    """A data set as the hub has it: a configuration with splits, in a folder of the same name."""
+    folder.mkdir(parents=True)
+    front = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
+    for split, rows in splits.items():
+        write_records(folder / f"{split}.jsonl", rows)
+        front += [f"  - split: {split}", f"    path: {split}.jsonl"]
+    (folder / "README.md").write_text("\n".join([*front, "---", ""]))
 
 
 def write_ported_model(folder: Path) -> None:

@@ -3,10 +3,15 @@
 import functools
 import json
 import os
+import pty
 import runpy
+import shutil
 import subprocess
 import sys
+import termios
+import threading
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,6 +191,17 @@ def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def tensor_group(rank: int, size: int, folder: str):
+    """The group of this process and of the others that share its layers, which meet in a folder."""
+    from zerofit.model.tensor_parallel.cut import TensorGroup
+
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", size)
+    limit = timedelta(minutes=5)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    return TensorGroup(torch.distributed.group.WORLD, rank, size)
+
+
 @functools.cache
 def _rank_server() -> RankServer:
     return RankServer(environment())
@@ -204,6 +220,25 @@ def launch_command(
     return [*command, str(ROOT / "train" / f"{task}.py"), "--output_dir", str(output), *map(str, arguments)]
 
 
+def launcher_variables(config: Path) -> dict[str, str]:
+    """What `accelerate launch --config_file CONFIG` puts into the environment of each of two processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch as of_accelerate
+
+    words = ["--config_file", str(config), "--num_processes", "2", "--main_process_port", "0", "train/clm.py"]
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config or ())
+    if arguments.use_deepspeed:
+        variables = of_accelerate.prepare_deepspeed_cmd_env(arguments)[1]
+    elif str(defaults.distributed_type).endswith("NO"):
+        variables = of_accelerate.prepare_simple_launcher_cmd_env(arguments)[1]
+    else:
+        variables = of_accelerate.prepare_multi_gpu_env(arguments)
+    return {
+        name: value for name, value in variables.items() if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))
+    }
+
+
 def environment(**changes: str) -> dict[str, str]:
     """This environment without what an outer launcher may have left in it."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in
@@ -213,6 +248,55 @@ def environment(**changes: str) -> dict[str, str]:
 
 def metrics(output: Path) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def largest_differences(ours: list[dict], theirs: list[dict], figures: Iterable[str]) -> dict[str, float]:
+    """The largest relative difference of each figure over all updates, of which both runs have the same."""
+    pairs = list(zip(updates(ours), updates(theirs), strict=True))
+    assert pairs
+    return {name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in pairs) for name in figures}
+
+
+def cut_after(run: Path, update: int) -> None:
+    """Make a run that is finished one that was killed after an update: newer checkpoints and the model are gone."""
+    for folder in (run / "checkpoints").glob("update_*"):
+        if folder.name > f"update_{update:08}":
+            shutil.rmtree(folder)
+    shutil.rmtree(run / "model")
+
+
+def on_a_terminal(command: list, columns: int = 80, **how) -> tuple[int, str]:
+    """(exit code, what is shown) of a command at a terminal, until no process has it any more."""
+    ours, its = pty.openpty()
+    termios.tcsetwinsize(its, (40, columns))
+    with subprocess.Popen(list(map(str, command)), stdin=its, stdout=its, stderr=its, **how) as process:
+        os.close(its)
+        shown = b""
+        try:
+            while read := os.read(ours, 65536):
+                shown += read
+        except OSError:  # Linux: nobody is left at the other end
+            pass
+    os.close(ours)
+    return process.returncode, shown.decode()
+
+
+def at_once(*acts: Callable[[], object]) -> list:
+    """Call all of them, each in a thread of its own: what each returns, or the exception that it raises."""
+    results: list = [None] * len(acts)
+
+    def work(place: int) -> None:
+        try:
+            results[place] = acts[place]()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
 
 
 def read_data(recipe):

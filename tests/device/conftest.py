@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from folders import colours
+from helpers import write_records
 
 from device.runs import Runs
 from zerofit.tools.simulate import build as simgpu_build
@@ -26,14 +28,7 @@ def device():
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> Path:
-    """Labelled texts and dialogues in one file: the first of five words is the label, the last one the reply."""
-    colours, lines = ("red", "blue", "green", "black"), []
-    for number in range(200):
-        words = [colours[(number * k) % 4] for k in range(1, 6)]
-        lines.append({"text": " ".join(words), "label": words[0], "dialogue": [" ".join(words), words[-1]]})
-    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return write_records(tmp_path_factory.mktemp("rows") / "rows.jsonl", colours())
 
 
 @pytest.fixture(scope="session")

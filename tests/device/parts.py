@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Samples, check_offloaded_inputs, tiny_model
+from unit.test_saving import Alone
 
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
@@ -13,50 +14,13 @@ from zerofit.data.collate import Batch, CausalCollator
 from zerofit.health.slow_ranks import RankClock
 from zerofit.record.environment import describe_environment
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.engine import Engine as SharedEngine
-from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import adamw
-from zerofit.strategy.state import ReplicatedState
 from zerofit.training.evaluation import eval_batches
 from zerofit.training.stream import RunLength, micro_batches
 from zerofit.training.task import Task
 
 DEVICE = torch.device("simgpu", 0)
 ROWS = Samples({"input_ids": np.arange(4) + index, "labels": np.arange(4) + index} for index in range(8))
-
-
-class Alone:
-    """An engine of one process and device, without accelerate; after one update."""
-
-    layout, is_main, device = ParallelLayout(), True, DEVICE
-    stored_buffers = SharedEngine.stored_buffers
-
-    def __init__(self):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(480, 700)  # 1.3 MiB: pinned by itself it takes 2
-        self.module = self.model = self.whole = layer.to(DEVICE)
-        self.torch_optimizer = torch.optim.AdamW(self.module.parameters())
-        self.state = ReplicatedState(self)
-        self.module(torch.ones(1, 480, device=DEVICE)).sum().backward()
-        self.torch_optimizer.step()
-
-    def live_tensors(self) -> list[torch.Tensor]:
-        return [*self.module.parameters()]
-
-    def alive(self) -> None:
-        pass
-
-    def loss_scale(self) -> dict:
-        return {}
-
-    def per_rank(self, values) -> list[list[float]]:
-        return [list(values)]
-
-    def gather_objects(self, share) -> list:
-        return [share]
-
-    def from_main(self, value):
-        return value
 
 
 def is_pinned(batch: Batch) -> bool:
@@ -67,7 +31,7 @@ def is_pinned(batch: Batch) -> bool:
 def test_batches_of_training_are_pinned():
     recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
     task = Task(recipe, ROWS, CausalCollator(0), loss_sum=None, evaluate=None)
-    batches = list(micro_batches(task, Alone(), RunLength(8, 8, 2, BatchSizes(2, 2, 1)), 0))
+    batches = list(micro_batches(task, Alone(device=DEVICE), RunLength(8, 8, 2, BatchSizes(2, 2, 1)), 0))
     assert len(batches) == 4
     assert all(map(is_pinned, batches))
     assert batches[0].to(DEVICE).inputs["input_ids"].device == DEVICE
@@ -76,7 +40,7 @@ def test_batches_of_training_are_pinned():
 def test_batches_of_evaluation_are_pinned(monkeypatch):
     seen, to = [], Batch.to
     monkeypatch.setattr(Batch, "to", lambda batch, device: seen.append(is_pinned(batch)) or to(batch, device))
-    batches = list(eval_batches(Alone(), ROWS, CausalCollator(0), 2))
+    batches = list(eval_batches(Alone(device=DEVICE), ROWS, CausalCollator(0), 2))
     assert seen == [True] * len(batches) == [True] * 4
     assert batches[0].inputs["input_ids"].device == DEVICE
 
@@ -84,7 +48,8 @@ def test_batches_of_evaluation_are_pinned(monkeypatch):
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronous):
     """And take little more of the host than what is copied: torch rounds each pinned block up to a power of two."""
-    engine, before = Alone(), torch.simgpu.pinned_bytes()
+    engine, before = Alone(width=28_000, device=DEVICE), torch.simgpu.pinned_bytes()  # 1.4 MiB: by itself it takes 2
+    engine.train(range(1))
     copied = 3 * sum(parameter.nbytes for parameter in engine.module.parameters())  # weights and two moments
     saver = AsyncCheckpointWriter(CheckpointDirectory(tmp_path), engine, asynchronous=asynchronous)
     saver.save(1, ASKED, lambda folder, weights: None, dict, {"updates": 1}, False)

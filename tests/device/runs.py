@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import ROOT, launch, launched, updates
+from helpers import ROOT, largest_differences, launch, launched, updates
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
@@ -55,9 +55,7 @@ def on_device(device, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
-    """The largest relative difference of each figure over all updates."""
-    pairs = list(zip(updates(ours), updates(theirs), strict=True))
-    return {name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in pairs) for name in FIGURES}
+    return largest_differences(ours, theirs, FIGURES)
 
 
 def peak(lines: list[dict]) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from folders import save_base, small_tokenizer
-from helpers import ROOT, environment, launch, launched, updates
+from helpers import ROOT, cut_after, environment, launch, launched, updates
 
 from device.runs import GIB, differences, on_device
 
@@ -26,21 +26,14 @@ def command(device, *arguments, sizes=(16 * GIB,), timeout: int = 580) -> subpro
                           text=True, timeout=timeout, env=environment(**variables))  # fmt: skip
 
 
-def cut(output: Path, to: Path) -> Path:
-    """A copy of a run of six updates as if it had been killed after the third."""
-    shutil.copytree(output, to, symlinks=True)
-    shutil.rmtree(to / "checkpoints" / "update_00000006")
-    shutil.rmtree(to / "model")
-    return to
-
-
 @pytest.mark.parametrize(("before", "after"), [("device", "device"), ("device", "cpu"), ("cpu", "device")])
 @pytest.mark.parametrize("strategy", ["single", "zero2"])
 def test_a_run_goes_on_on_the_device_and_off_it(runs, recipes, device, tmp_path, strategy, before, after):
     """With dropout: from the device to the device to the bit, and else as the CPU rounds."""
     options = (*DROPOUT, "--save_steps", "3")
     whole, output = runs(before, strategy, *options)
-    run, processes = cut(output, tmp_path / "run"), 1 if strategy == "single" else 2
+    run, processes = shutil.copytree(output, tmp_path / "run", symlinks=True), 1 if strategy == "single" else 2
+    cut_after(run, 3)
     variables = device(*(16 * GIB,) * processes) if after == "device" else {}
     again = launch(
         run, *recipes["clm"], "--per_device_train_batch_size", "2", "--max_train_steps", "6", *options,

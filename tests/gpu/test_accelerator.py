@@ -1,15 +1,14 @@
 """What no CPU can show, on any accelerator: run with `make test-gpu`; also on the simulated device (tests/device)."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from folders import save_writer, small_tokenizer
-from helpers import ROOT, check_offloaded_inputs, launch, tiny_model, updates
+from folders import colours, save_writer, small_tokenizer
+from helpers import ROOT, check_offloaded_inputs, cut_after, launch, tiny_model, updates, write_records
 from safetensors.torch import load_file
 
 from zerofit.data.collate import CausalCollator
@@ -84,13 +83,7 @@ def test_every_pair_trains_in_every_precision(tmp_path, cache, strategy, precisi
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "zero3_offload"])
 @pytest.mark.parametrize("task", ["cls", "seq2seq"])
 def test_classification_and_dialogue_train_too(tmp_path, cache, task, strategy, precision):
-    """The first of five words is the label, or the last one the reply."""
-    rows = []
-    for number in range(200):
-        words = [("red", "blue", "green", "black")[(number * k) % 4] for k in range(1, 6)]
-        record = {"dialogue": [" ".join(words), words[-1]]} if task == "seq2seq" else {}
-        rows.append({**record, "text": " ".join(words), "label": words[0]})
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = write_records(tmp_path / "rows.jsonl", colours())
     sizes = {
         "cls": ["--model_type", "bert", "--config_overrides",
                 "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,intermediate_size=128"],
@@ -99,7 +92,7 @@ def test_classification_and_dialogue_train_too(tmp_path, cache, task, strategy, 
                     "encoder_ffn_dim=128,decoder_ffn_dim=128", "--val_max_target_length", "4"],
     }  # fmt: skip
     lines = launch(
-        tmp_path / "run", *sizes[task], "--train_tokenizer_vocab_size", "270", "--train_file", tmp_path / "data.jsonl",
+        tmp_path / "run", *sizes[task], "--train_tokenizer_vocab_size", "270", "--train_file", rows,
         "--per_device_train_batch_size", "16", "--max_train_steps", "120", "--learning_rate", "2e-3",
         "--precision", precision, "--cache_dir", cache, strategy=strategy, processes=1, task=task,
     )  # fmt: skip
@@ -129,13 +122,7 @@ def test_a_run_goes_on_with_its_loss_scale(tmp_path, cache, strategy, precision)
     output = tmp_path / "run"
     run = [*SCRATCH, "--cache_dir", cache, "--precision", precision, "--save_steps", "10"]
     whole = updates(launch(output, *run, strategy=strategy, processes=1))
-    for newer in ("update_00000020", "latest", "best"):
-        path = output / "checkpoints" / newer
-        if path.is_symlink():
-            path.unlink()
-        elif path.exists():
-            shutil.rmtree(path)
-    shutil.rmtree(output / "model")
+    cut_after(output, 10)
     again = updates(launch(output, *run, strategy=strategy, processes=1))
     assert [line["update"] for line in again] == list(range(1, 21))
     for before, after in zip(whole, again):

@@ -16,7 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import ROOT, completed, launch, load_texts, metrics, tiny_deberta, tiny_t5, updates, write_records
+from helpers import (
+    ROOT,
+    completed,
+    cut_after,
+    largest_differences,
+    launch,
+    load_texts,
+    metrics,
+    tiny_deberta,
+    tiny_t5,
+    updates,
+    write_records,
+)
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BlenderbotTokenizer
@@ -247,11 +259,7 @@ def differences(run, case: str, layout: str) -> dict[str, float]:
     """The largest relative difference from the reference over all updates, for each figure."""
     ours, reference = (updates(run(case, each)[0]) for each in (layout, REFERENCE))
     assert len(ours) == len(reference) == CASES[case].updates
-    largest = {}
-    for figure in FIGURES:
-        pairs = [(line[figure], other[figure]) for line, other in zip(ours, reference)]
-        largest[figure] = max(abs(value - expected) / max(abs(expected), 1e-12) for value, expected in pairs)
-    return largest
+    return largest_differences(ours, reference, FIGURES)
 
 
 @pytest.mark.parametrize(("case", "layout"), RUNS)
@@ -422,10 +430,7 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
     shutil.copytree(whole, output, symlinks=True)
     given_for = replicas(*LAYOUTS[origin][:2])
     for start, strategy, processes in legs:
-        for update in (16, 22):
-            if update > start:
-                shutil.rmtree(output / "checkpoints" / f"update_{update:08}", ignore_errors=True)
-        shutil.rmtree(output / "model")  # as if it had been killed before
+        cut_after(output, start)
         done = completed(
             output, *flags, "--per_device_train_batch_size", "2", "--max_train_steps", "22", "--learning_rate", "5e-4",
             "--num_warmup_steps", "5", "--weight_decay", "0.1", "--precision", "fp32", "--cache_dir", cache,

@@ -1,10 +1,7 @@
 """Bad input: exit code 2, one message that names option, value and remedy, and no traceback."""
 
-import subprocess
-import sys
-
 import pytest
-from helpers import ROOT, environment, main_of
+from helpers import main_of
 
 SCRATCH = ["--config_name", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=32,n_positions=64",
            "--train_tokenizer_vocab_size", "270"]  # fmt: skip
@@ -99,11 +96,3 @@ def test_one_message_and_exit_code_2(task, case, folder, tmp_path, cache, capfd)
     for word in words:
         assert word in shown, shown
     assert not (tmp_path / "run").exists(), "nothing is left behind"
-
-
-def test_the_program_itself_leaves_with_2():
-    command = [sys.executable, str(ROOT / "train" / "clm.py"), "--learnin_rate", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "Did you mean learning_rate?" in done.stderr

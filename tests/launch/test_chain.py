@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import completed, launch, metrics, updates
+from helpers import completed, cut_after, launch, metrics, updates
 from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main as zerofit
@@ -63,8 +63,7 @@ def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path, strategy
     assert whole[-1]["eval_loss"] < whole[0]["eval_loss"]
     shutil.copytree(output / "model", tmp_path / "exported")
 
-    shutil.rmtree(output / "checkpoints" / "update_00000008")
-    shutil.rmtree(output / "model")  # as if it had been killed before
+    cut_after(output, 4)
     done = completed(output, *run, strategy=then, processes=3 - processes)
     assert f"after update 4, written under {strategy}" in done.stdout
     again = metrics(output)

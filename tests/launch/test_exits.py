@@ -1,8 +1,6 @@
 """How launches end, for the one who has started them: exit code, record, and the last words."""
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -10,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from helpers import ROOT, environment, launch_command, metrics, updates
+from helpers import ROOT, environment, metrics, on_a_terminal, updates
 
 
 def zerofit(*words) -> list[str]:
@@ -19,21 +17,6 @@ def zerofit(*words) -> list[str]:
 
 def recorded(folder):
     return json.loads((folder / "environment.json").read_text())["exit_code"]
-
-
-def on_a_screen(command: list[str]) -> tuple[int, list[str]]:
-    """(exit code, lines) of a command at a terminal, until nobody has it any more."""
-    master, slave = pty.openpty()
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=slave, stdout=slave, stderr=slave) as process:
-        os.close(slave)
-        shown = b""
-        try:
-            while read := os.read(master, 65536):
-                shown += read
-        except OSError:
-            pass
-    os.close(master)
-    return process.returncode, shown.decode().split("\r\n")
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +30,14 @@ def options(llama, material, cache) -> list:
 
 def test_a_mistake_in_several_processes_is_the_last_thing_on_the_screen(tmp_path):
     command = zerofit("--num_processes", "2", "train/clm.py", "--output_dir", tmp_path / "run", "--learnin_rate", "1")
-    code, lines = on_a_screen(command)
+    code, shown = on_a_terminal(command, cwd=ROOT, env=environment())
+    lines = shown.split("\r\n")
     message = "error: --learnin_rate is not an option. Did you mean learning_rate?"
     assert code == 2
     assert recorded(tmp_path / "run") == 2
     assert [line for line in lines if line][-1] == message
     assert lines.count(message) == 1
     assert not any("Traceback" in line or "torch/distributed" in line for line in lines)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("processes", [1, 2])
-def test_so_it_is_under_accelerate_launch(tmp_path, processes):
-    strategy = "ddp" if processes > 1 else "single"
-    command = launch_command(tmp_path / "run", "--learnin_rate", "1", strategy=strategy, processes=processes)
-    code, lines = on_a_screen(command)
-    message = "error: --learnin_rate is not an option. Did you mean learning_rate?"
-    assert code == 1
-    assert [line for line in lines if line][-1] == message
-    assert lines.count(message) == 1
 
 
 def test_a_signal_reaches_the_ranks_and_the_code_comes_back(options, tmp_path):

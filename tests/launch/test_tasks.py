@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import tools_in_this_process
+from folders import hub_folder, tools_in_this_process
 from helpers import BIN, ROOT, completed, environment, launch, metrics, tiny_deberta, updates
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
@@ -226,16 +226,6 @@ def test_rows_of_many_lengths_are_compiled_a_few_times(material, cache, tmp_path
 
 
 # ----------------------------------------------------------------------------------------------- published commands
-
-
-def hub_folder(folder: Path, config: str, splits: dict[str, list[dict]]) -> None:
-    """A data set as the hub has it: a configuration with splits, in a folder of the same name."""
-    folder.mkdir(parents=True)
-    front = ["---", "configs:", f"- config_name: {config}", "  data_files:"]
-    for split, rows in splits.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        front += [f"  - split: {split}", f"    path: {split}.jsonl"]
-    (folder / "README.md").write_text("\n".join([*front, "---", ""]))
 
 
 def run_published(command: str, folder: Path, *launcher: str) -> None:

@@ -10,7 +10,6 @@ from helpers import refusal
 from zerofit.data.chat.instructions import Form
 from zerofit.model.chat import (
     BadTemplate,
-    install_template,
     named_template,
     question_ids,
     render,
@@ -249,13 +248,3 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them(tokenizer_of):
     tokenizer.chat_template = named_template("none")
     with pytest.raises(BadTemplate, match="does not write the tool_calls of turn 2"):
         render(tokenizer, messages)
-
-
-def test_the_text_of_llama_2_chat(tokenizer_of):
-    """The form of Meta's own code and of Elyza's models, byte for byte."""
-    tokenizer = tokenizer_of("llama")
-    install_template(tokenizer, "llama-2-chat")
-    assert render(tokenizer, LONG_TALK[:5])[0] == (
-        "<s>[INST] <<SYS>>\nあなたは誠実で優秀な日本人のアシスタントです。\n<</SYS>>\n\n日本で一番高い山は? [/INST] "
-        "富士山です。🗻 </s><s>[INST] And in 𠮷野? [/INST] That is Mt. Hakkyō,\n1,915 m. </s>"
-    )

@@ -11,7 +11,6 @@ import pytest
 import torch
 from folders import VOCABULARY, save_adapter, save_blenderbot, save_writer, small_tokenizer
 from helpers import tiny_deberta
-from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from zerofit.cli import main
@@ -410,17 +409,3 @@ def test_prompt_files_that_are_refused(generate, model, tmp_path, content, words
     message = generate("--model", model, "--prompt_file", file, expect=2).err
     for word in words:
         assert word in message, message
-
-
-def test_a_folder_with_bare_vocabulary_files(data, generate):
-    """A Llama whose folder has a tokenizer.model and nothing that says what it is."""
-    folder, prompt = data("models/llama/hf"), "Once upon a time"
-    plain = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    ids = torch.tensor([plain.encode(prompt, add_bos=True)])
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    written = plain.decode(model.generate(ids, do_sample=False, max_new_tokens=16)[0].tolist())
-    done = generate("--model", folder, "--prompt", prompt, "--max_new_tokens", 16)
-    assert done.out.strip() == written.removeprefix(prompt).strip()
-    assert len(done.out.split()) >= 2
-    if data.real:
-        assert done.out.startswith(", there was a little girl named Lily.")

@@ -1,24 +1,23 @@
 """Several machines: caches that some share and some do not, and views that differ."""
 
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch.distributed as dist
-from helpers import refusal
+from helpers import at_once, refusal
 from test_saving import Alone, fill
 
 from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
-from zerofit.recipe import ClmRecipe
 from zerofit.recipe.files import appears, is_shared, is_there
 from zerofit.strategy import machines
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.machines import check_same
-from zerofit.strategy.processes import COLLECTIVE_TIMEOUT
 
 
 @pytest.fixture
@@ -41,21 +40,12 @@ def ranks(monkeypatch):
         ):
             monkeypatch.setattr(dist, name, replacement)
         monkeypatch.setattr(machines.platform, "node", lambda: f"machine{rank_of.number}")
-        said = [None] * count
 
-        def work(rank: int) -> None:
+        def work(rank: int):
             rank_of.number = rank
-            try:
-                said[rank] = function(rank)
-            except Exception as error:
-                said[rank] = error
+            return function(rank)
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return said
+        return at_once(*(partial(work, rank) for rank in range(count)))
 
     return run
 
@@ -141,12 +131,3 @@ def test_file_systems_that_machines_share(monkeypatch, tmp_path, kind, shared):
     disks = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: disks)
     assert is_shared(tmp_path / "cache") is shared
-
-
-def test_collectives_wait_longer_than_the_watchdog_is_patient():
-    """While rank 0 writes, reads or exports, the others wait for it in a collective."""
-    from datetime import timedelta
-
-    from zerofit.training.session import LONG
-
-    assert timedelta(minutes=ClmRecipe().watchdog_minutes) * LONG < COLLECTIVE_TIMEOUT

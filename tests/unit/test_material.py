@@ -3,7 +3,6 @@
 import math
 
 import torch
-from material import make_material
 from transformers import AutoModelForCausalLM, LlamaTokenizer
 
 
@@ -16,9 +15,3 @@ def test_the_llama_has_learnt(material):
     ids = torch.tensor(LlamaTokenizer.from_pretrained(folder)(text)["input_ids"][:12_800]).view(100, 128)
     with torch.no_grad():
         assert model(input_ids=ids, labels=ids).loss < math.log(512) - 1.5
-
-
-def test_what_is_there_is_not_made_again(material):
-    before = sorted(material.parent.iterdir())
-    assert make_material(material.parent) == material
-    assert sorted(material.parent.iterdir()) == before

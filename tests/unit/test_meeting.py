@@ -3,19 +3,19 @@
 import socket
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, environment, refusal
+from helpers import ROOT, at_once, environment, refusal
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.utils.store import barrier
 
 from zerofit.strategy import meeting as meetings
-from zerofit.strategy.meeting import Ended, Meeting, open_store, serve_store
+from zerofit.strategy.meeting import Meeting, open_store, serve_store
 from zerofit.training import rank_meeting
 from zerofit.training.rank_meeting import RankMeeting
 
@@ -30,23 +30,15 @@ def members(monkeypatch):
     monkeypatch.setattr(meetings, "KNOWN_S", 5.0)
 
     def run(*acts, count: int | None = None, numbers=None, limit_s: float = 30.0) -> list:
-        store, said = HashStore(), [None] * len(acts)
+        store = HashStore()
         store.set_timeout(timedelta(seconds=5))
 
-        def work(place: int) -> None:
+        def work(place: int):
             number = place if numbers is None else numbers[place]
             meeting = Meeting(PrefixStore("test", store), "rank", number, count or len(acts), 1, number, limit_s)
-            try:
-                said[place] = acts[place](meeting)
-            except Ended as end:
-                said[place] = end
+            return acts[place](meeting)
 
-        threads = [threading.Thread(target=work, args=(place,)) for place in range(len(acts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return said
+        return at_once(*(partial(work, place) for place in range(len(acts))))
 
     return run
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT, refusal
+from helpers import ROOT, launcher_variables, refusal
 
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
@@ -42,20 +42,9 @@ def recipe(*flags: str) -> ClmRecipe:
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_the_variables_are_those_of_accelerate(path, monkeypatch):
     """What accelerate's own launcher would put into the environment, but for what has no effect here."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils import launch
-
     kind = yaml.safe_load(path.read_text())["distributed_type"]
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
-    words = ["--config_file", str(path), "--num_processes", "2", "--main_process_port", "0", "train/clm.py"]
-    arguments = _validate_launch_command(launch_command_parser().parse_args(words))[0]
-    arguments.deepspeed_fields_from_accelerate_config = ""
-    make = {"DEEPSPEED": lambda: launch.prepare_deepspeed_cmd_env(arguments)[1],
-            "MULTI_GPU": lambda: launch.prepare_multi_gpu_env(arguments),
-            "FSDP": lambda: launch.prepare_multi_gpu_env(arguments),
-            "NO": lambda: launch.prepare_simple_launcher_cmd_env(arguments)[1]}[kind]  # fmt: skip
-    all_theirs = make()
-    theirs = {name: value for name, value in all_theirs.items() if name.startswith("ACCELERATE_")}
+    theirs = launcher_variables(path)
     ours = environment_of(yaml.safe_load(path.read_text()), str(path))
     without_effect = {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_CPU_AFFINITY"}
     theirs = {name: value for name, value in theirs.items()
@@ -65,7 +54,7 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
         assert theirs == ours
     elif kind == "FSDP":
         content = yaml.safe_load(path.read_text())
-        settings = read_fsdp(all_theirs, content)
+        settings = read_fsdp(theirs, content)
         assert read_fsdp(ours, content) == {key: settings[key] for key in read_fsdp(ours, content)}
         assert fsdp_problems(settings, content, "") == [], "nor of accelerate's defaults"
         assert ours["ACCELERATE_MIXED_PRECISION"] == theirs["ACCELERATE_MIXED_PRECISION"] == "no"

@@ -3,19 +3,18 @@
 import importlib.util
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from folders import write_ported_model
-from helpers import forked, loss_and_gradients
+from helpers import forked, loss_and_gradients, tensor_group
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import keep_stage
-from zerofit.model.tensor_parallel.cut import TensorGroup, join_shares
+from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.model.tensor_parallel.split import split_model
 
 RANKS = 2
@@ -72,11 +71,7 @@ def test_stages_of_a_pipeline_find_what_the_model_finds(folder):
 
 def share(rank: int, folder: str) -> None:
     """What each of two tensor-parallel ranks does."""
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
-    limit = timedelta(minutes=5)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    tensor, model = TensorGroup(torch.distributed.group.WORLD, rank, RANKS), model_of(Path(folder))
+    tensor, model = tensor_group(rank, RANKS, folder), model_of(Path(folder))
     split_model(model, tensor)
     loss, gradients = loss_and_gradients(model, "full", batch())
     for name, parameter in model.named_parameters():

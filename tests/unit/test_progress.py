@@ -1,12 +1,10 @@
 """What a person sees of a run: lines and tables that fit the screen."""
 
 import os
-import pty
-import subprocess
 import sys
-import termios
 
 import pytest
+from helpers import on_a_terminal
 
 from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.terminal import Bar, columns_of, table
@@ -25,22 +23,10 @@ bar.close()
 
 def at_a_terminal(columns: int, code: str, **variables: str) -> str:
     """What a program writes to a terminal of that width."""
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (40, columns))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | variables
-    with subprocess.Popen([sys.executable, "-c", code], stdin=its, stdout=its, stderr=its, env=environment) as program:
-        os.close(its)
-        shown = b""
-        while True:
-            try:
-                shown += (piece := os.read(ours, 65536))
-            except OSError:  # Linux: nobody is left at the other end
-                break
-            if not piece:
-                break
-    os.close(ours)
-    assert program.returncode == 0, shown.decode()
-    return shown.decode()
+    returned, shown = on_a_terminal([sys.executable, "-c", code], columns, env=environment)
+    assert returned == 0, shown
+    return shown
 
 
 @pytest.mark.parametrize(

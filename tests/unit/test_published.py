@@ -5,11 +5,10 @@ of an article on fine-tuning Japanese models with LoRA.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, recipe_of, refusal
+from helpers import ROOT, launcher_variables, recipe_of, refusal
 
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy import launch as launch_module
@@ -42,27 +41,14 @@ def read(tmp_path, monkeypatch):
                 printed = printed.replace(f'"enabled": {enabled}', '"enabled": "auto"')
             (tmp_path / of).write_text(printed)
         (tmp_path / name).write_text(text.replace("mixed_precision: fp16", f"mixed_precision: '{said or 'fp16'}'"))
-        for variable, value in _environment(tmp_path / name).items():
+        of_rank = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        for variable, value in {**launcher_variables(tmp_path / name), **of_rank}.items():
             monkeypatch.setenv(variable, value)
         command = ["accelerate", "launch", "--config_file", str(tmp_path / name)]
         monkeypatch.setattr(launch_module, "_launcher", lambda: (command, str(tmp_path / name), False))
         return read_strategy(recipe)
 
     return read
-
-
-def _environment(config: Path) -> dict[str, str]:
-    """The variables that `accelerate launch` gives each of two processes."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env
-
-    words = ["--config_file", str(config), "--main_process_port", "0", "train/clm.py"]
-    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    assert arguments.use_deepspeed
-    arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-    _, variables = prepare_deepspeed_cmd_env(arguments)
-    ours = {name: value for name, value in variables.items() if name.startswith("ACCELERATE_")}
-    return {**ours, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 def parsed(strategy: Strategy):

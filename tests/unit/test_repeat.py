@@ -1,19 +1,15 @@
 """The last words on a terminal are the run's, and not its launcher's."""
 
 import json
-import os
-import pty
 import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, environment
+from helpers import ROOT, environment, on_a_terminal
 
 LAUNCHER = """
 import subprocess, sys
 code = subprocess.run([sys.executable, sys.argv[-1]]).returncode
-if "--quiet" in sys.argv:
-    sys.exit(1)
 raise subprocess.CalledProcessError(code, "the command " * 20)
 """
 RUN = """
@@ -27,23 +23,25 @@ raise SystemExit(main())
 """
 
 
-def screen(folder, error: str, *flags: str, **variables: str) -> list[str]:
-    """The lines of a terminal on which a launcher, named as accelerate's, has run a program that fails."""
+def command_of(folder, error: str, variables: dict[str, str]) -> tuple[list, dict[str, str]]:
+    """(command, environment) of a launcher, named as accelerate's, that runs a program which fails."""
     (folder / "accelerate").write_text(LAUNCHER)
     (folder / "run.py").write_text(RUN.format(error=error))
-    master, slave = pty.openpty()
-    command = [sys.executable, str(folder / "accelerate"), "launch", *flags, str(folder / "run.py")]
-    variables = environment(PYTHONPATH=str(ROOT), **variables)
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=variables):
-        os.close(slave)
-        shown = b""
-        try:
-            while read := os.read(master, 65536):
-                shown += read
-        except OSError:  # nobody has the terminal any more
-            pass
-    os.close(master)
-    return shown.decode().split("\r\n")
+    command = [sys.executable, folder / "accelerate", "launch", folder / "run.py"]
+    return command, environment(PYTHONPATH=str(ROOT), **variables)
+
+
+def screen(folder, error: str, **variables: str) -> list[str]:
+    """The lines of a terminal."""
+    command, ours = command_of(folder, error, variables)
+    return on_a_terminal(command, env=ours)[1].split("\r\n")
+
+
+def shown(folder, error: str, **variables: str) -> list[str]:
+    """The same lines without a terminal."""
+    command, ours = command_of(folder, error, variables)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ours)
+    return done.stdout.splitlines()
 
 
 LAST = [
@@ -52,18 +50,6 @@ LAST = [
     ("KeyboardInterrupt()", "interrupted while the run was starting: its folder is unchanged"),
 ]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="who the launcher is, is read from /proc")
-
-
-def shown(folder, error: str, **variables: str) -> list[str]:
-    """The same lines without a terminal."""
-    (folder / "accelerate").write_text(LAUNCHER)
-    (folder / "run.py").write_text(RUN.format(error=error))
-    command = [sys.executable, str(folder / "accelerate"), "launch", str(folder / "run.py")]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=environment(PYTHONPATH=str(ROOT), **variables),
-    )  # fmt: skip
-    return done.stdout.splitlines()
 
 
 @on_linux

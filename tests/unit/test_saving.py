@@ -22,11 +22,11 @@ class Alone:
 
     stored_buffers = SharedEngine.stored_buffers
 
-    def __init__(self, seed: int = 0, width: int = 16):
+    def __init__(self, seed: int = 0, width: int = 16, device: str | torch.device = "cpu"):
         torch.manual_seed(seed)
-        self.module = self.whole = torch.nn.Sequential(
-            torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)
-        )
+        layers = torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)
+        self.module = self.model = self.whole = torch.nn.Sequential(*layers).to(device)
+        self.device = torch.device(device)
         self.torch_optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2, weight_decay=0.1)
         self.layout, self.is_main = ParallelLayout(), True
         self.state = ReplicatedState(self)
@@ -35,7 +35,8 @@ class Alone:
         losses = []
         for update in updates:
             rng = torch.Generator().manual_seed(update)
-            loss = self.module(torch.randn(32, 8, generator=rng)).square().mean()
+            rows = torch.randn(32, 8, generator=rng).to(self.device)
+            loss = self.module(rows).square().mean()
             loss.backward()
             self.torch_optimizer.step()
             self.torch_optimizer.zero_grad()
@@ -53,6 +54,9 @@ class Alone:
 
     def per_rank(self, values):
         return [list(values)]
+
+    def alive(self):
+        pass
 
     def loss_scale(self):
         return {}

@@ -1,9 +1,7 @@
 """`zerofit submit`: files that the schedulers take, launchers that find each other, and jobs that are queued again."""
 
-import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -255,19 +253,3 @@ def test_nodes_and_strategy_of_a_plan(written, monkeypatch):
     assert words[words.index("--strategy") + 1] == "zero3"
     assert f"{2 * nodes} GPUs, zero3: " in notes
     assert int(words[words.index("--per_device_train_batch_size") + 1]) >= 1
-
-
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
-@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
-def test_kubectl_reads_the_same(written, kind):
-    """To its parser of YAML a plain 1e-4 is a number; to PyYAML it is a text."""
-    text, _ = written(kind, RECIPE, "--nodes", 2, "--learning_rate", "1e-4", "--seed", 7)
-    command = ["kubectl", "label", "--local", "-f", "-", "a=b", "-o", "jsonpath={@}{'\\n'}"]
-    done = subprocess.run(
-        command, input=text, capture_output=True, text=True, env={**os.environ, "KUBECONFIG": os.devnull}
-    )
-    assert done.returncode == 0, done.stderr
-    read = [json.loads(line) for line in done.stdout.splitlines()]
-    for document in read:
-        assert document["metadata"].pop("labels") == {"a": "b"}
-    assert read == documents(text)

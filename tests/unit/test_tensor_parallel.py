@@ -5,13 +5,12 @@ import itertools
 import json
 import os
 import sys
-from datetime import timedelta
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from helpers import TINY, forked, loss_and_gradients, refusal, tiny_model
+from helpers import TINY, forked, loss_and_gradients, refusal, tensor_group, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.checkpoint.shards import ShardReader, write_shard
@@ -164,12 +163,7 @@ def small_chunks() -> None:
 
 def share(rank: int, folder: str) -> None:
     """What each process does."""
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
-    torch.distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=5)
-    )
-    tensor = TensorGroup(torch.distributed.group.WORLD, rank, RANKS)
+    tensor = tensor_group(rank, RANKS, folder)
 
     def join(gradient, parameter):
         cut = getattr(parameter, "cut", None)
