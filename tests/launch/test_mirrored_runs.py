@@ -19,7 +19,7 @@ from zerofit.checkpoint.directory import flaw
 from zerofit.checkpoint.mirror_store import MirrorStore
 
 KILLED = ROOT / "tests" / "launch" / "killed_uploading.py"
-RUN = [*SCRATCH, "--train_file", ROOT / "docs" / "resume.md", "--document_separator", "line",
+RUN = [*SCRATCH, "--train_file", ROOT / "docs" / "clusters.md", "--document_separator", "line",
        "--max_train_steps", "12", "--save_steps", "2", "--save_total_limit", "2", "--sample_tokens", "0"]  # fmt: skip
 MISSING = [name for name in ("s3fs", "moto", "flask") if importlib.util.find_spec(name) is None]
 

@@ -357,7 +357,7 @@ def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_
     assert any(expected in text for text in said), said
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path / "flight", "-p", "rank_"]
     done = subprocess.run(analyzer, capture_output=True, text=True, env=environment(), timeout=60)
-    assert "missing ranks: {1}" in done.stdout + done.stderr, "torch reads it as well: docs/resume.md"
+    assert "missing ranks: {1}" in done.stdout + done.stderr, "torch reads it as well: docs/trouble.md"
 
 
 def of_nccl(*states: str) -> list[dict]:

@@ -59,7 +59,7 @@ class UpdateMetrics:
     )
     rank_seconds: Mapping[str, float] | None = described(
         "every 10 updates, or `--logging_steps`, of several processes: mean seconds an update of the slowest rank and "
-        "of others, in parts ([resume.md](resume.md#a-slow-rank))"
+        "of others, in parts ([trouble.md](trouble.md#a-slow-rank))"
     )
     anomaly: str | None = described("why the update was not applied to the weights")
     skipped: bool | None = described("true: not computed, after a rewind from an anomaly in it")
