@@ -64,7 +64,7 @@ REFERENCE, *OTHERS = LAYOUTS
 SPLIT_ROWS = ("packed", "padded", "preferences", "tokens")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
-    "sp": (2, SPLIT_ROWS), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
+    "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
 }  # fmt: skip
 FIGURES = ("loss", "grad_norm", "learning_rate")
 
@@ -120,6 +120,10 @@ CASES = {
         "--model_name_or_path", "{llama}", "--train_file", "{pairs}", "--chat_template", "instruction",
         "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
     ), ("zero3",)),
+    "muon": Case("clm", 12, (  # with 2 or 4 processes each of which has parts of a matrix only
+        "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--optim", "muon",
+        "--block_size", "128", "--max_eval_samples", "17",
+    ), ("zero2",)),
     "mixture": Case("clm", 12, (
         "--model_name_or_path", "{llama}", "--train_file", "3", "{material}/text/train.txt", "1",
         "{material}/instruct/english.json", "--chat_template", "instruction", "--block_size", "160",
@@ -156,6 +160,8 @@ def table(*names: str, layouts: Iterable[str] = OTHERS) -> list:
 
 def _is_possible(name: str, layout: str) -> bool:
     strategy = LAYOUTS[layout][0]
+    if name == "muon" and "offload" in strategy:
+        return False
     return strategy[:2] not in SPLIT or name in SPLIT[strategy[:2]][1]
 
 

@@ -23,7 +23,7 @@ from zerofit.checkpoint.directory import entry
 from zerofit.model.parameters import true_shape
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.recipe.files import atomic_file
-from zerofit.strategy.state import Piece, overlaps
+from zerofit.strategy.pieces import Piece, overlaps
 
 PROGRESS = "progress.json"
 

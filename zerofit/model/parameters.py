@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerofit.model.compilation import blocks_of
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError
 
@@ -40,6 +41,25 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
     vectors = [parameter for parameter in trainable if len(true_shape(parameter)) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By name, what Muon is for: the trained matrices of linear layers in the model's blocks, and those of experts
+    (experts, rows, columns). Embeddings, positions and heads are not among them."""
+    inside = {
+        id(parameter)
+        for block in blocks_of(model)
+        for module in block.modules()
+        if not isinstance(module, torch.nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
+    }
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside
+        and (name.endswith(".weight"), len(true_shape(parameter))) in ((True, 2), (False, 3))
+    }
 
 
 def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:

@@ -14,7 +14,7 @@ from zerofit.recipe.model_options import LoraOptions, ModelOptions
 from zerofit.recipe.tracking_options import TrackingOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
-OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
+OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adafactor")
 
 
 @dataclass
@@ -23,8 +23,9 @@ class OptimizerOptions(Recipe):
 
     optim: str = option(
         "adamw",
-        "Optimizer. With less state, of one process and under ddp: adamw_8bit (moments in 8 bits, by bitsandbytes), "
-        "adafactor (no first moment, and of the second one means of rows and columns).",
+        "Optimizer. muon: orthogonal updates for the matrices of the blocks, AdamW for the rest. With less state, of "
+        "one process and under ddp: adamw_8bit (moments in 8 bits, by bitsandbytes), adafactor (no first moment, and "
+        "of the second one means of rows and columns).",
         choices=OPTIMIZERS,
     )
     learning_rate: float = option(5e-5, "Peak learning rate.", minimum=0, aliases=("lr",), common=True)

@@ -95,6 +95,8 @@ def resolve_config(
         resolver.resolve("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
     resolver.resolve("max_grad_norm", "gradient_clipping")
     _resolve_optimizer(resolver)
+    if recipe.optim == "muon":
+        config["zero_allow_untested_optimizer"] = True  # DeepSpeed knows its own classes only
     if config["zero_optimization"].get("stage") not in (1, 2, 3):
         stage = json.dumps(config["zero_optimization"].get("stage"))
         resolver.found.append(f"{source}: zero_optimization.stage = {stage}: it must be 1, 2 or 3. For 0 use ddp.yaml")
@@ -137,7 +139,7 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
     if not optimizer:
         return
     if str(optimizer.get("type", "")).lower() not in ADAM_NAMES:
-        known = "the recipe's optimizer is AdamW. Name AdamW, or remove the block: then the recipe's own is used"
+        known = "remove the block: then the recipe's own is used (--optim), or name AdamW, if that is it"
         resolver.found.append(f"{resolver.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
         return
     params = optimizer.setdefault("params", {})
@@ -153,6 +155,8 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
     resolver.resolve("learning_rate", "optimizer.params.lr")
     resolver.resolve("weight_decay", "optimizer.params.weight_decay")
     resolver.resolve("adam_epsilon", "optimizer.params.eps")
+    if resolver.recipe.optim == "muon":  # AdamW's part is within it
+        del resolver.config["optimizer"]
 
 
 def _take_scheduler(resolver: OptionResolver) -> None:

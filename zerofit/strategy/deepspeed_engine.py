@@ -17,7 +17,7 @@ from zerofit.strategy.deepspeed_config import fill_bucket_size
 from zerofit.strategy.disk import DiskState, keeps_optimizer_on_disk, own_folder, remove
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import initializing_deepspeed
-from zerofit.strategy.optimizers import adamw
+from zerofit.strategy.optimizers import make_optimizer
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
 
 
@@ -37,7 +37,7 @@ class DeepSpeedEngine(Engine):
             groups = decay_groups(model.parameters(), recipe.weight_decay)
             optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
         else:
-            optimizer = adamw(model, recipe, self.device)
+            optimizer = make_optimizer(model, recipe, self.device)
         with initializing_deepspeed(self.layout):
             self.engine = self.accelerator.prepare(model, optimizer)[0]
         self._decide_before_step(self.engine.optimizer)

@@ -15,7 +15,8 @@ import torch
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_without_links
-from zerofit.strategy.state import Piece, Read, ShardedState
+from zerofit.strategy.pieces import Piece
+from zerofit.strategy.state import Read, ShardedState
 
 PREFIX = "zerofit-"
 SAVED = "saved.bin"
@@ -105,11 +106,9 @@ class DiskState(ShardedState):
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         """Of a sub-group that is in memory."""
-        parameter = self.parameters[piece.name]
-        number, offset, length = self._zero.grad_position[self._zero.get_param_id(parameter)]
-        flat = self._zero.fp32_partitioned_groups_flat[number]
+        flat, offset = self._held_in(self.parameters[piece.name])
         held = flat if kind == "weight" else self.optimizer.state[flat][kind]
-        return held.detach().narrow(0, offset, length)[: piece.stop - piece.start]
+        return held.detach()[offset : offset + piece.stop - piece.start]
 
     def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
         self.get(kind, piece).copy_(values)

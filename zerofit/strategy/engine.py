@@ -15,6 +15,7 @@ from zerofit.model.compilation import uncompiled
 from zerofit.model.stages import whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.muon import Muon
 from zerofit.strategy.sequence import SplitRows
 from zerofit.strategy.state import OptimizerState
 from zerofit.strategy.strategy import Strategy
@@ -55,10 +56,16 @@ class Engine:
         self.split_rows = SplitRows(model, self.layout) if self.layout.sequence > 1 else None
         self.model = self._prepare(model, recipe)
         self.state: Any = self._state()  # an OptimizerState; None where nothing is trained
+        if isinstance(self.torch_optimizer, Muon):
+            self.torch_optimizer.locate(self.state, self._sharing_group())
 
     def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
         """Make the optimizer, and what `model` is: the module, wrapped, sharded and on its device."""
         raise NotImplementedError
+
+    def _sharing_group(self) -> Any:
+        """The process group of the ranks that shard the same weights; None: all."""
+        return None
 
     @property
     def device(self) -> torch.device:

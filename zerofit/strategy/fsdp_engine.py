@@ -23,7 +23,7 @@ from zerofit.model.stages import without_weights
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
-from zerofit.strategy.optimizers import adamw
+from zerofit.strategy.optimizers import make_optimizer
 from zerofit.strategy.state import OptimizerState, RowState
 from zerofit.strategy.torch_engine import gradient_norm
 
@@ -45,7 +45,7 @@ class FullyShardedEngine(Engine):
         self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
         self.experts: list[Any] = [parameter for module in modules for parameter in module.parameters()]
         self.parameters: list[Any] = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
-        self.optimizer: Any = adamw(model, recipe, self.device) if recipe.trains else None
+        self.optimizer: Any = make_optimizer(model, recipe, self.device) if recipe.trains else None
         return model
 
     def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:
@@ -86,6 +86,10 @@ class FullyShardedEngine(Engine):
         if replicas == 1:
             return init_device_mesh(self.device.type, (shards,))
         return init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+    def _sharing_group(self) -> Any:
+        mesh = self.parameters[0].device_mesh
+        return mesh.get_group(mesh.ndim - 1)
 
     def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a parameter, in memory of their own."""

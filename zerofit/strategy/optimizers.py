@@ -1,33 +1,38 @@
-"""The recipe's optimizer: AdamW, or one that keeps less of each parameter.
+"""The recipe's optimizer: AdamW, Muon (muon.py), or one that keeps less of each parameter.
 
 Adafactor is that of transformers: its learning rate is absolute, as AdamW's is and the schedule says. In torch's it is
 relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 elements, each with a scale).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 import torch
 
 from zerofit.model.parameters import decay_groups
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import OptimizerOptions
+from zerofit.recipe.options import OptimizerOptions, TrainingRecipe
 from zerofit.strategy.devices import has_fused_adamw
+from zerofit.strategy.muon import Muon
 
 # {optim: what it keeps of a parameter, beside the count of its steps}. AdamW's moments have the parameter's own shape.
 KEPT = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adamw_8bit": ("state1", "state2", "absmax1", "absmax2"),
+    "muon": ("exp_avg",),  # of a matrix; of the rest what AdamW keeps
     "adafactor": ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
 }
+SHARDED = ("adamw", "muon")  # what they keep has the parameter's shape, so that ranks may keep parts of it
 BLOCK, SMALLEST_IN_8_BITS = 256, 4096  # elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
 
 
 def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.Optimizer:
-    """The one that `optim` names, of one process or of DDP."""
+    """The one that `optim` names."""
     if recipe.optim == "adamw":
         return adamw(model, recipe, device)
+    if recipe.optim == "muon":
+        return Muon(model, recipe, has_fused_adamw(device))
     groups, rate = decay_groups(model.parameters(), recipe.weight_decay), recipe.learning_rate
     if recipe.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
@@ -54,6 +59,8 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
 def state_bytes(optim: str, shape: Sequence[int]) -> int:
     """What is kept of a parameter of this shape, whose gradient is fp32; without constants, and counts of steps."""
     size = math.prod(shape)
+    if optim == "muon":
+        return 4 * size
     if optim == "adafactor":
         return 4 * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
     if optim == "adamw_8bit" and size >= SMALLEST_IN_8_BITS:
@@ -65,7 +72,7 @@ def state_bytes(optim: str, shape: Sequence[int]) -> int:
 
 def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> None:
     """Raises UserError where a strategy's shards are not what an optimizer would have of the whole parameter."""
-    if recipe.optim == "adamw" or not shards:
+    if recipe.optim in SHARDED or not shards:
         return
     why = {
         "adafactor": "keeps means over the rows and columns of each matrix, which no process has in full there",
@@ -76,6 +83,30 @@ def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> No
         f"optim = {recipe.optim}: it {why[recipe.optim]} ({strategy}). Use --strategy ddp, or one process; or --optim "
         "adamw"
     )
+
+
+def check_muon(recipe: TrainingRecipe, source: str, obstacles: Mapping[str, bool]) -> None:
+    """Raises UserError where Muon would have other matrices than one process has, or none.
+
+    Args:
+        source: of the strategy.
+        obstacles: {what of the strategy: whether it is there}.
+    """
+    if recipe.optim != "muon" or not recipe.trains:
+        return
+    stated, problems = f"optim = muon ({recipe.source('optim')}) does not go together with", []
+    if recipe.lora:
+        problems.append(
+            f"{stated} lora: it would make the two factors of an update orthogonal, and not the update. Use --optim "
+            "adamw, or remove lora"
+        )
+    found = [what for what, is_there in obstacles.items() if is_there]
+    if found:
+        problems.append(
+            f"{stated} {' and '.join(found)} ({source}). Use --strategy zero1, zero2, zero3 or fsdp2, or --optim adamw"
+        )
+    if problems:
+        raise UserError(problems)
 
 
 def check_installed(recipe: OptimizerOptions) -> None:

@@ -9,16 +9,17 @@ from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_config, stated_precision
 from zerofit.strategy.degrees import (
+    OFFLOADED,
     check_degrees,
     idle_note,
     take_degrees,
 )
-from zerofit.strategy.fsdp import ALONE, check_fsdp, check_replicas
+from zerofit.strategy.fsdp import ALONE, EXPERTS, IGNORED, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.named import take_named
-from zerofit.strategy.optimizers import check_optimizer
+from zerofit.strategy.optimizers import check_muon, check_optimizer
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
 
 OnLayout = Callable[[ParallelLayout], None]
@@ -65,6 +66,9 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
             check_optimizer(recipe, "fsdp2", launch.world_size > 1)
         with problems.collected():
             check_fsdp(launch.source, recipe, precision)
+    with problems.collected():
+        divides = (launch.fsdp or {}).get(IGNORED) == EXPERTS
+        check_muon(recipe, launch.source, {"experts that are divided among the ranks": divides})
     if problems.found:
         return None
     recipe.precision = precision
@@ -94,6 +98,13 @@ def _read_deepspeed(
         on_layout(layout)
         resolved, batches = resolve_config(config, source, recipe, layout)
         check_degrees(resolved, source, recipe, precision, layout)
+        offloaded = any((resolved["zero_optimization"].get(part) or {}).get("device", "none") != "none"
+                        for part in OFFLOADED)  # fmt: skip
+        check_muon(recipe, source, {
+            "offload, which makes the step, and so its matrix products, on the CPU": offloaded,
+            "tensor parallelism, which cuts its matrices": tensor > 1,
+            "a pipeline, whose stages have different matrices": pipeline > 1,
+        })  # fmt: skip
         _check_compiled(resolved, source, recipe)
     if problems.found:
         return None

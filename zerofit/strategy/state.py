@@ -1,67 +1,28 @@
 """What an optimizer holds, in pieces of whole parameters: the same form under every strategy.
 
-A checkpoint keeps for each trained parameter its value in fp32 (`weight`) and AdamW's two moments. Each rank holds
-pieces of these: all of them under DDP, a shard under ZeRO. A piece is named by its parameter, by the share of it that
-tensor parallelism has cut out, if it has, and by the range of the flattened share (or parameter) that it covers. So
-what N ranks wrote under one strategy, M ranks read under another.
+A checkpoint keeps for each trained parameter its value in fp32 (`weight`) and AdamW's two moments, or Muon's one. Each
+rank holds pieces of these: all of them under DDP, a shard under ZeRO. A piece is named by its parameter, by the share
+of it that tensor parallelism has cut out, if it has, and by the range of the flattened share (or parameter) that it
+covers. So what N ranks wrote under one strategy, M ranks read under another.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from zerofit.model.parameters import true_numel, true_shape
 from zerofit.model.rows import rows_of
-from zerofit.model.tensor_parallel.cut import Cut
+from zerofit.strategy.muon import Muon
+from zerofit.strategy.pieces import Piece
 
-# What AdamW keeps has the shape of the parameter; what other optimizers keep (ReplicatedOptimizerState) has not, and
-# is not cut.
+# What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
+# (ReplicatedOptimizerState) has not, and is not cut.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened parameter of this shape; with a cut, of the flattened share."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    cut: Cut | None = None
-
-    def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(first elements in the flattened parameter, first elements in the piece, lengths) of what is contiguous in
-        both, in ascending order."""
-        if self.cut is None:
-            first, last, length = (np.array([value]) for value in (self.start, 0, self.stop - self.start))
-            return first, last, length
-        starts, lengths = self.cut.runs()
-        stops = np.cumsum(lengths)
-        first, last = np.maximum(stops - lengths, self.start), np.minimum(stops, self.stop)
-        within = first < last
-        starts = starts + first - (stops - lengths)
-        return starts[within], first[within] - self.start, (last - first)[within]
 
 
 ReadWhole = Callable[[str], torch.Tensor]  # (name) -> what `whole_tensors` had of that name
 Read = Callable[[str, Piece], torch.Tensor]  # (kind, piece) -> (stop - start,) fp32 on the CPU
-
-
-def overlaps(one: Piece, other: Piece) -> Iterator[tuple[int, int, int]]:
-    """(first element in the one, first in the other, length) of what two pieces of a parameter have in common."""
-    (a, in_a, of_a), (b, in_b, of_b) = one.runs(), other.runs()
-    i = j = 0
-    while i < len(a) and j < len(b):
-        first, last = max(a[i], b[j]), min(a[i] + of_a[i], b[j] + of_b[j])
-        if first < last:
-            yield int(in_a[i] + first - a[i]), int(in_b[j] + first - b[j]), int(last - first)
-        if a[i] + of_a[i] < b[j] + of_b[j]:
-            i += 1
-        else:
-            j += 1
 
 
 class OptimizerState:
@@ -77,18 +38,27 @@ class OptimizerState:
         self.engine, self.optimizer = engine, engine.torch_optimizer
         self.parameters: dict[str, Any] = _trained(engine.module)  # with what DeepSpeed hangs on them
         self.whole = _trained(engine.whole)  # of all stages of a pipeline
+        self.matrices = self.optimizer.matrices if isinstance(self.optimizer, Muon) else {}
+
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        """What is kept of a parameter."""
+        return self.kinds[:2] if name in self.matrices else self.kinds
 
     def bytes_of_own(self) -> int:
         """What this rank writes."""
-        return 4 * len(self.kinds) * sum(piece.stop - piece.start for piece in self.own())
+        return 4 * sum(len(self.kinds_of(piece.name)) * (piece.stop - piece.start) for piece in self.own())
 
     def bytes_of_all(self) -> int:
         """What all ranks write together."""
-        return 4 * len(self.kinds) * sum(true_numel(parameter) for parameter in self.whole.values())
+        return 4 * sum(len(self.kinds_of(name)) * true_numel(parameter) for name, parameter in self.whole.items())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What this rank writes of its pieces, in fp32: views of what the optimizer holds where that can be."""
-        return {f"{kind}/{piece.name}": self.get(kind, piece).float() for piece in self.own() for kind in self.kinds}
+        return {
+            f"{kind}/{piece.name}": self.get(kind, piece).float()
+            for piece in self.own()
+            for kind in self.kinds_of(piece.name)
+        }
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
         """What this rank writes beside its pieces, each tensor as it is."""
@@ -102,6 +72,15 @@ class OptimizerState:
     def _range(self, parameter: Any) -> tuple[int, int]:
         """The elements [start, stop) of a parameter, or of this replica's share of it, that this rank holds."""
         raise NotImplementedError
+
+    def place(self, name: str) -> tuple[torch.Tensor, int, int, int]:
+        """(the optimizer's tensor that this rank's part of a matrix is in, the part's first element there, and its
+        range in the matrix), for Muon."""
+        parameter = self.parameters[name]
+        return (*self._held_in(parameter), *self._range(parameter))
+
+    def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
+        return parameter, 0
 
     def own(self) -> list[Piece]:
         """What this rank writes: of all ranks together, every element once. What tensor parallelism does not cut is
@@ -137,8 +116,8 @@ class OptimizerState:
         self._weights_follow(read)
 
     def _take(self, read: Read) -> None:
-        for kind in self.kinds:
-            for piece in self.held():
+        for piece in self.held():
+            for kind in self.kinds_of(piece.name):
                 self.set(kind, piece, read(kind, piece))
 
     def start(self) -> None:
@@ -280,6 +259,11 @@ class FlatState(OptimizerState):
         address = parameter._hp_mapping.lp_fragment_address
         return address.start, address.start + address.numel
 
+    def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
+        flat = next(group["params"][0] for group in self.optimizer.param_groups if group["muon"])
+        mapping = parameter._hp_mapping
+        return flat, 0 if mapping is None else mapping.hp_fragment_address.start
+
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         fragment = self.parameters[piece.name]._hp_mapping
         if kind != "weight" and not fragment.optim_fragment:
@@ -303,6 +287,11 @@ class ShardedState(OptimizerState):
         shard = parameter.ds_tensor.numel()
         start = min(self.engine.layout.shard_rank * shard, parameter.ds_numel)
         return start, min(start + shard, parameter.ds_numel)
+
+    def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
+        zero = self.engine.engine.optimizer
+        number, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+        return zero.fp32_partitioned_groups_flat[number], offset
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state

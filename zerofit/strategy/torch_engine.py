@@ -8,7 +8,7 @@ import torch
 
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.optimizers import KEPT, make_optimizer, state_bytes
+from zerofit.strategy.optimizers import KEPT, SHARDED, make_optimizer, state_bytes
 from zerofit.strategy.state import OptimizerState, ReplicatedOptimizerState, ReplicatedState
 
 
@@ -80,7 +80,7 @@ class TorchEngine(Engine):
         return self.optimizer.optimizer
 
     def _state(self) -> OptimizerState | None:
-        if self.optim == "adamw":
+        if self.optim in SHARDED:
             return ReplicatedState(self)
         return ReplicatedOptimizerState(self, KEPT[self.optim], lambda shape: state_bytes(self.optim, shape))
 
