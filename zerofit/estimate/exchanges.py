@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from zerofit.estimate.memory_constants import NORM_BYTES
 from zerofit.estimate.model_states import offload_device
-from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.estimate.speeds import Curve
 from zerofit.estimate.time_constants import (
     ADAM_BYTES,
@@ -133,6 +133,7 @@ class Exchanges:
         step_up: bytes copied from the host after the step.
         micro_moved: bytes of device memory that the engine moves beside the passes, in each micro-batch.
         step_moved: the same in the step, the optimizer's included.
+        products: of the optimizer, and how often they are made on a rank (`product_rounds`).
         adam: elements that the host's Adam moves.
         disk: bytes that are read from a disk and written to it, in an update.
     """
@@ -147,6 +148,8 @@ class Exchanges:
     step_up: float = 0.0
     micro_moved: float = 0.0
     step_moved: float = 0.0
+    products: list[Operation] = field(default_factory=list)
+    product_rounds: float = 0.0
     adam: float = 0.0
     disk: float = 0.0
 

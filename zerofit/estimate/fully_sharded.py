@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
+from zerofit.estimate.memory_constants import MASTER_BYTES, NORM_BYTES
 from zerofit.estimate.model_states import GradientMemory, States, late_states
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import ENDS, Place, Weight, Weights
@@ -79,11 +79,11 @@ def fully_sharded_states(
     held = MASTER_BYTES * trained + dtype.itemsize * shard_of(False)
     return States(
         weights=held,
-        optimizer=MOMENTS_BYTES * trained,
+        optimizer=sum(one.moments_bytes * one.padded(world_size) // world_size for one in weights.all if one.trained),
         engine=lambda: FullyShardedMemory(weights, dtype.itemsize, world_size, reshards, divided, syncs),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
-        late=late_states(MOMENTS_BYTES, [one.padded(world_size) // world_size for one in weights.all if one.trained]),
+        late=late_states(weights, lambda weight: weight.padded(world_size) // world_size),
     )  # fmt: skip
 
 

@@ -212,18 +212,23 @@ def torch_states(
         engine=lambda: kind(weights, width),
         step={"gradients": width * weights.trained, "workspace": max(taken) * weights.largest},
         load=held,
-        late=late_states(weights.state_bytes(optim) / max(1, weights.trained), [*weights.sizes.values()]),
+        late=late_states(weights, lambda weight: weight.size, optim),
         gradients_each=world_size == 1,
     )
 
 
-def late_states(width: float, sizes: Iterable[int]) -> tuple[int, ...]:
-    """Bytes of the tensors that torch's optimizers make in their first step: two for each weight.
+def late_states(weights: Weights, held_of: Callable[[Weight], int], optim: str = "adamw") -> tuple[int, ...]:
+    """Bytes of the tensors that torch's optimizers make in their first step: two for each weight, one for Muon's.
 
     Args:
-        width: bytes of state for an element.
+        held_of: (weight) -> elements of it that a rank has.
     """
-    return tuple(int(width / 2 * size) for size in sizes for _ in range(2))
+    each = [1 if weight.takes_muon else 2 for weight in weights.all if weight.trained]
+    held = [held_of(weight) for weight in weights.all if weight.trained]
+    width = weights.state_bytes(optim) / max(
+        1, sum(number * size for number, size in zip(each, weights.sizes.values()))
+    )
+    return tuple(int(width * size) for number, size in zip(each, held) for _ in range(number))
 
 
 def deepspeed_states(
@@ -282,7 +287,7 @@ def _first_stages(
     if not on_gpu:  # gloo gathers into a tensor of its own, after gradients are gone
         moments.append(width * max(shards) * world_size - kept)
     return States(
-        optimizer=(MASTER_BYTES + MOMENTS_BYTES) * shard,
+        optimizer=MASTER_BYTES * shard + sum(group.moments_bytes * group.partition for group in groups),
         step={"gradients": kept, "workspace": max(moments)},
         **common,
     )
@@ -299,6 +304,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gp
 
     groups = [shard_of(group) for group in weights.groups]
     shard, trained = shard_of(weights.all), sum(groups)
+    moments = sum(group[0].moments_bytes * size for group, size in zip(weights.groups, groups))
     offloads_weights = offload_device(zero.offload_param) != "none"
     copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
     persistent = weights.persistent(int(zero.param_persistence_threshold)) if copies else 0
@@ -322,7 +328,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gp
     sub_group = max((min(int(zero.sub_group_size), group) for group in groups), default=0)
     return States(
         weights=width * (persistent + copied + (0 if offloads_weights else shard)),
-        optimizer=0 if offloads else (MASTER_BYTES + MOMENTS_BYTES) * trained,
+        optimizer=0 if offloads else MASTER_BYTES * trained + moments,
         engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,

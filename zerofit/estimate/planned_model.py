@@ -21,6 +21,7 @@ from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
 from zerofit.model.lora import split_targets
+from zerofit.model.parameters import hidden_matrices
 from zerofit.model.rows import ends_of
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
@@ -116,6 +117,7 @@ class PlannedModel:
 
     @cached_property
     def weights(self) -> Weights:
+        muon = hidden_matrices(self.full) if self.recipe.optim == "muon" else {}
         every = tuple(
             Weight(
                 name,
@@ -124,6 +126,7 @@ class PlannedModel:
                 parameter.dim() > 1,
                 len(parameter) if parameter.dim() else 1,
                 tuple(parameter.shape),
+                name in muon,
             )
             for name, parameter in self.full.named_parameters()
         )

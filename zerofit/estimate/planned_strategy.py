@@ -1,11 +1,13 @@
 """A strategy with nothing left open, for one model: what of its states and buffers follows from the model's size."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
+from zerofit.estimate.memory_constants import MASTER_BYTES
 from zerofit.estimate.model_states import States, deepspeed_states, torch_states
+from zerofit.estimate.newton_schulz import workspace
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.traced_shares import expert_names
@@ -36,6 +38,15 @@ class PlannedStrategy:
         return None if isinstance(self.sharding, FullyShards) else self.sharding
 
     @property
+    def shards_weights(self) -> bool:
+        return isinstance(self.sharding, FullyShards) or (self.zero is not None and int(self.zero.stage) == 3)
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share the optimizer's work."""
+        return 1 if self.sharding is None else self.layout.shard_size
+
+    @property
     def divides_experts(self) -> bool:
         return getattr(self.sharding, "divides_experts", False)
 
@@ -44,6 +55,17 @@ class PlannedStrategy:
         return expert_names(model.full) if self.divides_experts else frozenset()
 
     def states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
+        found, weights, ranks = self._states(model, accumulates, stage), model.weights, self.optimizer_ranks
+        if not weights.matrices:
+            return found
+        half, is_split = self.precision != "fp32", self.shards_weights and ranks > 1
+        flat = (
+            0 if self.zero is None else 6 if half and self.shards_weights else MASTER_BYTES
+        )  # gradients, in DeepSpeed
+        taken = workspace(weights, half, is_split) + flat * sum(one.size for one in weights.matrices) // ranks
+        return replace(found, step={**found.step, "workspace": max(found.step["workspace"], taken)})
+
+    def _states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
         trained, frozen = model.dtypes(self.precision, self.sharding is not None)
         weights, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):

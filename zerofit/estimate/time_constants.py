@@ -63,8 +63,8 @@ NETWORK = 12.5e9
 ADAM_BYTES = 28
 
 # The same of others. In 8 bits both moments take a byte each. Adafactor's single operations (transformers 5.23,
-# Adafactor.step) read and write a tensor of the parameter's size 21 times.
-MOVED_BYTES = {"adamw": ADAM_BYTES, "adamw_8bit": 16, "adafactor": 21 * 4}
+# Adafactor.step) read and write a tensor of the parameter's size 21 times. Of Muon see newton_schulz.py.
+MOVED_BYTES = {"adamw": ADAM_BYTES, "muon": ADAM_BYTES, "adamw_8bit": 16, "adafactor": 21 * 4}
 
 # An optimizer on a disk: of each element weight, moments and gradient in fp32 are read and written in an update, at
 # what a machine's disk does. An assumption: one NVMe disk of PCIe 4.

@@ -16,6 +16,7 @@ from zerofit.estimate.exchanges import (
     torch_exchanges,
 )
 from zerofit.estimate.fully_sharded import FullyShards
+from zerofit.estimate.newton_schulz import with_muon
 from zerofit.estimate.operations import ALL_GATHER, BY_FLOPS, EXCHANGES, Operation
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
@@ -166,6 +167,7 @@ def update_time(
     host = accumulation * copies + copied(exchanges.step_up) + adam
     engine = accumulation * speeds.memory_seconds(exchanges.micro_moved, half)
     optimizer = speeds.memory_seconds(exchanges.step_moved)
+    optimizer += exchanges.product_rounds * sum(map(speeds.seconds, exchanges.products))
     parts = {kind: accumulation * seconds for kind, seconds in passes.parts.items()}
     parts["memory"] = parts.get("memory", 0.0) + engine
     computed = accumulation * (passes.forward + passes.backward) + engine
@@ -303,7 +305,11 @@ class Timing:
         """Kept with the strategy: as long as it is there, its id is its own."""
         key = id(resolved), accumulates
         if key not in self._exchanges:
-            self._exchanges[key] = resolved, self.exchanges(resolved, accumulates)
+            found, weights = self.exchanges(resolved, accumulates), self.model.weights
+            if weights.matrices:
+                ranks, half = resolved.optimizer_ranks, resolved.precision != "fp32"
+                found = with_muon(found, weights, half, ranks, ranks > 1 and resolved.shards_weights)
+            self._exchanges[key] = resolved, found
         return self._exchanges[key][1]
 
     def exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from zerofit.estimate.memory_constants import NF4_BYTES
+from zerofit.estimate.memory_constants import MOMENTS_BYTES, NF4_BYTES
 from zerofit.strategy.optimizers import state_bytes
 
 ENDS = "ends"
@@ -17,7 +17,7 @@ ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl
 @dataclass(frozen=True)
 class Weight:
     """A parameter. `size` is in elements, `rows` of its first dimension; the optimizer has a group of matrices and one
-    of vectors (decay_groups). `shape` is that of the full parameter."""
+    of vectors (decay_groups), and before them one of those that take Muon. `shape` is that of the full parameter."""
 
     name: str
     size: int
@@ -25,6 +25,17 @@ class Weight:
     is_matrix: bool = True
     rows: int = 1
     shape: tuple[int, ...] = ()
+    takes_muon: bool = False
+
+    @property
+    def group(self) -> int:
+        """The number of its group."""
+        return 0 if self.takes_muon else 1 if self.is_matrix else 2
+
+    @property
+    def moments_bytes(self) -> int:
+        """Of the optimizers that shards are enough for, for each element."""
+        return MOMENTS_BYTES // 2 if self.takes_muon else MOMENTS_BYTES
 
     def padded(self, world_size: int) -> int:
         """Its elements with rows filled up, so that each rank has as many."""
@@ -66,7 +77,15 @@ class Weights:
 
     def state_bytes(self, optim: str) -> int:
         """What an optimizer keeps of all that is trained, of parameters that are not sharded."""
-        return sum(state_bytes(optim, weight.shape or (weight.size,)) for weight in self.all if weight.trained)
+        return sum(
+            state_bytes("adamw" if optim == "muon" and not weight.takes_muon else optim, weight.shape or (weight.size,))
+            for weight in self.all if weight.trained
+        )  # fmt: skip
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Those that take Muon."""
+        return [weight for weight in self.all if weight.trained and weight.takes_muon]
 
     @cached_property
     def largest(self) -> int:
@@ -75,9 +94,9 @@ class Weights:
 
     @cached_property
     def groups(self) -> list[list[Weight]]:
-        """The optimizer's groups of what is trained: matrices, and vectors."""
+        """The optimizer's groups of what is trained."""
         trained = [weight for weight in self.all if weight.trained]
-        groups = [[weight for weight in trained if weight.is_matrix is kind] for kind in (True, False)]
+        groups = [[weight for weight in trained if weight.group == number] for number in range(3)]
         return [group for group in groups if group]
 
     def shared(self, shares: dict[str, int]) -> "Weights":
@@ -131,10 +150,12 @@ class FlatGroup:
 
     Attributes:
         partition: elements of a rank's part.
+        moments_bytes: of each.
         parts: {name of a weight: [(rank, elements of it that are in the rank's part)]}.
     """
 
     def __init__(self, group: list[Weight], world_size: int):
+        self.moments_bytes = group[0].moments_bytes
         total = sum(weight.size for weight in group)
         aligned = -(-total // (ALIGNMENT * world_size)) * ALIGNMENT * world_size
         self.partition, self.parts, begin = aligned // world_size, {}, 0

@@ -57,7 +57,8 @@ class Combination:
 def variants(recipe: Any) -> Iterator[Options]:
     """What is tried: recomputation, its inputs on the host, the loss, and the optimizer where none is named."""
     recomputed = [False, "selective", True]
-    optimizers = [recipe.optim] if recipe.source("optim") else OPTIMIZERS
+    others = [name for name in OPTIMIZERS if name != "muon"]  # which is no matter of memory
+    optimizers = [recipe.optim] if recipe.source("optim") else others
     for again, loss, optim in itertools.product(recomputed, ("chunked", "full"), optimizers):
         for offloaded in (False, True) if again is True else (False,):
             if recipe.task == "cls" and loss == "full":
