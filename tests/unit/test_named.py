@@ -68,6 +68,26 @@ def test_strategies_that_shard_refuse_other_optimizers_than_adamw(torchrun, stra
     assert "optim = adafactor:" in refusal(read_strategy, options)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "more", "why"),
+    [
+        ("tp", [], "tensor parallelism"), ("pp", [], "a pipeline"), ("ep", [], "experts that are divided"),
+        ("zero2_offload", [], "offload"), ("zero3_offload", [], "offload"), ("zero2", ["--lora"], "lora"),
+        ("ddp", ["--lora"], "lora"),
+    ],
+)  # fmt: skip
+def test_where_it_would_be_another_optimizer_it_is_refused(torchrun, strategy, more, why):
+    message = refusal(read_strategy, recipe("--optim", "muon", "--strategy", strategy, *more))
+    assert "optim = muon (" in message
+    assert why in message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "sp"])
+def test_it_goes_with_other_strategies(torchrun, strategy):
+    config = read_strategy(recipe("--optim", "muon", "--strategy", strategy)).deepspeed
+    assert config is None or ("optimizer" not in config and config["zero_allow_untested_optimizer"])
+
+
 def test_one_process_without_a_launcher(torchrun):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         del torchrun[name]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from zerofit.estimate.memory_constants import MASTER_BYTES, NORM_BYTES
-from zerofit.estimate.model_states import GradientMemory, States, late_states
+from zerofit.estimate.model_states import GradientMemory, States
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import ENDS, Place, Weight, Weights
 
@@ -83,7 +83,7 @@ def fully_sharded_states(
         engine=lambda: FullyShardedMemory(weights, dtype.itemsize, world_size, reshards, divided, syncs),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
-        late=late_states(weights, lambda weight: weight.padded(world_size) // world_size),
+        late=weights.late_states(lambda weight: weight.padded(world_size) // world_size),
     )  # fmt: skip
 
 

@@ -206,29 +206,17 @@ def torch_states(
     held = width * weights.trained + weights.frozen_bytes(frozen_dtype)
     taken = [0 if on_gpu else NORM_BYTES, ADAFACTOR_BYTES if optim == "adafactor" else 0]
     kind = DdpGradients if world_size > 1 else GradientMemory
+    late = weights.late_states(lambda weight: weight.size)
+    of_adam = weights.state_bytes(optim) / max(1, sum(late))
     return States(
         weights=held,
         optimizer=weights.state_bytes(optim),
         engine=lambda: kind(weights, width),
         step={"gradients": width * weights.trained, "workspace": max(taken) * weights.largest},
         load=held,
-        late=late_states(weights, lambda weight: weight.size, optim),
+        late=tuple(int(of_adam * size) for size in late),
         gradients_each=world_size == 1,
     )
-
-
-def late_states(weights: Weights, held_of: Callable[[Weight], int], optim: str = "adamw") -> tuple[int, ...]:
-    """Bytes of the tensors that torch's optimizers make in their first step: two for each weight, one for Muon's.
-
-    Args:
-        held_of: (weight) -> elements of it that a rank has.
-    """
-    each = [1 if weight.takes_muon else 2 for weight in weights.all if weight.trained]
-    held = [held_of(weight) for weight in weights.all if weight.trained]
-    width = weights.state_bytes(optim) / max(
-        1, sum(number * size for number, size in zip(each, weights.sizes.values()))
-    )
-    return tuple(int(width * size) for number, size in zip(each, held) for _ in range(number))
 
 
 def deepspeed_states(

@@ -1,6 +1,6 @@
 """The parameters of the full model, in elements, and how ZeRO-1 and 2 lay them out over the ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -77,15 +77,26 @@ class Weights:
 
     def state_bytes(self, optim: str) -> int:
         """What an optimizer keeps of all that is trained, of parameters that are not sharded."""
+        rest = "adamw" if optim == "muon" else optim
         return sum(
-            state_bytes("adamw" if optim == "muon" and not weight.takes_muon else optim, weight.shape or (weight.size,))
-            for weight in self.all if weight.trained
-        )  # fmt: skip
+            state_bytes(optim if weight.takes_muon else rest, weight.shape or (weight.size,))
+            for weight in self.all
+            if weight.trained
+        )
 
     @property
     def matrices(self) -> list[Weight]:
         """Those that take Muon."""
         return [weight for weight in self.all if weight.trained and weight.takes_muon]
+
+    def late_states(self, held_of: Callable[[Weight], int]) -> tuple[int, ...]:
+        """Bytes of the moments that torch's AdamW makes in its first step, tensor by tensor; Muon makes one.
+
+        Args:
+            held_of: (weight) -> elements of it that a rank has.
+        """
+        held = [(held_of(weight), 1 if weight.takes_muon else 2) for weight in self.all if weight.trained]
+        return tuple(MOMENTS_BYTES // 2 * size for size, number in held for _ in range(number))
 
     @cached_property
     def largest(self) -> int:

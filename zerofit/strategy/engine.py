@@ -289,6 +289,7 @@ class Engine:
             "micro_batch": batches.micro_batch,
             "gradient_accumulation_steps": batches.accumulation,
             "global_batch": batches.global_batch,
+            "muon": sorted(self.torch_optimizer.matrices) if isinstance(self.torch_optimizer, Muon) else [],
             "deepspeed": getattr(self.accelerator, "deepspeed_config", None)
             if self.strategy.deepspeed is not None
             else None,

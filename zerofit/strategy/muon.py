@@ -50,14 +50,10 @@ class Matrix:
         start, stop = self.ranges[rank]
         return flat(self.held.grad)[self.offset : self.offset + stop - start]
 
-    def update(self, direction: torch.Tensor) -> torch.Tensor:
-        """The step for a learning rate of 1, flat.
-
-        Args:
-            direction: the matrix, flat: the gradient with its momentum.
-        """
-        made = orthogonal(direction.view(self.shape))
-        return made.view(-1).mul_(RMS * math.sqrt(max(self.shape[-2:])))
+    @property
+    def scale(self) -> float:
+        """Of its orthogonal updates."""
+        return RMS * math.sqrt(max(self.shape[-2:]))
 
 
 class Muon(torch.optim.AdamW):
@@ -141,7 +137,8 @@ class Muon(torch.optim.AdamW):
         for matrix in matrices:
             if matrix.ranges[self.rank] == (0, matrix.shape.numel()):
                 part = matrix.gradient(self.rank)
-                part.copy_(matrix.update(part.to(self.dtype)))
+                made = orthogonal(part.to(self.dtype).view(matrix.shape))
+                part.copy_(made.view(-1)).mul_(matrix.scale)
         split = [matrix for matrix in matrices if matrix.is_split]
         ranks = len(split[0].ranges) if split else 1
         for first in range(0, len(split), ranks):
@@ -158,10 +155,10 @@ class Muon(torch.optim.AdamW):
         full = sent.new_empty(sum(others))
         distributed.all_to_all_single(full, sent, others, sizes, self.group)
         if own:
-            full = own.update(full)
+            full = orthogonal(full.view(own.shape)).view(-1)
         distributed.all_to_all_single(sent, full, sizes, others, self.group)
-        for part, made in zip(parts, sent.split(sizes)):
-            part.copy_(made)
+        for matrix, part, made in zip(matrices, parts, sent.split(sizes)):
+            part.copy_(made).mul_(matrix.scale)
 
     def describe(self) -> str:
         """What takes which of the two, for the log."""

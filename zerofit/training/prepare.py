@@ -34,6 +34,7 @@ from zerofit.strategy.engine import Engine
 from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.host_memory import resident_bytes
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same
+from zerofit.strategy.muon import Muon
 from zerofit.strategy.offloaded_inputs import host_store, offload_inputs
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
@@ -181,6 +182,8 @@ class Prepared:
             assert length is not None, "it trains"
             assert schedule is not None, "it trains"
             model, layout = about_the_model(recipe, self.parameters, self.trainable, self.adapter), strategy.describe
+            if isinstance(self.engine.torch_optimizer, Muon):
+                model += [f"optimizer {self.engine.torch_optimizer.describe()}"]
             warmup = f", {schedule.num_warmup} warm-up" if schedule.num_warmup else ""
             rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
             run = [f"run       {length.describe}; {rate}"]

@@ -1,0 +1,123 @@
+"""optim muon: its step, what takes it, what it keeps, where it is refused. Between strategies: test_agreement.py."""
+
+import pytest
+import torch
+from helpers import refusal
+from test_plan_layouts import GPT2, model_of
+from test_resuming import recipe
+from test_saving import Alone, save, saver_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zerofit.estimate.fully_sharded import FullyShards
+from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.model.parameters import hidden_matrices
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.muon import orthogonal
+from zerofit.strategy.optimizers import make_optimizer
+from zerofit.strategy.state import ReplicatedState
+
+FLAGS = ("--optim", "muon", "--learning_rate", "1e-2", "--weight_decay", "0.1")
+
+
+def model_with(kind: str, **values) -> torch.nn.Module:
+    config = AutoConfig.for_model(kind, vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                  intermediate_size=24, **values)  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+class Alternating(Alone):
+    """An engine of one process, whose blocks are linear layers."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__(seed)
+        self.module._no_split_modules = ["Linear"]
+        self.torch_optimizer = make_optimizer(self.module, recipe(*FLAGS), torch.device("cpu"))
+        self.state = ReplicatedState(self)
+
+
+def test_a_step_is_torch_s(monkeypatch):
+    """In half precision, and in fp32, which torch's own has not."""
+    for precision in ("bf16", "fp32"):
+        ours, theirs = model_with("llama"), model_with("llama")
+        if precision == "fp32":
+            monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        optimizer = make_optimizer(ours, recipe(*FLAGS, "--precision", precision), torch.device("cpu"))
+        chosen, every = hidden_matrices(theirs), dict(theirs.named_parameters())
+        rest = [each for name, each in every.items() if name not in chosen]
+        pair = (
+            torch.optim.Muon([*chosen.values()], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([
+                {"params": [each for each in rest if each.dim() == 2], "weight_decay": 0.1},
+                {"params": [each for each in rest if each.dim() < 2], "weight_decay": 0.0},
+            ], lr=1e-2, fused=True),
+        )  # fmt: skip
+        for step in range(3):
+            for model in (ours, theirs):
+                torch.manual_seed(step)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn_like(parameter)
+            for each in (optimizer, *pair):
+                each.step()
+        for name, parameter in ours.named_parameters():
+            torch.testing.assert_close(parameter, every[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_the_matrices_of_the_blocks_take_it():
+    llama = hidden_matrices(model_with("llama", tie_word_embeddings=False))
+    assert len(llama) == 2 * 7
+    assert {tuple(each.shape) for each in llama.values()} == {(16, 16), (24, 16), (16, 24)}
+    mixture = hidden_matrices(model_with("mixtral", num_local_experts=4))
+    assert len(mixture) == 2 * 7, "attention, router, and of all experts two tensors"
+    assert {each.dim() for each in mixture.values()} == {2, 3}
+    gpt2 = model_with("gpt2")
+    assert len(hidden_matrices(gpt2)) == 2 * 4
+    assert all(each.dim() == 2 for each in hidden_matrices(gpt2).values())
+
+
+def test_experts_are_orthogonal_by_themselves():
+    torch.manual_seed(0)
+    experts = torch.randn(3, 12, 20)
+    together = orthogonal(experts.clone())
+    for expert, made in zip(experts, together):
+        torch.testing.assert_close(orthogonal(expert), made)
+    values = torch.linalg.svdvals(together)
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+
+
+def test_a_run_resumes_to_the_bit(tmp_path):
+    engine = Alternating()
+    engine.train(range(3))
+    saver = saver_of(engine, tmp_path, asynchronous=False)
+    save(saver, engine, 3)
+    assert not saver.wait()
+    after = engine.train(range(3, 6))
+    again = Alternating(seed=5)
+    folder, _ = saver.choose("auto")
+    saver_of(again, tmp_path).load(folder)
+    assert again.state.steps == 3
+    assert again.train(range(3, 6)) == after
+    assert after[-1] < after[0]
+    sizes = [parameter.numel() for parameter in engine.module.parameters()]
+    assert engine.state.bytes_of_all() == 4 * (2 * (sizes[0] + sizes[2]) + 3 * (sizes[1] + sizes[3]))
+
+
+def test_a_model_without_blocks_is_refused():
+    module = torch.nn.Linear(2, 2)
+    assert "optim = muon: a Linear " in refusal(make_optimizer, module, recipe(*FLAGS), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
+def test_the_plan_counts_one_moment_of_matrices(stage):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    model, adam = model_of(*GPT2, "--optim", "muon"), model_of(*GPT2)
+    sharding = FullyShards(True) if stage == "fsdp2" else DeepSpeedZeroConfig(stage=stage) if stage else None
+    ranks = 2 if stage else 1
+    planned = PlannedStrategy("", ParallelLayout(ranks), "fp32", sharding)
+    ours, theirs = (planned.states(each, False) for each in (model, adam))
+    matrices = 2 * 12 * 64 * 64
+    assert model.weights.state_bytes("muon") == adam.weights.state_bytes("adamw") - 4 * matrices
+    assert theirs.optimizer - ours.optimizer == pytest.approx(4 * matrices / ranks, rel=1e-3)
+    assert ours.step["workspace"] >= 4 * 4 * 64 * 64
