@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import yaml
 from ranks import RankServer, rank_environments
@@ -87,6 +88,17 @@ def loss_and_gradients(model, kind: str, batch: dict) -> tuple[torch.Tensor, dic
     loss = model(**batch)
     (loss / 7).backward()
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def check_chunked_loss(model, batch: dict) -> None:
+    """That the memory-saving loss is the plain one, and so are its gradients."""
+    full, full_gradients = loss_and_gradients(model, "full", batch)
+    chunked, chunked_gradients = loss_and_gradients(model, "chunked", batch)
+    torch.testing.assert_close(chunked, full, rtol=1e-6, atol=0)
+    assert len(full_gradients) > 10
+    for name, gradient in full_gradients.items():
+        limit = 1e-5 * float(gradient.abs().max()) + 1e-8
+        torch.testing.assert_close(chunked_gradients[name], gradient, rtol=1e-4, atol=limit, msg=name)
 
 
 def refusal(function, *args, **kwargs) -> str:
@@ -255,6 +267,14 @@ def largest_differences(ours: list[dict], theirs: list[dict], figures: Iterable[
     pairs = list(zip(updates(ours), updates(theirs), strict=True))
     assert pairs
     return {name: max(abs(a[name] - b[name]) / max(abs(b[name]), 1e-12) for a, b in pairs) for name in figures}
+
+
+def check_alike(ours: list[dict], theirs: list[dict], rel: float = 1e-5) -> None:
+    """That the lines of two runs agree, held-out figures included."""
+    assert updates(theirs)
+    for line, other in zip(ours, theirs, strict=True):
+        for name in {"loss", "grad_norm", "learning_rate", "targets", "eval_loss"} & other.keys():
+            assert line[name] == pytest.approx(other[name], rel=rel, abs=1e-15), (name, line["update"])
 
 
 def cut_after(run: Path, update: int) -> None:

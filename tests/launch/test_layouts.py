@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import ROOT, completed, cut_after, launch, metrics, updates
+from helpers import ROOT, check_alike, completed, cut_after, launch, metrics, updates
 from safetensors.torch import load_file
 
 TEXT = ROOT / "docs" / "fine-tune.md"
@@ -53,13 +53,6 @@ def run(start, tmp_path_factory):
         return folder / strategy
 
     return once
-
-
-def check_alike(ours, theirs) -> None:
-    assert len(updates(ours)) == len(updates(theirs)) == 4
-    for line, other in zip(ours, theirs, strict=True):
-        for name in {"loss", "grad_norm", "learning_rate", "targets", "eval_loss"} & other.keys():
-            assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-15), (name, line["update"])
 
 
 @pytest.mark.parametrize("strategy", ["sp", "zero3_hpz", "fsdp2", HSDP])

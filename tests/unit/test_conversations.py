@@ -55,6 +55,7 @@ def test_columns_that_are_found(record, options, expected):
     [
         ({"a": "x", "b": "y", "c": "z"}, {}, "name --source_column and --target_column"),
         ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences"),
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, {}, "name --source_column and --target_column"),
         ({"a": TURNS, "b": "y"}, {"source_column": "a", "target_column": "b"}, "source_column = 'a' holds no text"),
     ],
 )
@@ -64,6 +65,7 @@ def test_columns_that_are_not_found(record, options, words):
     assert f"the columns are {', '.join(record)}" in message
 
 
+ASKED, WHO = Columns(None, "question", "answers", "context"), {"question": "Who?", "context": "Ann did. "}
 EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
 
 
@@ -80,6 +82,7 @@ EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
          [Pair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
         (Columns("d", None, "r"), {"d": TURNS, "r": "Oh "}, [Pair(TURNS, "Oh")]),
         (Columns(None, "s", "t"), {"s": " some text", "t": "less\n"}, [Pair(["some text"], "less")]),
+        (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [Pair(["question: Who? context: Ann did."], "Ann")]),
     ],
 )  # fmt: skip
 def test_pairs_of_a_record(columns, record, pairs):
@@ -94,6 +97,7 @@ def test_pairs_of_a_record(columns, record, pairs):
         (Columns("d", None, None), {"d": ["Hi!"]}, "a reply with no history"),
         (Columns("d", None, None), {"d": []}, "a conversation without a turn"),
         (Columns(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
+        (ASKED, {**WHO, "answers": {"text": []}}, "the answers is empty"),
     ],
 )
 def test_records_that_hold_no_pair(columns, record, words):
@@ -251,19 +255,6 @@ def test_the_same_columns_in_another_role(tmp_path, prepare):
 def test_a_turn_in_parts_is_one_text(content):
     record = {"d": [{"role": "user", "content": content}, {"role": "assistant", "content": "Fine."}]}
     assert Columns("d", None, None).read(record) == [Pair(["How are you?"], "Fine.")]
-
-
-def test_an_instruction_beside_an_input_is_not_left_out_silently():
-    table = Dataset.from_dict({"instruction": ["Add."], "input": ["1 2"], "output": ["3"]})
-    assert "the columns are instruction, input, output" in refusal(find_columns, PairColumns(), table)
-
-
-def test_questions_about_a_text():
-    columns = Columns(None, "question", "answers", "context")
-    record = {"question": "Who?", "context": "Ann did. ", "answers": {"text": ["Ann", "she"]}}
-    assert columns.read(record) == [Pair(["question: Who? context: Ann did."], "Ann")]
-    with pytest.raises(BadRecord, match="the answers is empty"):
-        columns.read({**record, "answers": {"text": []}})
 
 
 def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache, prepare):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import platform
 import shutil
 import struct
@@ -21,7 +20,6 @@ from zerofit.data.megatron.blend import Blend, build
 from zerofit.data.megatron.corpus import INDICES, Card, megatron, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, MicroBatches, loader
 from zerofit.model.configuration import load_configuration
-from zerofit.model.export import export_model
 from zerofit.model.loss import IGNORE, install_loss
 from zerofit.model.preflight import check_mask_support
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
@@ -187,25 +185,11 @@ def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, fla
             assert model(**batch.inputs).item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
-def test_a_padded_vocabulary_is_cut_on_export(tmp_path, family):
-    from transformers import AutoModelForCausalLM
-
-    recipe = recipe_of("--make_vocab_size_divisible_by", "128")
-    config = tiny_model(family).config
-    assert "128 rows" in pad_vocabulary(config, recipe)
-    assert config.vocab_size == 128
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    tokenizer = train_tokenizer(["a b c " * 50], 258, "few", tmp_path)
-    export_model(model, model.state_dict().items(), tokenizer, tmp_path / "model", "card")
-    assert "unpadded_vocab_size" not in json.loads((tmp_path / "model" / "config.json").read_text())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    assert loaded.config.vocab_size == loaded.get_input_embeddings().weight.shape[0] == VOCABULARY
-    ids = torch.arange(30)[None]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits[..., :VOCABULARY], loaded(ids).logits)
-    assert model.config.vocab_size == 128  # it may be training on
+def test_a_vocabulary_is_padded():
+    """It is cut again on export: test_pipeline.py."""
+    config = tiny_model("gpt2").config
+    assert "128 rows" in pad_vocabulary(config, recipe_of("--make_vocab_size_divisible_by", "128"))
+    assert (config.vocab_size, config.unpadded_vocab_size) == (128, VOCABULARY)
 
 
 @pytest.fixture(scope="module")

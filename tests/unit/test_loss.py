@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, loss_and_gradients, tiny_model
+from helpers import TINY, check_chunked_loss, loss_and_gradients, tiny_model
 
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.model.loss import install_loss
@@ -39,14 +39,7 @@ def test_same_loss_and_gradients(family, tied, chunk_bytes, monkeypatch):
     monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
     model = tiny_model(family, tie_word_embeddings=tied)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
-    full, full_gradients = loss_and_gradients(model, "full", batch())
-    chunked, chunked_gradients = loss_and_gradients(model, "chunked", batch())
-    torch.testing.assert_close(chunked, full, rtol=1e-6, atol=0)
-    assert len(full_gradients) > 10
-    for name, gradient in full_gradients.items():
-        torch.testing.assert_close(
-            chunked_gradients[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max())
-        )
+    check_chunked_loss(model, batch())
 
 
 def test_it_never_holds_all_logits(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import loss_and_gradients
+from helpers import check_chunked_loss, loss_and_gradients
 
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.model.loss import IGNORE, install_loss, loss_of_examples, shifted_right
@@ -68,14 +68,7 @@ def test_the_plain_loss_is_transformers_own(name):
 def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch):
     monkeypatch.setattr(chunked_module, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
-    model = pair_model(name)
-    full, full_gradients = loss_and_gradients(model, "full", batch())
-    chunked, chunked_gradients = loss_and_gradients(model, "chunked", batch())
-    torch.testing.assert_close(chunked, full, rtol=1e-6, atol=0)
-    assert len(full_gradients) > 40
-    for parameter, gradient in full_gradients.items():
-        limit = 1e-5 * float(gradient.abs().max()) + 1e-8
-        torch.testing.assert_close(chunked_gradients[parameter], gradient, rtol=1e-4, atol=limit)
+    check_chunked_loss(pair_model(name), batch())
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -18,6 +18,7 @@ from zerofit.estimate.traced_steps import host_inputs, in_flight
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model import chunked_loss
+from zerofit.tools.plan import parallel
 
 MILLION = 10**6
 ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
@@ -248,6 +249,23 @@ def test_the_largest_batch_fits_and_the_next_does_not(capsys):
         assert sizes[size]["fits"]
         assert not sizes[size + 1]["fits"]
         assert sizes[size]["peak_allocated_bytes"] == sum(sizes[size]["components"].values()) <= 128 * 2**20
+
+
+def test_a_plan_is_the_same_in_one_process_and_in_two(monkeypatch, capfd):
+    used, plans, in_processes = [], [], parallel.in_processes
+
+    def noted(function, items, workers, progress):
+        used.append(workers)
+        return in_processes(function, items, workers)
+
+    monkeypatch.setattr(parallel, "in_processes", noted)
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
+    for can_fork in (False, True):
+        monkeypatch.setattr(parallel, "_can_fork", lambda can_fork=can_fork: can_fork)
+        plans.append(planned(capfd, *ON_GPUS, "--strategies", "ddp,zero2,zero3"))
+    assert used == [1, 2]
+    assert len(plans[0]["predictions"]) >= 4
+    assert plans[0] == plans[1]
 
 
 def test_named_sizes_are_predicted_and_a_global_batch_sets_the_accumulation(capsys):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_plan import MILLION, ON_GPUS, RECIPE, planned, zero
+from test_plan import MILLION, ON_GPUS, RECIPE, gpt2, planned, tracer, zero
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
 from zerofit.estimate.device_speeds import VERSION, Calibration, cpu_name, key_name, place_of, read_calibration
@@ -14,9 +14,6 @@ from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.speeds import Curve, Speeds
 from zerofit.estimate.time_constants import SHARED_BY
 from zerofit.estimate.timing import PassTime, update_time
-from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.tracer import ATTENTION as TRACED
-from zerofit.estimate.tracer import Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.tools.plan.calibrate import Bench
 
@@ -29,34 +26,14 @@ ON_CPU = ["--gpu", "cpu", "--gpu_memory", "400MiB", "--num_gpus", "2"]
 # ------------------------------------------------------------------------------------------------------ the operations
 
 
-def config_of(layers: int) -> GPT2Config:
-    return GPT2Config(n_layer=layers, n_head=4, n_embd=64, n_positions=48, vocab_size=256, use_cache=False,
-                      resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
-
-
-def traced_steps(layers: int, batch_size: int = 2) -> list[TracedStep]:
-    config, rows = config_of(layers), Rows("clm", 48, loss_kind="full")
-    with torch.device("meta"):
-        full = AutoModelForCausalLM.from_config(config)
-
-    def build(config):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=TRACED)
-        rows.install(model)
-        return model
-
-    return Tracer(config, full, build, rows, TraceSettings(torch.float32, None, False, loss="full")).steps(batch_size)
-
-
-def flops_of(steps: list[TracedStep], kind: str) -> int:
-    return sum(one.flops for step in steps for one in step.operations if one.kind == kind)
-
-
 def test_traced_products_are_those_of_a_real_pass():
-    model = AutoModelForCausalLM.from_config(config_of(3), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(gpt2(3), attn_implementation="sdpa")
     ids = torch.zeros(2, 48, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    assert flops_of(traced_steps(3), MATRIX) == counter.get_total_flops() > 0  # it does not know a CPU's attention
+    steps = tracer(gpt2(3), Rows("clm", 48, loss_kind="full"), dtype=torch.float32).steps(2)
+    traced = sum(one.flops for step in steps for one in step.operations if one.kind == MATRIX)
+    assert traced == counter.get_total_flops() > 0  # it does not know a CPU's attention
 
 
 # ----------------------------------------------------------------------------------------------- rates, links, updates

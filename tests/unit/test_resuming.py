@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import yaml
 from helpers import refusal
+from test_run_folder import checkpoint
 
-from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import NothingToDo
@@ -120,27 +120,18 @@ def test_only_one_run_is_at_work_in_a_folder(tmp_path):
     RunFolder(tmp_path / "not yet there").lock()
 
 
-def named_checkpoint(folder, run: dict):
-    checkpoints = CheckpointDirectory(folder / "checkpoints")
-    (checkpoints.partial(3) / "state").mkdir(parents=True)
-    (checkpoints.partial(3) / "state" / "progress.json").write_text(json.dumps({"run": run}))
-    checkpoints.finish(3, ASKED, False, {})
-    return checkpoints.folder(3)
-
-
 def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
-    before = recipe()
-    checkpoint = named_checkpoint(tmp_path, {**identity(before, 8), "num_processes": 2})
-    now = recipe("--resume", str(checkpoint), "--learning_rate", "1e-3", "--num_train_epochs", "9")
+    named = checkpoint(tmp_path, 3)
+    now = recipe("--resume", str(named), "--learning_rate", "1e-3", "--num_train_epochs", "9")
     origin = Resume(now, RunFolder(tmp_path / "other"), 2)
     assert sorted(origin.plan(8)) == [
         "resumes with a change: learning_rate was 5e-05, now 0.001",
         "resumes with a change: num_train_epochs was 3.0, now 9.0",
     ]
-    assert origin.sources == [str(checkpoint)]
-    recorded = {**identity(before, 8), "num_processes": 2}
+    assert origin.sources == [str(named)]
+    recorded = {**identity(recipe(), 8), "num_processes": 2}
     for flags, global_batch, text in ((["--seed", "1"], 8, "seed was 42, now 1"), ([], 16, "was 8, now 16")):
-        message = refusal(differences_from, recipe("--resume", str(checkpoint), *flags), global_batch, recorded)
+        message = refusal(differences_from, recipe("--resume", str(named), *flags), global_batch, recorded)
         assert text in message
         assert "the data position" in message
 
@@ -148,16 +139,16 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
 def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):
     """Another run is refused or replaced; this one, begun there and killed, goes on from its own newest first."""
     (tmp_path / "here").mkdir()
-    checkpoint = named_checkpoint(tmp_path / "there", {**identity(recipe(), 8), "num_processes": 2})
+    path = str(checkpoint(tmp_path / "there", 3))
     folder = leave_a_run(tmp_path / "here", recipe(), 8, 2)
-    named = ["--resume", str(checkpoint)]
+    named = ["--resume", path]
     assert "holds a different run" in refusal(Resume(recipe(*named, "--learning_rate", "1e-3"), folder, 2).plan, 8)
     replaced = Resume(recipe(*named, "--learning_rate", "1e-3", "--overwrite_output_dir"), folder, 2)
     replaced.plan(8)
-    assert replaced.sources == [str(checkpoint)]
+    assert replaced.sources == [path]
     again = Resume(recipe(*named), folder, 2)
     again.plan(8)
-    assert again.sources == ["auto", str(checkpoint)]
+    assert again.sources == ["auto", path]
 
 
 class Samples(list):

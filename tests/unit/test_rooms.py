@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,13 @@ def test_modules_are_short():
     assert len(lines) > 150
     assert {name: count for name, count in lines.items() if count > LONGEST} == {}
     assert lines["zerofit.training.loop"] < 150
+
+
+def test_nothing_in_train_hides_a_package():
+    """`accelerate launch train/clm.py` puts train/ first on sys.path."""
+    names = {path.stem for path in (ROOT / "train").iterdir()} - {"__pycache__"}
+    assert names == {"clm", "cls", "seq2seq"}
+    assert not names & (set(sys.stdlib_module_names) | packages_distributions().keys() - {"train"})
 
 
 # Libraries that a function may import: they take long, and a message about a recipe, a tool's --help or a run without

@@ -78,16 +78,11 @@ def test_further_options(written, kind, tmp_path):
 
 MISTAKES = [
     ("slurm", "--signal=TERM@600", "--signal=B:TERM@600"),
-    ("slurm", "#SBATCH --requeue\n", ""),
     ("slurm", "zerofit=(", "zerofit=(\n#SBATCH --time=10\n"),
-    ("slurm", " --kill-on-bad-exit=1", ""),
     ("jobset", "completions: 2", "completions: 1"),
     ("jobset", "- '7'", "- 7"),
-    ("jobset", "action: FailJobSet", "action: FailJobset"),
-    ("trainjob", "numNodes: 2", "nodes: 2"),
     ("trainjob", "podFailurePolicy", "PodFailurePolicy"),
     ("skypilot", "- 85", "- 86"),
-    ("skypilot", "H100:8", "8xH100"),
 ]
 
 
