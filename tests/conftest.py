@@ -50,6 +50,16 @@ def material(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory) -> Path:
+    """A folder with a byte-level tokenizer of 300 tokens, made without a network."""
+    from folders import small_tokenizer
+
+    folder = tmp_path_factory.mktemp("byte_tokenizer")
+    small_tokenizer(folder / "cache").save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+@pytest.fixture(scope="session")
 def llama(material) -> Path:
     """A small Llama that was trained for some seconds: 260,032 parameters, GQA 8/4, a bare tokenizer.model."""
     return material / "models" / "llama" / "hf"

@@ -277,6 +277,33 @@ def check_alike(ours: list[dict], theirs: list[dict], rel: float = 1e-5) -> None
             assert line[name] == pytest.approx(other[name], rel=rel, abs=1e-15), (name, line["update"])
 
 
+def check_same_weights(ours: Path, theirs: Path) -> None:
+    """That transformers loads two exported causal models, and that they are whole and the same."""
+    from transformers import AutoModelForCausalLM
+
+    first, second = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict()
+                     for each in (ours, theirs))  # fmt: skip
+    assert first.keys() == second.keys()
+    assert len(first) > 20
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def loss_of_transformers(folder: Path, texts: Iterable[str], length: int) -> float:
+    """The loss of an exported causal model over some texts, one by one, without zerofit."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total = count = 0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id][:length]])
+        with torch.no_grad():
+            total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    return total / count
+
+
 def cut_after(run: Path, update: int) -> None:
     """Make a run that is finished one that was killed after an update: newer checkpoints and the model are gone."""
     for folder in (run / "checkpoints").glob("update_*"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import completed, cut_after, launch, metrics, updates
+from helpers import check_same_weights, completed, cut_after, launch, metrics, updates
 from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main as zerofit
@@ -72,10 +72,7 @@ def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path, strategy
         ours, theirs = ([line[name] for line in updates(lines)] for lines in (again, whole))
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert [json.loads(line)["samples"] for line in (output / "samples.jsonl").read_text().splitlines()] == ledger
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder).state_dict()
-                    for folder in (output / "model", tmp_path / "exported"))  # fmt: skip
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=2e-5, msg=name)
+    check_same_weights(output / "model", tmp_path / "exported")
 
     do("convert", "hf-to-meta", "--input", output / "model", "--output", tmp_path / "meta")
     do("convert", "meta-to-hf", "--input", tmp_path / "meta", "--output", tmp_path / "hf")

@@ -103,8 +103,7 @@ def test_a_comparison_is_made_once(recipe, tmp_path):
 
 @pytest.mark.long
 def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
-    """A rank, the comparison itself, a launcher, and at last nothing: what was found is not tried again, no process
-    is left. The limit is one at which the larger size does not fit."""
+    """A rank, the comparison itself, a launcher: what was found is not tried again, and no process is left."""
     output = tmp_path / "comparison"
     flags = ("--strategies", "ddp", "--batch_sizes", "2,4096", "--memory_limit", "900MiB")
 
@@ -130,14 +129,6 @@ def test_a_comparison_survives_whatever_is_killed(recipe, tmp_path):
     assert sum(line["size"] == 2 and line["fresh"] and line["outcome"] == "fits" for line in sizes) == 1
     assert [line["size"] for line in sizes if line["outcome"] == "out_of_memory" and line["fresh"]] == [4096]
     assert "ddp: holds 2, and 4096 does not" in said
-    for file in ("report.html", "report.md", "results.csv"):
-        assert (output / file).is_file()
-
-    code, said = run(recipe, output, *flags)
-    assert code == 0
-    assert journal(output, "size") == sizes, "nothing is repeated"
-    assert "holds the same batch" not in said
-    assert "ddp holds the largest batch, 2 per process" in said
 
 
 @pytest.mark.long

@@ -8,8 +8,7 @@ import shutil
 import pytest
 import torch
 from folders import tools_in_this_process
-from helpers import ROOT, cut_after, largest_differences, launch, launched, metrics, updates
-from transformers import AutoModelForCausalLM
+from helpers import ROOT, check_same_weights, cut_after, largest_differences, launch, launched, metrics, updates
 
 from zerofit.cli import main as zerofit
 
@@ -91,12 +90,7 @@ def test_strategies_agree(run, case, strategy):
 @pytest.mark.parametrize("strategy", ["zero3", "ep"])
 def test_the_exported_model_is_that_of_transformers(run, strategy):
     """Experts are written one by one, as published weights have them, and read back alike under every strategy."""
-    folders = [run("packed", each) / "model" for each in (strategy, "single")]
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict() for each in folders)
-    assert ours.keys() == theirs.keys()
-    assert len(ours) > 25
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=2e-5, msg=name)
+    check_same_weights(*(run("packed", each) / "model" for each in (strategy, "single")))
 
 
 def test_an_adapter_on_experts_is_merged(run, tmp_path, capfd):

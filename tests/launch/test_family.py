@@ -6,10 +6,8 @@ The model is small and has random weights; the same text, packed, is trained on 
 """
 
 import pytest
-import torch
-from helpers import ROOT, check_alike, launch, load_texts, updates
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from helpers import ROOT, check_alike, check_same_weights, launch, load_texts, loss_of_transformers, updates
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.families.family import ALL_LINEAR
@@ -73,20 +71,13 @@ def run(model_flags, cache, tmp_path_factory):
 
 
 def test_the_loss_is_that_of_transformers(run, cache, tmp_path):
-    """Of the exported model over the held-out texts, one by one, computed by transformers alone."""
+    """Of the exported model over the held-out texts."""
     output = run("single")[1]
     flags = "--config", output / "recipe.yaml", "--model_name_or_path", output, "--packing", "none"
     (line,) = launch(tmp_path / "again", *flags, "--evaluate_only", strategy="single", processes=1)
-    model = AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(output / "model")
     recipe = parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")])
-    total = count = 0
-    for text in filter(None, load_texts(recipe).validation["text"]):
-        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id][:96]])
-        with torch.no_grad():
-            total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
-        count += ids.shape[1] - 1
-    assert line["eval_loss"] == pytest.approx(total / count, rel=RTOL)
+    texts = filter(None, load_texts(recipe).validation["text"])
+    assert line["eval_loss"] == pytest.approx(loss_of_transformers(output / "model", texts, 96), rel=RTOL)
 
 
 def test_it_learns_alike_under_every_strategy(family, run, layout):
@@ -102,10 +93,7 @@ def test_it_learns_alike_under_every_strategy(family, run, layout):
 def test_the_exported_weights_are_whole_and_the_same(family, run, layout):
     if not is_possible(family, layout):
         pytest.skip(f"{family} has no plan for {layout}")
-    ours, reference = (load_file(run(each)[1] / "model" / "model.safetensors") for each in (layout, "single"))
-    assert ours.keys() == reference.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, reference[name], rtol=1e-3, atol=2e-5, msg=name)
+    check_same_weights(*(run(each)[1] / "model" for each in (layout, "single")))
 
 
 def test_an_adapter_finds_its_layers(family, run):

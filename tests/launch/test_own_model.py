@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from folders import small_tokenizer, write_ported_model
+from folders import write_ported_model
 from helpers import ROOT, launch, launched, updates
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,17 +14,10 @@ DATA = ["--train_file", f"{ROOT}/zerofit/model/*.py", "--block_size", "32", "--p
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    small_tokenizer(folder).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(tokenizer, tmp_path_factory):
+def trained(byte_tokenizer, tmp_path_factory):
     """(run folder, metrics) under ZeRO-3, with recomputed activations and packed documents."""
     output = tmp_path_factory.mktemp("own") / "run"
-    model = ["--config_name", FOLDER, "--tokenizer_name", tokenizer, "--config_overrides", "vocab_size=300"]
+    model = ["--config_name", FOLDER, "--tokenizer_name", byte_tokenizer, "--config_overrides", "vocab_size=300"]
     lines = launch(
         output, *model, *DATA, "--max_train_steps", "12", "--gradient_checkpointing", strategy="zero3", processes=2
     )
@@ -45,27 +38,26 @@ def test_it_learns_and_what_is_written_loads_again(trained):
     assert written.tolist() == plain.tolist(), "its cache is right"
 
 
-@pytest.mark.long
-def test_its_figures_are_those_of_one_process(trained, tokenizer, tmp_path):
-    model = ["--config_name", FOLDER, "--tokenizer_name", tokenizer, "--config_overrides", "vocab_size=300"]
+def test_its_figures_are_those_of_one_process(trained, byte_tokenizer, tmp_path):
+    model = ["--config_name", FOLDER, "--tokenizer_name", byte_tokenizer, "--config_overrides", "vocab_size=300"]
     lines = launch(tmp_path / "run", *model, *DATA, "--max_train_steps", "12", strategy="single", processes=1)
     for ours, theirs in zip(updates(lines), updates(trained[1]), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
-def test_its_code_does_not_run_unasked(tokenizer, tmp_path):
+def test_its_code_does_not_run_unasked(byte_tokenizer, tmp_path):
     flags = [flag for flag in DATA if flag != "--trust_remote_code"]
-    done = launched(tmp_path / "run", "--config_name", FOLDER, "--tokenizer_name", tokenizer, *flags)
+    done = launched(tmp_path / "run", "--config_name", FOLDER, "--tokenizer_name", byte_tokenizer, *flags)
     assert done.returncode != 0
     assert f"error: config_name = {str(FOLDER)!r} has its own code" in done.stderr
     assert "add --trust_remote_code" in done.stderr
 
 
-def test_a_new_layer_of_the_documents_trains(tokenizer, tmp_path):
+def test_a_new_layer_of_the_documents_trains(byte_tokenizer, tmp_path):
     """The code of docs/porting-a-model.md."""
     (tmp_path / "my-model").mkdir()
     write_ported_model(tmp_path / "my-model")
-    model = ["--config_name", tmp_path / "my-model", "--tokenizer_name", tokenizer]
+    model = ["--config_name", tmp_path / "my-model", "--tokenizer_name", byte_tokenizer]
     lines = launch(tmp_path / "run", *model, *DATA, "--max_train_steps", "8", strategy="zero3", processes=2)
     assert lines[-1]["eval_loss"] < lines[0]["eval_loss"] - 0.3
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=True)

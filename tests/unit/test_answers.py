@@ -113,50 +113,44 @@ TESTED = {  # the columns of test.tsv, and a record of it
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(cache, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    small_tokenizer(Path(cache)).save_pretrained(folder)
-    return str(folder)
-
-
 def classifier(labels: tuple[str, ...] | None):
     names = labels or ("LABEL_0",)
     return AutoConfig.for_model("bert", id2label=dict(enumerate(names)), max_position_embeddings=64,
                                 problem_type=None if labels else "regression")  # fmt: skip
 
 
-def asked(config, tokenizer: str, cache: str, *flags: str):
+def asked(config, tokenizer: Path, cache: str, *flags: str):
     recipe = parse_recipe(
-        ClsRecipe, ["--model_name_or_path", "a", "--tokenizer_name", tokenizer, "--cache_dir", cache, *map(str, flags)]
+        ClsRecipe,
+        ["--model_name_or_path", "a", "--tokenizer_name", str(tokenizer), "--cache_dir", cache, *map(str, flags)],
     )
     return prepare_examples(recipe, config)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_test_file_of_each_task_is_read(tmp_path, cache, tokenizer_folder, task):
+def test_the_test_file_of_each_task_is_read(tmp_path, cache, byte_tokenizer, task):
     assert TESTED.keys() == TASKS.keys()
     header, row = TESTED[task]
     file = tmp_path / "test.tsv"
     rows = [str(number + 7) + row[1:] for number in range(3)]
     file.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8-sig")
     config = classifier(TASKS[task].labels)
-    data = asked(config, tokenizer_folder, cache, "--task_name", task, "--predict_file", file)
+    data = asked(config, byte_tokenizer, cache, "--task_name", task, "--predict_file", file)
     (part,) = data.held_out
     assert data.train is None
     assert len(part.samples) == 3
     assert list(part.texts[0].values()) == row.split("\t")[-len(TASKS[task].texts) :]
 
 
-def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache, tokenizer_folder):
+def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache, byte_tokenizer):
     config = classifier(("bad", "good"))
     (tmp_path / "a.csv").write_text('title,label\n"a cat",\n"",good\n"None",\n')
-    data = asked(config, tokenizer_folder, cache, "--predict_file", tmp_path / "a.csv")
+    data = asked(config, byte_tokenizer, cache, "--predict_file", tmp_path / "a.csv")
     assert data.labels.names == ("bad", "good")
     assert data.held_out[0].texts["title"][:] == ["a cat", "", "None"]
     assert "note      1 of 3 texts are empty" in data.notes
     (tmp_path / "a.txt").write_text("a cat\na dog\n")
-    assert len(asked(config, tokenizer_folder, cache, "--predict_file", tmp_path / "a.txt").held_out[0].samples) == 2
+    assert len(asked(config, byte_tokenizer, cache, "--predict_file", tmp_path / "a.txt").held_out[0].samples) == 2
 
 
 @pytest.mark.parametrize(("names", "class_names", "values", "expected"), [

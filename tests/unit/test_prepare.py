@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from folders import small_tokenizer
 from helpers import ROOT, refusal
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
@@ -73,14 +72,6 @@ def write_lines(path: Path, texts: list[str], key: str = "text") -> Path:
 @pytest.fixture(scope="module")
 def lines(texts, tmp_path_factory) -> Path:
     return write_lines(tmp_path_factory.mktemp("lines") / "texts.jsonl", texts)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
-    """A folder with a byte-level tokenizer of 300 tokens, without a network."""
-    folder = tmp_path_factory.mktemp("small")
-    small_tokenizer(folder / "cache").save_pretrained(folder / "tokenizer")
-    return folder / "tokenizer"
 
 
 def reference(prefix: Path, texts: list[str], tokenizer, end: bool = True) -> None:
@@ -303,7 +294,7 @@ def test_a_tiktoken_file(tmp_path):
 SAYINGS = ["First one.", "Second\n\none, two lines.", " third ", "Fourth: naïve café", "Fifth"]
 
 
-def test_all_kinds_of_input_give_one_corpus(small, tmp_path):
+def test_all_kinds_of_input_give_one_corpus(byte_tokenizer, tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -319,24 +310,24 @@ def test_all_kinds_of_input_give_one_corpus(small, tmp_path):
     parquet.write_table(
         pyarrow.table({"id": [1, 2, 3, 4, 5], "text": SAYINGS}), tmp_path / "table.parquet", row_group_size=2
     )
-    expected = content(prepared(tmp_path, whole, small, "--workers", 1))
+    expected = content(prepared(tmp_path, whole, byte_tokenizer, "--workers", 1))
     twice = [tree / "AA", tree / "AB" / "wiki_00", tree, f"{tree}/AC/*"]
     for source in ([tree], [f"{tree}/**/wiki_*"], [packed], [tmp_path / "table.parquet"], twice):
-        made = prepared(tmp_path, source, small, "--workers", 1, "--overwrite")
+        made = prepared(tmp_path, source, byte_tokenizer, "--workers", 1, "--overwrite")
         assert content(made) == expected, source
 
 
 @pytest.mark.parametrize("part", [7, documents.PART])
-def test_plain_text(small, tmp_path, part, monkeypatch):
+def test_plain_text(byte_tokenizer, tmp_path, part, monkeypatch):
     """Texts are cut the same whatever the size of the parts in which a file is read."""
     monkeypatch.setattr(documents, "PART", part)
-    tokenizer = AutoTokenizer.from_pretrained(small)
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     (tmp_path / "marked.txt").write_text(f"\nOne\n\n{END_OF_TEXT}\n{END_OF_TEXT}\nTwo, \r\n too\n")
     (tmp_path / "whole.md").write_bytes(b"\xef\xbb\xbfWhole\n\nfile\n\n\n\nof it\n")
 
     def found(*more) -> list[str]:
         source = [tmp_path / "marked.txt", tmp_path / "whole.md"]
-        return texts_in(prepared(tmp_path, source, small, "--workers", 1, "--overwrite", *more), tokenizer)
+        return texts_in(prepared(tmp_path, source, byte_tokenizer, "--workers", 1, "--overwrite", *more), tokenizer)
 
     whole = "Whole\n\nfile\n\n\n\nof it\n"
     assert found() == ["One", "Two, \n too", whole]
@@ -358,10 +349,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", list(BAD))
-def test_a_bad_line_ends_the_job(small, tmp_path, capsys, bad):
+def test_a_bad_line_ends_the_job(byte_tokenizer, tmp_path, capsys, bad):
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "good"}\n\n' + bad + b'\n{"text": "good"}\n')
-    words = ("--input", source, "--output_prefix", tmp_path / "x", "--tokenizer", small, "--workers", 1)
+    words = ("--input", source, "--output_prefix", tmp_path / "x", "--tokenizer", byte_tokenizer, "--workers", 1)
     said = refused(capsys, *words)
     assert f"{source}, line 3: " in said
     assert BAD[bad] in said
@@ -369,13 +360,13 @@ def test_a_bad_line_ends_the_job(small, tmp_path, capsys, bad):
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
+def test_bad_lines_are_left_out_and_counted(byte_tokenizer, tmp_path, capsys):
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "one"}\n' + b"\n".join(BAD) + b'\n{"text": "two"}')
     (tmp_path / "b.txt").write_bytes(b"three\nfo\xffur\nfive\n")
     more = ("--skip_bad_lines", "--workers", 1, "--document_separator", "line")
-    made = prepared(tmp_path, [source, tmp_path / "b.txt"], small, *more)
-    assert texts_in(made, AutoTokenizer.from_pretrained(small)) == ["one", "two", "three", "five"]
+    made = prepared(tmp_path, [source, tmp_path / "b.txt"], byte_tokenizer, *more)
+    assert texts_in(made, AutoTokenizer.from_pretrained(byte_tokenizer)) == ["one", "two", "three", "five"]
     said = capsys.readouterr().out
     assert f"{len(BAD) + 1} bad lines" in said
     assert "a.jsonl, line 2: not JSON" in said
@@ -385,11 +376,11 @@ def test_bad_lines_are_left_out_and_counted(small, tmp_path, capsys):
     ("list.json", None), ("list.json.gz", None), ("a.csv", None), ("a.tsv", None), ("a.csv", "utf-16"),
     ("list.json", "cp932"), ("lines.jsonl", "cp932"), ("lines.jsonl", "utf-16"), ("lines.txt", "euc_jp"),
 ])  # fmt: skip
-def test_lists_tables_and_other_encodings_make_the_same_corpus(small, tmp_path, name, encoding):
+def test_lists_tables_and_other_encodings_make_the_same_corpus(byte_tokenizer, tmp_path, name, encoding):
     written = ["吾輩は猫である。", "a, b", "", '名前は "まだ" 無い。', "x" * 70_000, "last"]
     written = [text for text in written if text or not name.endswith(".txt")]
     lines = "".join(json.dumps({"n": 1, "text": text}, ensure_ascii=False) + "\n" for text in written)
-    plain = prepared(tmp_path / "plain", write_lines(tmp_path / "plain.jsonl", written), small)
+    plain = prepared(tmp_path / "plain", write_lines(tmp_path / "plain.jsonl", written), byte_tokenizer)
     content_of = {
         "list": json.dumps([{"text": text, "n": 1} for text in written], ensure_ascii=False, indent=1),
         "lines": "".join(text + "\n" for text in written) if name.endswith("txt") else lines,
@@ -401,11 +392,11 @@ def test_lists_tables_and_other_encodings_make_the_same_corpus(small, tmp_path, 
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     more = ["--encoding", encoding] if encoding else []
     more += ["--document_separator", "line"] if name.endswith(".txt") else []
-    made = prepared(tmp_path / "made", tmp_path / name, small, *more)
+    made = prepared(tmp_path / "made", tmp_path / name, byte_tokenizer, *more)
     assert content(made) == content(plain)
 
 
-def test_input_that_is_refused(small, tmp_path, capsys):
+def test_input_that_is_refused(byte_tokenizer, tmp_path, capsys):
     (tmp_path / "a.csv").write_text("a,b\n")
     (tmp_path / "a.xls").write_text("a,b\n")
     (tmp_path / "list.json").write_text('[{"text": "a"}')
@@ -416,7 +407,16 @@ def test_input_that_is_refused(small, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     before = sorted(tmp_path.iterdir())
     for name in [*(path.name for path in before), "gone.txt", "*.xyz"]:
-        words = ("--input", tmp_path / name, "--output_prefix", tmp_path / "x", "--tokenizer", small, "--workers", 1)
+        words = (
+            "--input",
+            tmp_path / name,
+            "--output_prefix",
+            tmp_path / "x",
+            "--tokenizer",
+            byte_tokenizer,
+            "--workers",
+            1,
+        )
         assert name in refused(capsys, *words)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -424,18 +424,18 @@ def test_input_that_is_refused(small, tmp_path, capsys):
 # ---------------------------------------------------------------------------------------------------- whole or nothing
 
 
-def test_what_is_there_is_kept(small, tmp_path, capsys):
+def test_what_is_there_is_kept(byte_tokenizer, tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", ["one"])
-    made = prepared(tmp_path, source, small, "--workers", 1)
+    made = prepared(tmp_path, source, byte_tokenizer, "--workers", 1)
     before = content(made)
     write_lines(source, ["two"])
-    words = ("--input", source, "--output_prefix", tmp_path / "made", "--tokenizer", small, "--workers", 1)
+    words = ("--input", source, "--output_prefix", tmp_path / "made", "--tokenizer", byte_tokenizer, "--workers", 1)
     assert "already exists. Name another prefix, or add --overwrite" in refused(capsys, *words)
     source.write_text("bad")
     assert prepare(*words, "--overwrite") == 2
     assert content(made) == before
     write_lines(source, ["two"])
-    assert content(prepared(tmp_path, source, small, "--workers", 1, "--overwrite")) != before
+    assert content(prepared(tmp_path, source, byte_tokenizer, "--workers", 1, "--overwrite")) != before
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -444,11 +444,11 @@ def workers_of(job: subprocess.Popen) -> list:
     return [child for child in children if any("spawn_main" in word for word in child.cmdline())]
 
 
-def started(source: Path, small: Path, output: Path) -> subprocess.Popen:
+def started(source: Path, byte_tokenizer: Path, output: Path) -> subprocess.Popen:
     """A job of two workers that has begun to write, and has much left to do."""
     job = subprocess.Popen(
         [sys.executable, "-m", "zerofit.cli", "prepare", "--input", str(source), "--output_prefix", str(output),
-         "--tokenizer", str(small), "--workers", "2"],
+         "--tokenizer", str(byte_tokenizer), "--workers", "2"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     partial = Path(f"{output}_text_document.bin.partial")
@@ -481,8 +481,8 @@ def ended(job: subprocess.Popen, workers: list, code: int, seconds: float = 60) 
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_an_interrupted_job_leaves_nothing(small, tmp_path, large, sent):
-    job = started(large, small, tmp_path / "x")
+def test_an_interrupted_job_leaves_nothing(byte_tokenizer, tmp_path, large, sent):
+    job = started(large, byte_tokenizer, tmp_path / "x")
     workers = workers_of(job)
     job.send_signal(sent)
     ended(job, workers, 128 + sent)
@@ -490,24 +490,24 @@ def test_an_interrupted_job_leaves_nothing(small, tmp_path, large, sent):
 
 
 @pytest.mark.long
-def test_a_killed_job_leaves_no_corpus_and_is_replaced(small, tmp_path, large, capsys):
-    job = started(large, small, tmp_path / "made")
+def test_a_killed_job_leaves_no_corpus_and_is_replaced(byte_tokenizer, tmp_path, large, capsys):
+    job = started(large, byte_tokenizer, tmp_path / "made")
     workers = workers_of(job)
-    words = ("--output_prefix", tmp_path / "made", "--tokenizer", small, "--workers", 1)
-    assert "another job is writing" in refused(capsys, "--input", small / "tokenizer_config.json", *words)
+    words = ("--output_prefix", tmp_path / "made", "--tokenizer", byte_tokenizer, "--workers", 1)
+    assert "another job is writing" in refused(capsys, "--input", byte_tokenizer / "tokenizer_config.json", *words)
     job.kill()
     ended(job, workers, -signal.SIGKILL)
     assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
     assert "there is no" in refusal(open_corpus, "input", str(tmp_path / "made_text_document"))
     assert "another job" not in refused(capsys, "--input", "gone.jsonl", *words)
     source = write_lines(tmp_path / "a.jsonl", ["one"])
-    prepared(tmp_path, source, small, "--workers", 1)
+    prepared(tmp_path, source, byte_tokenizer, "--workers", 1)
     assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.long
-def test_a_worker_that_dies_ends_the_job(small, tmp_path, large):
-    job = started(large, small, tmp_path / "x")
+def test_a_worker_that_dies_ends_the_job(byte_tokenizer, tmp_path, large):
+    job = started(large, byte_tokenizer, tmp_path / "x")
     workers = workers_of(job)
     workers[1].kill()
     said = ended(job, workers, 2)
@@ -516,27 +516,27 @@ def test_a_worker_that_dies_ends_the_job(small, tmp_path, large):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_job_that_was_killed_between_two_names(small, tmp_path):
+def test_a_job_that_was_killed_between_two_names(byte_tokenizer, tmp_path):
     source = write_lines(tmp_path / "a.jsonl", ["one"])
-    made = prepared(tmp_path, source, small, "--workers", 1)
+    made = prepared(tmp_path, source, byte_tokenizer, "--workers", 1)
     before = content(made)
     Path(f"{made}.idx").rename(f"{made}.idx.partial")
-    assert content(prepared(tmp_path, source, small, "--workers", 1)) == before
+    assert content(prepared(tmp_path, source, byte_tokenizer, "--workers", 1)) == before
     assert not list(tmp_path.glob("*.partial"))
 
 
 # ------------------------------------------------------------------------------------------------------ merge and info
 
 
-def test_joined_is_one_pass(small, tmp_path, texts):
+def test_joined_is_one_pass(byte_tokenizer, tmp_path, texts):
     halves = [
         write_lines(tmp_path / f"{name}.jsonl", part) for name, part in (("a", texts[-200:-90]), ("b", texts[-90:]))
     ]
-    whole = prepared(tmp_path, halves, small, "--append_eod")
+    whole = prepared(tmp_path, halves, byte_tokenizer, "--append_eod")
     parts = []
     for half in halves:
         (tmp_path / half.stem).mkdir()
-        parts.append(prepared(tmp_path / half.stem, half, small, "--append_eod"))
+        parts.append(prepared(tmp_path / half.stem, half, byte_tokenizer, "--append_eod"))
     assert prepare("merge", "--input", *parts, "--output_prefix", tmp_path / "joined") == 0
     assert content(tmp_path / "joined") == content(whole)
     ours, expected = read_card(str(tmp_path / "joined")), read_card(str(whole))
@@ -544,11 +544,11 @@ def test_joined_is_one_pass(small, tmp_path, texts):
     assert {**vars(ours), "sources": 0} == {**vars(expected), "sources": 0}
 
 
-def test_what_is_not_joined(data, tokenizers, small, tmp_path, made, capsys):
+def test_what_is_not_joined(data, tokenizers, byte_tokenizer, tmp_path, made, capsys):
     source = write_lines(tmp_path / "a.jsonl", ["one"])
-    with_end = prepared(tmp_path, source, small, "--append_eod")
+    with_end = prepared(tmp_path, source, byte_tokenizer, "--append_eod")
     (tmp_path / "other").mkdir()
-    without_end = prepared(tmp_path / "other", source, small)
+    without_end = prepared(tmp_path / "other", source, byte_tokenizer)
     output = ("--output_prefix", tmp_path / "joined")
     assert "0 and none" in refused(capsys, "merge", "--input", with_end, without_end, *output)
     assert main(["prepare", "merge", *map(str, ("--input", with_end, made["gpt2"][0], *output))]) == 2
@@ -565,11 +565,11 @@ def test_types_of_ids_are_megatrons():
     }
 
 
-def test_several_keys_become_several_corpora(small, tmp_path):
+def test_several_keys_become_several_corpora(byte_tokenizer, tmp_path):
     records = [{"text": "one", "title": "1"}, {"text": "two", "title": "2"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    made = prepared(tmp_path, tmp_path / "a.jsonl", small, "--json_keys", "text", "title", "--append_eod")
-    tokenizer = AutoTokenizer.from_pretrained(small)
+    made = prepared(tmp_path, tmp_path / "a.jsonl", byte_tokenizer, "--json_keys", "text", "title", "--append_eod")
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     assert texts_in(made, tokenizer) == [f"one{END_OF_TEXT}", f"two{END_OF_TEXT}"]
     assert texts_in(tmp_path / "made_title_document", tokenizer) == [f"1{END_OF_TEXT}", f"2{END_OF_TEXT}"]
 
