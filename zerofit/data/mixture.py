@@ -7,7 +7,6 @@ So the order depends neither on the processes nor on the batch, and the position
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,19 +14,6 @@ from zerofit.data.order import SampleOrder
 from zerofit.data.pack import DatasetStats, Sample, SampleSet
 
 PLACES = 1 << 14  # that are laid out at a time
-
-
-@dataclass(frozen=True)
-class MixtureSource:
-    """A source of training samples.
-
-    Args:
-        name: for the log, and for its held-out loss.
-        weight: its share of the samples; all add up to 1.
-    """
-
-    name: str
-    weight: float
 
 
 class ChosenSources:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 MIB = 2**20
 SMALL = MIB  # and all smaller blocks
-SMALL_SEGMENT = 2 * MIB
 MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB  # below the first, segments are as large as the second
 ROUNDING = 2 * MIB  # of larger segments
 

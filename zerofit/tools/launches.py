@@ -194,12 +194,16 @@ def _signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit in this block, so that no launch outlives it."""
+    """SIGTERM and SIGHUP raise SystemExit in this block, so that no launch outlives it and no file stays unfinished.
+
+    What is ignored, as under nohup, stays so.
+    """
 
     def leave(number: int, frame) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heard}
     try:
         yield
     finally:

@@ -8,15 +8,13 @@ any number of workers. Parts of the input go to worker processes (workers.py), w
 encode these (encode.py). The answers are written here, in the order of the input.
 """
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from zerofit.recipe.errors import EXIT_TERMINATED, EXIT_USER_ERROR, UserError
+from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
+from zerofit.tools.launches import ending_in_order
 from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
 
 MORE = "\nAlso: zerofit prepare merge   several corpora, one after another, as one"
@@ -28,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
         from zerofit.tools.prepare.merge_corpora import join
 
-        with _ended_in_order():
+        with ending_in_order():
             return join(options)
     if argv and not argv[0].startswith("-"):
         raise UserError(f"zerofit prepare {argv[0]}: use zerofit prepare --input ..., or merge")
@@ -41,20 +39,6 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USER_ERROR
     from zerofit.tools.prepare.corpora import prepare
 
-    with _ended_in_order():
+    with ending_in_order():
         say(*prepare(options))
     return 0
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM end the job as Ctrl-C does: its unfinished files are removed."""
-
-    def stop(*_: object) -> None:
-        raise SystemExit(EXIT_TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
