@@ -1,6 +1,5 @@
 """Tables of token ids: made once, in parallel, cached, and memory-mapped from then on."""
 
-import functools
 import hashlib
 import os
 import sys
@@ -13,6 +12,8 @@ from datasets import Dataset, Features, List, Value
 from datasets.utils import disable_progress_bars
 from datasets.utils.logging import CRITICAL, set_verbosity
 from filelock import FileLock
+
+from zerofit.recipe.places import digest_of_code
 
 IDS = List(Value("int32"))  # a column of token ids
 
@@ -59,7 +60,8 @@ def encode_table(
         key: what the result depends on beside the table, such as options and the tokenizer's fingerprint.
         with_indices: `encode` takes the indices of the rows as a second argument.
     """
-    text = " ".join(map(str, (dataset._fingerprint, features, code_hash(), *key)))
+    code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
+    text = " ".join(map(str, (dataset._fingerprint, features, code, *key)))
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     return dataset.map(
         encode,
@@ -73,13 +75,6 @@ def encode_table(
         new_fingerprint=name,
         desc="Tokenising",
     )
-
-
-@functools.cache
-def code_hash() -> str:
-    """A hash of the code of zerofit/data, so that tables of another version are not used."""
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def fingerprint(tokenizer) -> str:

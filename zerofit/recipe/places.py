@@ -1,9 +1,26 @@
 """Where the scripts, strategies and recipes lie: beside the package in a clone, within it where it is installed."""
 
+import functools
+import hashlib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS, RECIPES = Path("accelerate_configs"), Path("recipes")
+
+
+@functools.cache
+def digest_of_code(folder: Path = PACKAGE, without: tuple[str, ...] = ()) -> str:
+    """A hash of the Python files in a folder of the program, changes that are not committed included.
+
+    Args:
+        without: how the paths in the folder begin of those that are left out.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        name = file.relative_to(folder).as_posix()
+        if not name.startswith(without):
+            digest.update(name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
 
 
 def place(name: str | Path) -> Path:

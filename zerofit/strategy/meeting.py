@@ -6,21 +6,19 @@ member watches all others, these watch the first. `zerofit launch` lets machines
 run on several machines its ranks (zerofit/training/rank_meeting.py).
 """
 
-import hashlib
 import json
 import platform
 import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError, first_line
+from zerofit.recipe.places import digest_of_code
 
 BEAT_S = 1.0
 KNOWN_S = 30.0  # the machine with the store waits so long until others know why it ends: they may still be importing
 STORE_S = 60.0  # for an answer of the store
-CODE = Path(__file__).resolve().parents[1]
 
 
 class Ended(UserError):
@@ -195,15 +193,7 @@ def _card(machine: int) -> dict[str, Any]:
 
     addresses = [address.address for of_one in psutil.net_if_addrs().values() for address in of_one
                  if address.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
-    return {"machine": machine, "host": platform.node(), "addresses": addresses, "code": digest_of_code()}
-
-
-def digest_of_code(folder: Path = CODE) -> str:
-    """Eight hexadecimal digits of the program's Python files."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
-    return digest.hexdigest()[:8]
+    return {"machine": machine, "host": platform.node(), "addresses": addresses, "code": digest_of_code()[:8]}
 
 
 # -------------------------------------------------------------------------------------------------------------- stores

@@ -10,12 +10,13 @@ from typing import Any
 import yaml
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate, one_batch
 from zerofit.tools.compare.guess import Guess, guess
 from zerofit.tools.compare.results import StrategyRow, common_size, fact_of, outcome_text, with_rates_of
 from zerofit.tools.compare.search import SearchState, Step, next_step
-from zerofit.tools.compare.trial_files import TrialJournal, TrialRequest, code_hash, key_of, peak_of
+from zerofit.tools.compare.trial_files import NOT_MEASURED_WITH, TrialJournal, TrialRequest, key_of, peak_of
 from zerofit.tools.compare.trial_launch import TrialLaunch, TrialOutcome
 from zerofit.tools.compare.trial_machine import Limits, Timer, TrialMachine
 from zerofit.tools.launches import LaunchedRun
@@ -52,7 +53,7 @@ class Comparison:
         self.timer = timer
         self.sizes = options.sizes or [*range(options.granularity, LARGEST + 1, options.granularity)]
         self.named = [] if options.lengths else options.sizes or []  # each of them is tried, if it is not too large
-        code = code_hash()
+        code = digest_of_code(without=NOT_MEASURED_WITH)
         self.keys = {candidate.name: self._key(candidate, code) for candidate in candidates}
         self.problems: dict[str, str] = {}
 

@@ -17,20 +17,11 @@ from zerofit.record.jsonl import LineReader, add_line
 from zerofit.tools.launches import RunningLaunch
 
 REQUEST, ANSWERS, FAILURES = "request.json", "answers.jsonl", "failures.jsonl"
-PACKAGE = Path(__file__).resolve().parents[2]
-NOT_MEASURED_WITH = {
-    f"tools/compare/{name}.py" for name in ("comparison_report", "report_page", "plots", "results", "finish", "guess")
-} | {"cli.py"}
-
-
-def code_hash() -> str:
-    """A hash of the code that a trial runs, changes that are not committed included."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if name not in NOT_MEASURED_WITH and not name.startswith(("tools/verify/", "tools/plan/", "estimate/")):
-            digest.update(name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+NOT_MEASURED_WITH = (  # code that a trial does not run
+    *(f"tools/compare/{name}.py"
+      for name in ("comparison_report", "report_page", "plots", "results", "finish", "guess")),
+    "cli.py", "tools/verify/", "tools/plan/", "estimate/",
+)  # fmt: skip
 
 
 def key_of(**values: Any) -> str:
