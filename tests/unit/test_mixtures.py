@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import refusal, tiny_model
+from test_plan_experts import traced
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import Documents, PackedBlocks
 from zerofit.estimate.operations import MATRIX
-from zerofit.estimate.planned_model import make_model
-from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.tracer import Tracer, TraceSettings
 from zerofit.model.loss import install_loss
 from zerofit.model.parameters import flops_per_token
 from zerofit.strategy.expert_parallel import check_experts, experts_of
@@ -148,19 +146,9 @@ def test_experts_that_are_divided(family):
 def test_a_plan_traces_the_products_of_the_experts_that_are_chosen(autocast):
     """No data decides a shape: experts are multiplied together, each choice once. Of autocast they know nothing."""
     config = mixture(num_hidden_layers=4).config
-    settings = TraceSettings(dtype=torch.float32, autocast=autocast, on_gpu=False, loss="full")
-    rows = Rows("clm", 16, loss_kind="full")
-    with torch.device("meta"):
-        full = make_model(config, "clm", torch.float32, None, traced=False)
-
-    def build(reduced):
-        model = make_model(reduced, "clm", torch.float32, None, traced=True)
-        rows.install(model)
-        return model
-
-    steps = Tracer(config, full, build, rows, settings).steps(2)
-    products = [one for step in steps for one in step.operations if one.kind == MATRIX]
+    products = [one for step in traced(config, autocast=autocast) for one in step.operations if one.kind == MATRIX]
     attention = 12 * 4 * 32 * 16
-    assert sum(one.flops for one in products) == (flops_per_token(full, 16) - attention) * 2 * 16
+    whole = flops_per_token(mixture(num_hidden_layers=4), 16)
+    assert sum(one.flops for one in products) == (whole - attention) * 2 * 16
     experts = 3 * 2 * 4 * (48 * 32 * 3) * 2 * 16 * 2  # forward and backward, 4 layers, 2 of 4 experts for each token
     assert sum(one.flops for one in products if not one.half) == (experts if autocast else 0) or autocast is None

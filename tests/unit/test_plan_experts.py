@@ -17,11 +17,9 @@ from zerofit.tools.plan.plan import main
 LAYERS, CHOICES, HIDDEN = 4, 2 * 16 * 3, 32  # of the model, and of two rows of 16 tokens
 
 
-def steps(experts: int, dtype: torch.dtype = torch.float32) -> list[TracedStep]:
-    """Of a mixture with four experts, three of them for each token."""
-    shape = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = tiny_model("mixtral", **shape, num_hidden_layers=LAYERS, num_experts_per_tok=3, num_experts=4).config
-    settings = TraceSettings(dtype=dtype, autocast=None, on_gpu=False, loss="full", experts=experts)
+def traced(config, experts: int = 0, dtype: torch.dtype = torch.float32, autocast=None) -> list[TracedStep]:
+    """The steps of two rows of 16 tokens through a mixture of experts."""
+    settings = TraceSettings(dtype=dtype, autocast=autocast, on_gpu=False, loss="full", experts=experts)
     rows = Rows("clm", 16, loss_kind="full")
     with torch.device("meta"):
         full = make_model(config, "clm", dtype, None, traced=False)
@@ -37,7 +35,10 @@ def steps(experts: int, dtype: torch.dtype = torch.float32) -> list[TracedStep]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_choice_travels_and_comes_back(dtype):
-    whole, divided = steps(0, dtype), steps(2, dtype)
+    """Of a mixture with four experts, three of them for each token."""
+    shape = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tiny_model("mixtral", **shape, num_hidden_layers=LAYERS, num_experts_per_tok=3, num_experts=4).config
+    whole, divided = (traced(config, experts, dtype) for experts in (0, 2))
 
     def operations(passes: list[TracedStep], kind: str) -> list:
         return [one for step in passes for one in step.operations if one.kind == kind]
