@@ -61,27 +61,19 @@ class Faulty(LocalFileSystem):
             self.faults.truncated = ""
             Path(rpath).write_bytes(Path(rpath).read_bytes()[:-1])
 
-    def pipe_file(self, path, value, **kwargs):
-        self.faults.meet("put", path)
-        super().pipe_file(path, value, **kwargs)
 
-    def cat_file(self, path, **kwargs):
-        self.faults.meet("get", path)
-        return super().cat_file(path, **kwargs)
+def meeting(call: str, plain):
+    """A method of the file system that meets the faults before it does what it does."""
 
-    def get_file(self, rpath, lpath, **kwargs):
-        self.faults.meet("get", rpath)
-        super().get_file(rpath, lpath, **kwargs)
+    def method(self, path, *args, **kwargs):
+        self.faults.meet(call, path)
+        return plain(self, path, *args, **kwargs)
 
-    def ls(self, path, **kwargs):
-        self.faults.meet("ls", path)
-        return super().ls(path, **kwargs)
-
-    def rm(self, path, **kwargs):
-        self.faults.meet("rm", path)
-        super().rm(path, **kwargs)
+    return method
 
 
+for _name, _call in {"pipe_file": "put", "cat_file": "get", "get_file": "get", "ls": "ls", "rm": "rm"}.items():
+    setattr(Faulty, _name, meeting(_call, getattr(LocalFileSystem, _name)))
 register_implementation("faulty", Faulty)
 
 

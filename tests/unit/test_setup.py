@@ -56,13 +56,17 @@ def named(file: Path) -> set[str]:
     return set(entries)
 
 
-def test_an_old_python_is_told_of(setup):
-    code, said, installs = setup(version="3.10.9")
-    assert code == 2
-    assert "needs Python 3.11 or newer" in said
-    assert "is Python 3.10.9" in said
-    assert "make PYTHON=" in said
-    assert not installs
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ({"version": "3.10.9"}, ["needs Python 3.11 or newer", "is Python 3.10.9", "make PYTHON="]),
+        ({"gpus": "AMD"}, ["ROCm", "TORCH='torch --index-url URL' make setup"]),
+    ],
+)
+def test_what_is_missing_is_told_before_anything_is_installed(setup, machine, words):
+    code, said, installs = setup(**machine)
+    assert (code, installs) == (2, [])
+    assert not [word for word in words if word not in said]
 
 
 @pytest.mark.parametrize(
@@ -96,14 +100,6 @@ def test_the_choice_holds_until_there_is_another(setup):
     assert len(setup()[2]) == 2
     assert len(setup("cuda")[2]) == 2
     assert len(setup("cpu")[2]) == 3
-
-
-def test_amd_is_told_what_to_do(setup):
-    code, said, installs = setup(gpus="AMD")
-    assert code == 2
-    assert "ROCm" in said
-    assert "TORCH='torch --index-url URL' make setup" in said
-    assert not installs
 
 
 def test_a_gpu_that_torch_does_not_see_fails_the_setup(setup):
