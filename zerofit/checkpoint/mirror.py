@@ -61,10 +61,11 @@ class Mirror:
         mirror = cls(MirrorStore(address))
         threading.Thread(target=mirror._beat, name="mirror owner", daemon=True).start()
         mirror._answered.wait(ANSWER_S)
-        refused = isinstance(mirror.failure, (PermissionError, FileNotFoundError))
-        if refused or type(mirror.failure).__name__ in NO_CREDENTIALS:
+        failure = mirror.failure
+        is_final = isinstance(failure, (PermissionError, FileNotFoundError))
+        if failure and (is_final or type(failure).__name__ in NO_CREDENTIALS):
             mirror.closed.set()
-            raise UserError(f"mirror = {address!r} cannot be written: {reason(mirror.failure)}")
+            raise UserError(f"mirror = {address!r} cannot be written: {reason(failure)}")
         if mirror.other:
             raise UserError(
                 f"mirror = {address!r}: another run writes there ({mirror.other}). Choose another --mirror, or end it"
