@@ -1,6 +1,8 @@
 """The state of a run in files: pieces of the optimizer's state from every rank, and how far the run had come.
 
-    state/progress.json            what the run resumes from, beside the optimizer's state
+    state/progress.json            the fields of RunState (run_state.py); `run`: its options, strategy and processes;
+                                   `data`: size, checksum and grouping of the training set; `steps` of the optimizer;
+                                   `loss_scale`
     state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
                                    on rank 0 also {what}/{parameter}, whole, of an optimizer other than AdamW
     state/rank_00000.json          which part of which parameter that is: a range of the flattened parameter, or of the
