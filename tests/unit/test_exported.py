@@ -81,6 +81,7 @@ PREFIXED = {name.replace("model.", "model.language_model."): shape for name, sha
         ("weights", HEADLESS, "3 names differ from the base's (model.embed_tokens.weight: embed_tokens.weight)"),
         ("weights", {**SHAPES, "lm_head.weight": [304, 32]}, "another shape than in the base: lm_head.weight"),
         ("weights", without("lm_head.weight"), "lm_head.weight is missing"),
+        ("weights in F32", SHAPES, "weights are float32, and the base's bfloat16; vLLM rounds them"),
         ("config.json", {**CONFIG, "tie_word_embeddings": True}, "lm_head.weight is stored, and config.json ties it"),
         ("config.json", {**CONFIG, "dtype": "float32"}, "config.json says float32, and the weights are bfloat16"),
         ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta = 500000 is in config.json's rope_par"),
@@ -94,21 +95,14 @@ PREFIXED = {name.replace("model.", "model.language_model."): shape for name, sha
 )
 def test_each_difference_is_one_line(folders, file, content, said):
     export, base = folders
-    if file == "weights":
-        write_weights(export / "model.safetensors", content)
+    if file.startswith("weights"):
+        write_weights(export / "model.safetensors", content, "F32" if "F32" in file else "BF16")
     elif content is None:
         (export / file).unlink()
     else:
         (export / file).write_text(content if isinstance(content, str) else json.dumps(content))
     [line] = review_export(export, str(base))[1:]
     assert said in line
-
-
-def test_another_precision(folders):
-    export, base = folders
-    write_weights(export / "model.safetensors", SHAPES, "F32")
-    [line] = review_export(export, str(base))[1:]
-    assert line.startswith("weights are float32, and the base's bfloat16; vLLM rounds them")
 
 
 def test_names_that_loaders_know_are_no_difference(folders):

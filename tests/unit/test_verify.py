@@ -73,17 +73,16 @@ def test_updates_that_are_missing_or_too_many():
 
 
 def test_samples_repeated_and_skipped():
-    skipped = compare_samples(without(LEDGER, 3), LEDGER)
-    assert (skipped.repeated, skipped.skipped, skipped.elsewhere) == (0, 4, 1)
-    twice = compare_samples([*LEDGER, LEDGER[1]], LEDGER)
-    assert (twice.repeated, twice.skipped, twice.elsewhere) == (4, 0, 1)
-    other = compare_samples(changed(LEDGER, 2, samples=[8, 9, 10, 12]), LEDGER)
-    assert (other.repeated, other.skipped, other.elsewhere) == (1, 1, 1)
-    two = changed(changed(LEDGER, 1, samples=LEDGER[1]["samples"]), 2, samples=LEDGER[0]["samples"])
-    swapped = compare_samples(two, LEDGER)
-    assert (swapped.repeated, swapped.skipped, swapped.elsewhere) == (0, 0, 2)
-    for ledger in (skipped, twice, other, swapped):
-        assert not ledger.is_same
+    swapped = changed(changed(LEDGER, 1, samples=LEDGER[1]["samples"]), 2, samples=LEDGER[0]["samples"])
+    for ledger, expected in (
+        (without(LEDGER, 3), (0, 4, 1)),
+        ([*LEDGER, LEDGER[1]], (4, 0, 1)),
+        (changed(LEDGER, 2, samples=[8, 9, 10, 12]), (1, 1, 1)),
+        (swapped, (0, 0, 2)),
+    ):
+        found = compare_samples(ledger, LEDGER)
+        assert (found.repeated, found.skipped, found.elsewhere) == expected
+        assert not found.is_same
     assert not compare_samples([], LEDGER).is_same
     with pytest.raises(ValueError, match="no samples"):
         compare_samples([], [])
