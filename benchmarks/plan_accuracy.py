@@ -10,6 +10,7 @@
     python benchmarks/plan_accuracy.py measure --half offloaded    # then table: layers' inputs on the host
     python benchmarks/plan_accuracy.py measure --half generated    # then table: evaluated by generation
     python benchmarks/plan_accuracy.py measure --half experts      # then table: mixtures of experts
+    python benchmarks/plan_accuracy.py measure --half muon         # then table: --optim muon
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (zerofit/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -290,7 +291,25 @@ ON_DISK = [  # the optimizer's state on a disk: needs libaio's headers
     _make("Llama, 8 of 256", "zero3_offload_nvme", "fp32", 128, 2, (2, 8), WHOLE),
     _make("BERT, 4 of 256", "zero3_offload_nvme", "bf16", 96, 1, (2, 12)),
 ]
+MUON = [  # short rows, so that the optimizer's step needs most at a micro-batch of 2
+    *(
+        _make(model, strategy, precision, 64, 1, (2, 8), WHOLE, ("--optim", "muon"))
+        for model, strategy, precision in (
+            ("GPT-2, 3 of 512", "single", "fp32"),
+            ("GPT-2, 3 of 512", "single", "bf16"),
+            ("GPT-2, 3 of 512", "ddp", "fp32"),
+            ("GPT-2, 3 of 512", "zero1", "bf16"),
+            ("GPT-2, 3 of 512", "zero2", "fp32"),
+            ("GPT-2, 3 of 512", "zero3", "fp32"),
+            ("Llama, 3 of 384, grouped", "zero3", "bf16"),
+            ("GPT-2, 3 of 512", "fsdp2", "fp32"),
+            ("Llama, 3 of 384, grouped", "fsdp2", "bf16"),
+            ("Mixtral, 4 of 256", "zero3", "fp32"),
+        )
+    ),
+]
 OTHERS = {
+    "muon": MUON,
     "disk": ON_DISK,
     "generated": GENERATED,
     "shared": SHARED,

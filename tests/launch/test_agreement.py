@@ -89,12 +89,11 @@ PAIRS = ("--train_file", "{material}/dialogue/keyed.json", "--max_source_length"
          "--val_max_target_length", "12")  # fmt: skip
 SCRATCH = ("--train_tokenizer_vocab_size", "301", "--train_file", "{material}/text/train.txt", "--block_size", "96",
            "--packing", "none", "--max_train_samples", "100", "--max_eval_samples", "17")  # fmt: skip
+PACKED = ("--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--max_eval_samples", "17",
+          "--block_size", "128", "--packing", "documents", "--save_steps", "8", "--record_samples", "true",
+          "--global_batch_warmup", "4@12", "--block_size_warmup", "32@12")  # fmt: skip
 CASES = {
-    "packed": Case("clm", 22, (
-        "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--max_eval_samples", "17",
-        "--block_size", "128", "--packing", "documents", "--save_steps", "8", "--record_samples", "true",
-        "--global_batch_warmup", "4@12", "--block_size_warmup", "32@12",
-    ), ("ddp", "tp", "pp")),
+    "packed": Case("clm", 22, PACKED, ("ddp", "tp", "pp")),
     "padded": Case("clm", 22, (  # the run spans two epochs
         "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt",
         "--max_eval_samples", "17", "--block_size", "192", "--packing", "none", "--max_train_samples", "100",
@@ -123,10 +122,7 @@ CASES = {
         "--model_name_or_path", "{llama}", "--train_file", "{pairs}", "--chat_template", "instruction",
         "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
     ), ("zero3",)),
-    "muon": Case("clm", 12, (  # with 2 or 4 processes each of which has parts of a matrix only
-        "--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--optim", "muon",
-        "--block_size", "128", "--max_eval_samples", "17",
-    ), ("zero2",)),
+    "muon": Case("clm", 22, (*PACKED, "--optim", "muon"), ("zero2",)),
     "mixture": Case("clm", 12, (
         "--model_name_or_path", "{llama}", "--train_file", "3", "{material}/text/train.txt", "1",
         "{material}/instruct/english.json", "--chat_template", "instruction", "--block_size", "160",
@@ -398,27 +394,29 @@ def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
     assert "### Response" in AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 
-LONG_LEGS = (  # begun under; goes on after this update, strategy, processes
-    ("zero2", [(8, "single", 1), (16, "zero3_offload", 2)]),
-    ("zero2", [(8, "single", 1), (16, "sp", 2)]),
-    ("zero2", [(8, "tp", 2), (16, "sp", 2)]),
-    ("tp_zero3 x dp", [(8, "tp_zero2", 2), (16, "zero3", 2)]),
-    ("pp", [(8, "zero2", 2), (16, "single", 1)]),
-    ("3d", [(8, "zero3", 2), (16, "pp", 2)]),
-    ("zero2", [(8, "3d", 4), (16, "tp", 2)]),
-    ("fsdp2", [(8, "single", 1), (16, "zero2", 2)]),
-    ("hsdp", [(8, "single", 1), (16, "zero2", 2)]),
+LONG_LEGS = (  # data, begun under; goes on after this update, strategy, processes
+    ("packed", "zero2", [(8, "single", 1), (16, "zero3_offload", 2)]),
+    ("packed", "zero2", [(8, "single", 1), (16, "sp", 2)]),
+    ("packed", "zero2", [(8, "tp", 2), (16, "sp", 2)]),
+    ("packed", "tp_zero3 x dp", [(8, "tp_zero2", 2), (16, "zero3", 2)]),
+    ("packed", "pp", [(8, "zero2", 2), (16, "single", 1)]),
+    ("packed", "3d", [(8, "zero3", 2), (16, "pp", 2)]),
+    ("packed", "zero2", [(8, "3d", 4), (16, "tp", 2)]),
+    ("packed", "fsdp2", [(8, "single", 1), (16, "zero2", 2)]),
+    ("packed", "hsdp", [(8, "single", 1), (16, "zero2", 2)]),
+    ("muon", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
+    ("muon", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
 )
-LEGS = [("tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
+LEGS = [("packed", "tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 
 
-@pytest.mark.parametrize(("origin", "legs"), LEGS)  # from ZeRO-3 to one process: test_chain.py
-def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights, cache, tmp_path, origin, legs):
+@pytest.mark.parametrize(("case", "origin", "legs"), LEGS)  # from ZeRO-3 to one process: test_chain.py
+def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights, cache, tmp_path, case, origin, legs):
     """Begun under one strategy and left, against the run that was left alone; the options stay as they were."""
-    lines, whole = run("packed", origin)
+    lines, whole = run(case, origin)
     ledger = (whole / "samples.jsonl").read_text()
     assert len(ledger.splitlines()) == 22
-    output, flags = tmp_path / "run", [flag.format(**weights) for flag in CASES["packed"].flags]
+    output, flags = tmp_path / "run", [flag.format(**weights) for flag in CASES[case].flags]
     shutil.copytree(whole, output, symlinks=True)
     given_for = replicas(*LAYOUTS[origin][:2])
     for start, strategy, processes in legs:

@@ -11,7 +11,8 @@ from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NF4_B
 from zerofit.model.parameters import true_numel
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.optimizers import state_bytes
+from zerofit.strategy.muon import Muon
+from zerofit.strategy.optimizers import SHARDED, state_bytes
 from zerofit.strategy.strategy import Strategy
 
 WORKING = ("forward", "loss", "backward")  # phases that hold activations for a backward pass
@@ -48,6 +49,7 @@ class StateSetup:
         optimizer_bytes: what the optimizer keeps of what is trained, before it is sharded.
         stage: of ZeRO; 3 of FSDP2.
         ranks: the states are sharded over.
+        spared: bytes of AdamW's second moments that Muon has not, before they are sharded.
     """
 
     trained: int
@@ -59,6 +61,7 @@ class StateSetup:
     ranks: int
     offloads_optimizer: bool = False
     offloads_weights: bool = False
+    spared: int = 0
 
     @property
     def states(self) -> RankStates:
@@ -72,8 +75,8 @@ class StateSetup:
 
     def with_deepspeed(self, stage: int, half: bool, **offload: bool) -> "StateSetup":
         """The same under ZeRO."""
-        return replace(self, stage=stage, trained_width=2 if half else 4,
-                       optimizer_bytes=(MASTER_BYTES + MOMENTS_BYTES) * self.trained, **offload)  # fmt: skip
+        kept = (MASTER_BYTES + MOMENTS_BYTES) * self.trained - self.spared
+        return replace(self, stage=stage, trained_width=2 if half else 4, optimizer_bytes=kept, **offload)
 
 
 def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine: Engine | None = None) -> StateSetup:
@@ -91,12 +94,15 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
         frozen = sum(map(true_numel, every)) // strategy.layout.tensor - trained
         trained_width = max((one.element_size() for one in adapted), default=width)
         shapes = [tuple(one.shape) for one in adapted]
+        matrices = engine.torch_optimizer.matrices if isinstance(engine.torch_optimizer, Muon) else {}
     else:
         of_rank = parameters // strategy.layout.model_size
         trained, frozen, trained_width = 0 if recipe.lora else of_rank, of_rank if recipe.lora else 0, width
         shapes = [] if recipe.optim == "adafactor" else [(trained,)]  # means of rows and columns are next to nothing
-    if with_deepspeed:
-        kept = (MASTER_BYTES + MOMENTS_BYTES) * trained
+        matrices = {}  # not known yet
+    spared = MOMENTS_BYTES // 2 * sum(each.shape.numel() for each in matrices.values())
+    if recipe.optim in SHARDED:
+        kept = (MOMENTS_BYTES + MASTER_BYTES * with_deepspeed) * trained - spared
     else:
         kept = sum(state_bytes(recipe.optim, shape) for shape in shapes)
     quantised = {"load_in_4bit": NF4_BYTES, "load_in_8bit": 1.0}.get(recipe.quantised or "")
@@ -104,7 +110,15 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
     sections = (zero.get(f"offload_{part}") or {} for part in ("optimizer", "param"))
     offloads = [section.get("device", "none") != "none" for section in sections]
     return StateSetup(
-        trained, frozen, trained_width, quantised or width, kept, strategy.stage, strategy.layout.shard_size, *offloads
+        trained,
+        frozen,
+        trained_width,
+        quantised or width,
+        kept,
+        strategy.stage,
+        strategy.layout.shard_size,
+        *offloads,
+        spared,
     )
 
 
@@ -242,7 +256,7 @@ def _of_states(s: Shortage) -> list[Remedy]:
         if now.offloads_optimizer and layout.tensor == 1:
             pair = "zero3_offload_optimizer" if top == 3 else "zero2_offload"
         add(_pair(pair), f"sharded over {now.ranks} processes: {what}", now.with_deepspeed(top, half, **offload))
-    if not s.on_cpu and layout.replica_size == 1:
+    if not s.on_cpu and layout.replica_size == 1 and recipe.optim != "muon":  # which is refused there
         to_host = now.with_deepspeed(max(2, now.stage), half, offloads_optimizer=True,
                                      offloads_weights=now.offloads_weights)  # fmt: skip
         if not now.offloads_optimizer and not is_loading and _host_takes(s, to_host):
@@ -253,7 +267,7 @@ def _of_states(s: Shortage) -> list[Remedy]:
             add(_pair("zero3_offload"), "optimizer state and weights in host memory: the slowest", everything)
     if is_loading and not half and s.strategy.deepspeed is not None:
         add("--precision bf16", "weights in half precision", replace(now, trained_width=2, frozen_width=2))
-    if recipe.model_name_or_path and layout.model_size == 1:
+    if recipe.model_name_or_path and layout.model_size == 1 and recipe.optim != "muon":
         frozen = replace(now, trained=0, frozen=now.trained + now.frozen, optimizer_bytes=0)
         to_half = " --precision bf16" if is_loading and not half else ""
         if not recipe.lora:
