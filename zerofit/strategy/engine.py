@@ -272,6 +272,7 @@ class Engine:
     def effective_strategy(self) -> dict[str, Any]:
         """What is in force, with nothing left open."""
         launch, state, batches = self.strategy.launch, self.accelerator.state, self.strategy.batches
+        optimizer = self.torch_optimizer
         return {
             "name": self.strategy.name,
             "accelerate_config": launch.config_file,
@@ -289,7 +290,7 @@ class Engine:
             "micro_batch": batches.micro_batch,
             "gradient_accumulation_steps": batches.accumulation,
             "global_batch": batches.global_batch,
-            "muon": sorted(self.torch_optimizer.matrices) if isinstance(self.torch_optimizer, Muon) else [],
+            **({"muon": sorted(optimizer.matrices)} if isinstance(optimizer, Muon) else {}),
             "deepspeed": getattr(self.accelerator, "deepspeed_config", None)
             if self.strategy.deepspeed is not None
             else None,
