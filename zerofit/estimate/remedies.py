@@ -59,9 +59,9 @@ class StateSetup:
     optimizer_bytes: int
     stage: int
     ranks: int
+    spared: int
     offloads_optimizer: bool = False
     offloads_weights: bool = False
-    spared: int = 0
 
     @property
     def states(self) -> RankStates:
@@ -117,8 +117,8 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
         kept,
         strategy.stage,
         strategy.layout.shard_size,
-        *offloads,
         spared,
+        *offloads,
     )
 
 
