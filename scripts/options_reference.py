@@ -27,6 +27,7 @@ TOOLS = (
     "convert hf-to-meta",
     "convert megatron-args",
     "merge",
+    "evaluate",
     "generate",
     "show",
 )

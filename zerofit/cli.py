@@ -59,6 +59,7 @@ COMMANDS = (
     Command("doctor", "Who set what, and whether it can run here.", "zerofit.tools.doctor.doctor:main"),
     Command("plan", "What fits and how fast, predicted without a GPU.", "zerofit.tools.plan.plan:main", True),
     Command("verify", "Prove on a recipe: strategies agree, kills lose nothing.", "zerofit.tools.verify.verify:main"),
+    Command("evaluate", "Tasks of lm-evaluation-harness on a model.", "zerofit.tools.evaluate.evaluate:main"),
     Command("generate", "Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate:main"),
 )
 

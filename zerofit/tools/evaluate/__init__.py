@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness on a trained model."""

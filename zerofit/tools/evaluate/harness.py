@@ -1,0 +1,110 @@
+"""The harness at work: its own engine on a model that is loaded as `zerofit generate` loads it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import atomic_file
+from zerofit.record.run_folder import RunFolder, check_folder_of
+from zerofit.record.terminal import say, screen_width, table
+from zerofit.tools.evaluate.evaluate import EvaluateOptions
+from zerofit.tools.generate.generation_model import find_model, load
+
+RESULTS = "results.json"
+
+
+def evaluate(options: EvaluateOptions, folder: Path) -> int:
+    """Evaluate, show the table, and write results.json and samples.jsonl.
+
+    Args:
+        folder: of the model, where it is one; a run's own figures are shown beside the tasks'.
+
+    Raises:
+        UserError: the model or a task cannot be loaded; the folder of the results has something else.
+    """
+    check_folder_of(options.results, RESULTS, "evaluation on tasks")
+    source = find_model(options)
+    known, tasks = _tasks(options.tasks or [])
+    accelerator = Accelerator()
+    if accelerator.device.index is not None:
+        torch.accelerator.set_device_index(accelerator.device.index)
+    model = HFLM(load(source, options).eval(), tokenizer=source.tokenizer, batch_size=options.batch_size)
+    if accelerator.num_processes > 1:  # the harness shares the requests out; each rank has the whole model
+        model.accelerator = accelerator
+        model._rank, model._world_size = accelerator.process_index, accelerator.num_processes
+    found = simple_evaluate(
+        model,
+        tasks=tasks,
+        task_manager=known,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        apply_chat_template=options.apply_chat_template,
+    )
+    if found is None:  # of every rank but the first
+        return 0
+    _write(options.results, options, found)
+    say(table(rows(found, _own_figures(folder)), screen_width()), f"results   {options.results}")
+    return 0
+
+
+def _tasks(names: list[str]) -> tuple[TaskManager, list[str]]:
+    """The harness's tasks, those of the .yaml files among them, and the names of those that are asked for.
+
+    Raises:
+        UserError: a name is unknown.
+    """
+    files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
+    known = TaskManager(include_path=[str(folder) for folder in sorted({file.resolve().parent for file in files})])
+    own = {str(file): _name_in(file) for file in files}
+    found = known.match_tasks([own.get(str(Path(name)), name) for name in names])
+    missing = [name for name in names if str(Path(name)) not in own and not known.match_tasks([name])]
+    if missing:
+        raise UserError(f"tasks = {' '.join(missing)}: the harness has no such task. `lm-eval ls tasks` lists them")
+    return known, found
+
+
+def _name_in(file: Path) -> str:
+    named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("task:")]
+    if not named:
+        raise UserError(f"tasks: {file} has no line `task: NAME`")
+    return named[0]
+
+
+def rows(found: dict[str, Any], own: dict[str, float]) -> list[tuple[str, ...]]:
+    """The table: the run's own held-out figures, and those of each task."""
+    lines = [("task", "figure", "value", "+-", "questions")]
+    lines += [("held out, by the run", name, f"{value:.4g}", "", "") for name, value in own.items()]
+    for task, figures in found["results"].items():
+        for name, value in figures.items():
+            figure, _, kind = name.partition(",")
+            if isinstance(value, float) and not figure.endswith("_stderr"):
+                error = figures.get(f"{figure}_stderr,{kind}")
+                shown = f"{error:.2g}" if isinstance(error, float) else ""
+                count = found.get("n-samples", {}).get(task, {}).get("effective", "")
+                lines.append((task, figure, f"{value:.4g}", shown, str(count)))
+    return lines
+
+
+def _own_figures(folder: Path) -> dict[str, float]:
+    """The figures of the run's last evaluation; none where the model is no run's."""
+    metrics = RunFolder(folder.parent).metrics
+    lines = [line for line in metrics.read() if "eval_loss" in line] if folder.name == "model" else []
+    names = [name for name in (lines[-1] if lines else {}) if name.startswith("eval_") and "seconds" not in name]
+    return {name: lines[-1][name] for name in names if isinstance(lines[-1][name], float)}
+
+
+def _write(folder: Path, options: EvaluateOptions, found: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    samples = found.pop("samples", {})
+    items = ({"task": task, **line} for task, lines in samples.items() for line in lines)
+    with atomic_file(folder / "samples.jsonl") as file:
+        file.writelines(json.dumps(item, default=str, ensure_ascii=False) + "\n" for item in items)
+    with atomic_file(folder / RESULTS) as file:
+        json.dump({"options": options.to_dict(), **found}, file, indent=2, default=str, ensure_ascii=False)
