@@ -16,7 +16,7 @@ from zerofit.strategy.named import find_strategies
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
-from zerofit.tools.evaluate.evaluate import EvaluateOptions
+from zerofit.tools.evaluate.evaluate_options import EvaluateOptions
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.launch.launch import read_options
 from zerofit.tools.merge import MergeOptions
@@ -32,8 +32,8 @@ from zerofit.tools.verify.verify import VerifyOptions
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare",): PrepareOptions,
     ("convert", "meta-to-hf"): FromMetaOptions, ("convert", "hf-to-meta"): ToMetaOptions, ("merge",): MergeOptions,
-    ("evaluate",): EvaluateOptions, ("generate",): GenerateOptions, ("compare",): CompareOptions, ("plan",): PlanOptions,
-    ("verify",): VerifyOptions,
+    ("evaluate",): EvaluateOptions, ("generate",): GenerateOptions, ("compare",): CompareOptions,
+    ("plan",): PlanOptions, ("verify",): VerifyOptions,
 }  # fmt: skip
 START = re.compile(r"accelerate launch|torchrun --|zerofit [a-z]|make [a-z]|python benchmarks/")
 COLUMNS = ("full", "chunked")  # `zerofit full` is the heading of a column in docs/measurements/loop-speed.md
