@@ -30,13 +30,15 @@ def planner_of(*flags) -> Planner:
 
 
 def exhaustively(planner: Planner, names: list[str]) -> float:
-    """tokens/s of the fastest of all that fit: each options, layout and micro-batch."""
+    """tokens/s of the fastest of all that fit: each options, layout and micro-batch, up to the first that does not (the
+    allocator may hold a few MiB less of a larger one)."""
     speeds = [0.0]
     for one in itertools.chain(*joint_search.combinations(planner, names, lambda resolved: "")):
         for size in joint_search.candidates_of(one.planner, one.outcome):
             found = one.planner.predict(one.outcome.resolved, size)
-            if found.fits:
-                speeds.append(found.speed.tokens_per_s)
+            if not found.fits:
+                break
+            speeds.append(found.speed.tokens_per_s)
     return max(speeds)
 
 
