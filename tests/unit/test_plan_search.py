@@ -30,8 +30,8 @@ def planner_of(*flags) -> Planner:
 
 
 def exhaustively(planner: Planner, names: list[str]) -> float:
-    """tokens/s of the fastest of all that fit: each options, layout and micro-batch, up to the first that does not (the
-    allocator may hold a few MiB less of a larger one)."""
+    """tokens/s of the fastest of all that fit: each options, layout and micro-batch, up to the first that does not
+    (of a larger one the allocator may hold a few MiB less)."""
     speeds = [0.0]
     for one in itertools.chain(*joint_search.combinations(planner, names, lambda resolved: "")):
         for size in joint_search.candidates_of(one.planner, one.outcome):
