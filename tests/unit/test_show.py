@@ -86,6 +86,7 @@ def test_every_update_is_there_once_with_its_value_after_a_rewind_and_a_resume(t
     run.poll()
     assert list(run.lines) == [1, 2, 3, 4, 5]
     assert run.lines[5]["loss"] == 9.5
+    assert run.restarted_at == 4
     folder.metrics.close()
     again = RunFolder(folder.path)
     again.metrics.start(5)  # as a resume does

@@ -68,7 +68,7 @@ def test_every_update_is_there_once_through_kills_resumes_and_rewinds(board, tmp
         ("error", 11, "rewound: update 11: skipped after a rewind"),
         ("error", 21, "training: exit code 87: out of memory"),
         ("info", 20, "training: update 20: checkpoint"),
-        ("warn", 12, "rewound: update 12: restart 1"),
+        ("warn", 10, "rewound: update 10: restart 1"),
         ("warn", 15, "resumed: update 15: restart 1"),
     ]
     make_run(tmp_path / "elsewhere" / "resumed", 3)

@@ -42,7 +42,7 @@ class WatchedRun:
 
     def poll(self) -> None:
         """Read what the run has written since the last call."""
-        file, size = None, 0
+        file, size, known = None, 0, self.lines
         with contextlib.suppress(OSError):
             found = self.folder.metrics.path.stat()
             file, size, self.written_at = found.st_ino, found.st_size, found.st_mtime
@@ -53,7 +53,10 @@ class WatchedRun:
             self.restarts += 1
             self.recipe, self.strategy = read_yaml(self.path / "recipe.yaml"), read_yaml(self.path / "strategy.yaml")
         self.lines |= {line["update"]: line for line in self._reader.poll()}
-        self.restarted_at = self.updates if is_new else self.restarted_at
+        if is_new:  # it may have made updates since: their lines differ, in seconds at least
+            self.restarted_at = max(
+                (update for update, line in self.lines.items() if known.get(update) == line), default=0
+            )
         self.environment = self.folder.environment()
 
     def last(self, name: str) -> Any:
