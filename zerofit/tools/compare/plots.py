@@ -59,7 +59,7 @@ def throughput_plot(rows: list[StrategyRow], variable: SearchVariable = BATCHES)
             axes.plot(
                 [best["size"]], [best[variable.rate]], "o", color=style["color"], markersize=11, fillstyle="none"
             )
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _with_legend(figure, axes)
 

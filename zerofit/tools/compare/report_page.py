@@ -39,16 +39,20 @@ def html_report(
         pictures: {name of the file: its contents}, a PNG, which is shown, and an SVG of each.
     """
     first, *others = [
-        f"<h2>{escape(heading)}</h2><p>{escape(text)}</p>{_table(rows)}" for heading, text, rows in blocks
+        f"<h2>{escape(heading)}</h2><p>{_prose(text)}</p>{_table(rows)}" for heading, text, rows in blocks
     ]
     figures = "".join(_figure(Path(name).stem, pictures) for name in pictures if name.endswith(".png"))
-    lines = "".join(f"<li>{escape(line)}</li>" for line in provenance)
+    lines = "".join(f"<li>{_prose(line)}</li>" for line in provenance)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1><p><b>{escape(conclusion)}</b></p>{first}"
         f'<div class="pictures">{figures}</div>{"".join(others)}<ul>{lines}</ul></body></html>\n'
     )
+
+
+def _prose(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _figure(name: str, pictures: dict[str, bytes]) -> str:
