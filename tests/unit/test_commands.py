@@ -37,7 +37,7 @@ TOOLS = {
 }  # fmt: skip
 START = re.compile(r"accelerate launch|torchrun --|zerofit [a-z]|make [a-z]|python benchmarks/")
 COLUMNS = ("full", "chunked")  # `zerofit full` is the heading of a column in docs/measurements/loop-speed.md
-ENDS = {"&&", "||", "|", ";", ">", "2>"}
+ENDS = {"&", "&&", "||", "|", ";", ">", "2>"}
 
 
 def texts() -> dict[str, str]:
