@@ -137,8 +137,8 @@ class Muon(torch.optim.AdamW):
         for matrix in matrices:
             if matrix.ranges[self.rank] == (0, matrix.shape.numel()):
                 part = matrix.gradient(self.rank)
-                made = orthogonal(part.to(self.dtype).view(matrix.shape))
-                part.copy_(made.view(-1)).mul_(matrix.scale)
+                # No name is given to what is made: it would stay while the next one is made.
+                part.copy_(orthogonal(part.to(self.dtype).view(matrix.shape)).view(-1)).mul_(matrix.scale)
         split = [matrix for matrix in matrices if matrix.is_split]
         ranks = len(split[0].ranges) if split else 1
         for first in range(0, len(split), ranks):
