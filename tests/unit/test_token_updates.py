@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from zerofit.data.collate import round_up
 from zerofit.data.order import FILLER
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.recipe.errors import UserError
@@ -31,11 +32,12 @@ def of_epoch(by_tokens: TokenUpdates, epoch: int) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("micro", [1, 4])
-def test_a_micro_batch_has_no_more_tokens_than_full_rows(columns, micro):
+@pytest.mark.parametrize("multiple", [1, 8], ids=["a CPU", "a GPU"])
+def test_a_micro_batch_has_no_more_tokens_than_full_rows(columns, micro, multiple):
     by_tokens, shape = updates(columns), (ROWS // micro, 1, micro)
     number = by_tokens.num_updates(len(by_tokens))
     found = [
-        len(rows) * int(by_tokens.widths[rows].max(axis=0).sum())
+        len(rows) * int(round_up(by_tokens.widths[rows].max(axis=0), multiple).sum())
         for rows in TokenMicroBatches(by_tokens, shape, (0, number - 2), len(by_tokens), 0)
     ]
     assert max(found) <= micro * ROW

@@ -6,6 +6,7 @@ the shape; it is not trained on and not counted.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from zerofit.data.pack import Sample
 from zerofit.model.loss import IGNORE
 
 Samples = list[tuple[Sample, int]]
+Lengths = TypeVar("Lengths", int, np.ndarray)
+GPU_MULTIPLE = 8  # of row lengths, for the matrix units of GPUs
 
 
 @dataclass
@@ -232,12 +235,12 @@ class PromptCollator:
 
 
 def multiple_for(device: torch.device) -> int:
-    """The multiple for row lengths: 8 for the matrix units of GPUs, 1 on a CPU."""
-    return 1 if device.type == "cpu" else 8
+    """The multiple for row lengths."""
+    return 1 if device.type == "cpu" else GPU_MULTIPLE
 
 
-def round_up(length: int, multiple: int) -> int:
-    """`length`, rounded up to a multiple."""
+def round_up(length: Lengths, multiple: int) -> Lengths:
+    """`length`, or each of an array, rounded up to a multiple."""
     return -(-length // multiple) * multiple
 
 

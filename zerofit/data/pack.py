@@ -224,7 +224,7 @@ class TokenizedDataset:
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
         # Rows of one update have sources of similar length. With targets considered too, some updates would have only
         # short targets, and a token has more weight in an update with fewer tokens (docs/measurements/padding.md).
-        self.lengths, self.widths = counted[0], np.stack(counted, axis=1)  # (samples,), (samples, 1 or 2)
+        self.lengths = counted[0]
         self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
         if "sizes" in columns:
             sizes = [self.columns["sizes"].row(index) for index in range(len(table))]
@@ -244,6 +244,13 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> Sample:
         sample = {name: column.row(index) for name, column in self.columns.items()}
         return sample if self.labels is None else {**sample, "label": self.labels[index]}
+
+    @property
+    def widths(self) -> np.ndarray:
+        """(samples, 1 or 2) tokens of each row: of the input, and of the target where there is one."""
+        return np.stack(
+            [self.columns[name].lengths for name in ("input_ids", "labels") if name in self.columns], axis=1
+        )
 
     def mean_lengths(self) -> list[float]:
         """The mean number of tokens in each column."""

@@ -4,11 +4,11 @@ An epoch is a permutation drawn from (seed, epoch), cut into windows of some 16 
 by length and cut into updates of r x G rows: G is the global batch in rows of full length, and r as large as fits, so
 that r rows of the update's longest are no longer than a full row. The updates are put into random order. The rows that
 fill no update, at a random place among the sorted ones, wait for the next window; those left at the end of the epoch
-are its last update, which is smaller. So each sample is seen once an epoch, with the same chance of each place in it.
+are its last update or two, which are smaller. So each sample is seen once an epoch, at any place alike.
 
-A micro-batch of m full rows becomes one of r x m rows, which takes no more memory. So an update depends on the
-lengths, the seed and G alone, not on the micro-batch, the accumulation or the processes, and the position in the data
-stays one number, the consumed samples.
+A micro-batch of m full rows becomes one of r x m rows, which takes no more memory: lengths count as GPUs pad them,
+also on a CPU. So an update depends on the lengths, the seed and G alone, not on the device, the micro-batch, the
+accumulation or the processes, and the position in the data stays one number, the consumed samples.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from zerofit.data.collate import GPU_MULTIPLE, round_up
 from zerofit.data.order import FILLER
 from zerofit.data.pack import SampleSet
 from zerofit.recipe.errors import UserError
@@ -48,7 +49,7 @@ class TokenUpdates:
 
     def __init__(self, widths: np.ndarray, row_tokens: int, full_rows: int, seed: int):
         self.widths, self.row_tokens, self.full_rows, self.seed = widths, row_tokens, full_rows, seed
-        self._key = widths[:, 0] * (1 + widths[:, -1].max()) + widths[:, -1]
+        self._padded = round_up(widths, GPU_MULTIPLE)
         self._laid_out: dict[int, _Epoch] = {}  # the latest two
         self._updates_before = [0]  # each epoch
 
@@ -81,12 +82,12 @@ class TokenUpdates:
         laid_out = self._epoch(0)
         updates = np.split(laid_out.samples, laid_out.ends[:-1])
         tokens = np.array([self.widths[rows].sum() for rows in updates])
-        padded = sum(len(rows) * int(self.widths[rows].max(axis=0).sum()) for rows in updates)
+        positions = sum(len(rows) * int(self._padded[rows].max(axis=0).sum()) for rows in updates)
         most = self.row_tokens * self.full_rows
         return (
             f"batch     {min(map(len, updates)):,} to {max(map(len, updates)):,} samples of similar length, at most "
             f"{most:,} tokens (the median update has {int(np.median(tokens)):,}); {len(updates):,} updates an epoch, "
-            f"padding at most {1 - tokens.sum() / padded:.1%}"
+            f"padding at most {1 - tokens.sum() / positions:.1%}"
         )
 
     def _epoch(self, number: int) -> _Epoch:
@@ -103,7 +104,7 @@ class TokenUpdates:
         size = max(1, int(WINDOW * self.full_rows * self.row_tokens / self.widths.sum(axis=1).mean()))
         for start in range(0, len(self), size):
             pool = np.concatenate([waiting, drawn[start : start + size]])
-            longest_first = pool[np.argsort(-self._key[pool], kind="stable")]
+            longest_first = pool[np.lexsort(-self.widths[pool].T[::-1])]  # by the first column, then the second
             from_above = self._cut(longest_first)
             kept = from_above[: rng.integers(len(from_above) + 1)]
             rest = longest_first[sum(map(len, kept)) :]
@@ -115,9 +116,9 @@ class TokenUpdates:
 
     def _cut(self, samples: np.ndarray) -> list[np.ndarray]:
         """The updates that sorted samples make, one after another; the rest is left out."""
-        widths, updates, start = self.widths[samples], [], 0
+        widths, updates, start = self._padded[samples], [], 0
         while start + self.full_rows <= len(samples):
-            most = self.full_rows * (self.row_tokens // max(1, int(widths[start, 0])))
+            most = self.full_rows * max(1, self.row_tokens // max(1, int(widths[start, 0])))
             longest = np.maximum.accumulate(widths[start : start + most], axis=0).sum(axis=1)  # (rows,)
             needed = longest[self.full_rows - 1 :: self.full_rows]  # of an update of 1, 2, ... times G rows
             fits = needed * np.arange(1, len(needed) + 1) <= self.row_tokens
@@ -131,7 +132,7 @@ class TokenUpdates:
     def _last(self, samples: np.ndarray) -> list[np.ndarray]:
         """The updates of those that are left at the end of an epoch, the longest first."""
         times = -(-len(samples) // self.full_rows)
-        if times <= 1 or int(self.widths[samples].max(axis=0).sum()) * times <= self.row_tokens:
+        if times <= 1 or int(self._padded[samples].max(axis=0).sum()) * times <= self.row_tokens:
             return [samples] * bool(times)
         whole = (times - 1) * self.full_rows
         return [samples[-whole:], samples[:-whole]]

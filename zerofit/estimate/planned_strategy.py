@@ -59,10 +59,10 @@ class PlannedStrategy:
         if not weights.matrices:
             return found
         half, is_split = self.precision != "fp32", self.shards_weights and ranks > 1
-        flat = (
-            0 if self.zero is None else 6 if half and self.shards_weights else MASTER_BYTES
-        )  # gradients, in DeepSpeed
-        taken = workspace(weights, half, is_split) + flat * sum(one.size for one in weights.matrices) // ranks
+        of_gradients = 0  # in DeepSpeed's step: in fp32, under ZeRO-3 also in half precision
+        if self.zero is not None:
+            of_gradients = MASTER_BYTES + 2 * (half and self.shards_weights)
+        taken = workspace(weights, half, is_split) + of_gradients * sum(one.size for one in weights.matrices) // ranks
         return replace(found, step={**found.step, "workspace": max(found.step["workspace"], taken)})
 
     def _states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:

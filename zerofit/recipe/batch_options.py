@@ -7,8 +7,8 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.growth import Difficulty, difficulty_problems, growth_problems, read_difficulty
 
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
-# {task's options of the length of a full row: the task has all of them}
-ROWS = (("block_size",), ("max_source_length", "max_target_length"))
+# Options whose sum is the length of a full row, of the tasks that have them.
+FULL_ROW = (("block_size",), ("max_source_length", "max_target_length"))
 OTHER_SAMPLES = (  # options that decide which samples an update has
     "global_batch_warmup", "difficulty_warmup", "block_size_warmup", "data_path", "mixture_temperature",
     "pad_to_max_length", "length_grouping",
@@ -75,13 +75,15 @@ class BatchOptions(Recipe):
 
     @property
     def row_tokens(self) -> int | None:
-        """The tokens of a row of full length, with tokens_per_batch."""
-        return row_tokens(self)
+        """The tokens of a row of full length; None: batches are not by tokens, or a length is not set."""
+        of_task = next((names for names in FULL_ROW if hasattr(self, names[0])), ())
+        lengths = [getattr(self, name) for name in of_task]
+        return sum(lengths) if self.tokens_per_batch and lengths and all(lengths) else None
 
     def settle(self) -> None:
         """Let the global batch, in full rows, follow from tokens_per_batch."""
         super().settle()
-        if self.row_tokens and self.tokens_per_batch and self.global_batch_size is None:
+        if self.tokens_per_batch and self.row_tokens and self.global_batch_size is None:
             rows = self.tokens_per_batch // self.row_tokens
             self.adopt("global_batch_size", rows, f"tokens_per_batch = {self.tokens_per_batch}")
 
@@ -90,23 +92,12 @@ class BatchOptions(Recipe):
         return super().problems() + growth + token_batch_problems(self)
 
 
-def row_tokens(recipe) -> int | None:
-    """The tokens of a row of full length; None: batches are not by tokens, or a length is not set."""
-    if recipe.tokens_per_batch is None:
-        return None
-    for names in ROWS:
-        lengths = [getattr(recipe, name, None) for name in names]
-        if all(lengths):
-            return sum(lengths)
-    return None
-
-
 def token_batch_problems(recipe) -> list[str]:
     """What is wrong with tokens_per_batch."""
-    tokens, row = recipe.tokens_per_batch, row_tokens(recipe)
-    stated = f"tokens_per_batch = {tokens}"
+    tokens, row = recipe.tokens_per_batch, recipe.row_tokens
     if tokens is None:
         return []
+    stated = f"tokens_per_batch = {tokens}"
     if getattr(recipe, "max_length", None):
         return [
             f"{stated}: the loss is a mean over examples here, and short ones, of which a batch has more, would count "

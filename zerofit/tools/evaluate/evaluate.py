@@ -16,10 +16,9 @@ from zerofit.model.folders import model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import configs
-from zerofit.tools.evaluate.evaluate_options import EvaluateOptions
+from zerofit.tools.evaluate.evaluate_options import ENDINGS, EvaluateOptions
 from zerofit.tools.launches import LAUNCHER
 
-ENDINGS = (".yaml", ".yml")  # of a task of the user's
 VERSION = "0.4.13"  # that the tests have run with
 
 

@@ -7,6 +7,8 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.tools.tool_recipe import PRECISIONS
 
+ENDINGS = (".yaml", ".yml")  # of a task of the user's
+
 
 @dataclass
 class EvaluateOptions(Recipe):

@@ -14,7 +14,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say, screen_width, table
-from zerofit.tools.evaluate.evaluate_options import EvaluateOptions
+from zerofit.tools.evaluate.evaluate_options import ENDINGS, EvaluateOptions
 from zerofit.tools.generate.generation_model import find_model, load
 
 RESULTS = "results.json"
@@ -58,23 +58,16 @@ def _tasks(names: list[str]) -> tuple[TaskManager, list[str]]:
     """The harness's tasks, those of the .yaml files among them, and the names of those that are asked for.
 
     Raises:
-        UserError: a name is unknown.
+        UserError: a name is unknown, or a file has no task.
     """
-    files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
-    known = TaskManager(include_path=[str(folder) for folder in sorted({file.resolve().parent for file in files})])
-    own = {str(file): _name_in(file) for file in files}
-    found = known.match_tasks([own.get(str(Path(name)), name) for name in names])
-    missing = [name for name in names if str(Path(name)) not in own and not known.match_tasks([name])]
+    files = {name: Path(name).resolve() for name in names if name.endswith(ENDINGS)}
+    known = TaskManager(include_path=[str(folder) for folder in sorted({file.parent for file in files.values()})])
+    of_files = {str(entry.yaml_path): name for name, entry in known.task_index.items() if entry.yaml_path}
+    asked = [of_files.get(str(files.get(name)), name) for name in names]
+    missing = [name for name in asked if not known.match_tasks([name])]
     if missing:
-        raise UserError(f"tasks = {' '.join(missing)}: the harness has no such task. `lm-eval ls tasks` lists them")
-    return known, found
-
-
-def _name_in(file: Path) -> str:
-    named = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("task:")]
-    if not named:
-        raise UserError(f"tasks: {file} has no line `task: NAME`")
-    return named[0]
+        raise UserError(f"tasks = {' '.join(missing)}: no such task is known. `lm-eval ls tasks` lists them")
+    return known, known.match_tasks(asked)
 
 
 def rows(found: dict[str, Any], own: dict[str, float]) -> list[tuple[str, ...]]:
