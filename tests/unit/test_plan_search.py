@@ -29,17 +29,16 @@ def planner_of(*flags) -> Planner:
     return Planner(options, model, budget, make_timing(options, model, budget, gpu, {True})[0])
 
 
-def exhaustively(planner: Planner, names: list[str]) -> float:
-    """tokens/s of the fastest of all that fit: each options, layout and micro-batch, up to the first that does not
-    (of a larger one the allocator may hold a few MiB less)."""
-    speeds = [0.0]
+def exhaustively(planner: Planner, names: list[str]) -> tuple[float, float]:
+    """tokens/s of the fastest of all that fit: of each options and layout the micro-batches up to the first that does not
+    fit, and all. (Of a larger one the allocator may hold a few MiB less; the search need not find it.)"""
+    below, every = [0.0], [0.0]
     for one in itertools.chain(*joint_search.combinations(planner, names, lambda resolved: "")):
-        for size in joint_search.candidates_of(one.planner, one.outcome):
-            found = one.planner.predict(one.outcome.resolved, size)
-            if not found.fits:
-                break
-            speeds.append(found.speed.tokens_per_s)
-    return max(speeds)
+        sizes = joint_search.candidates_of(one.planner, one.outcome)
+        found = [one.planner.predict(one.outcome.resolved, size) for size in sizes]
+        every += [prediction.speed.tokens_per_s for prediction in found if prediction.fits]
+        below += [each.speed.tokens_per_s for each in itertools.takewhile(lambda each: each.fits, found)]
+    return max(below), max(every)
 
 
 @pytest.mark.parametrize("seed", [3, pytest.param(range(20), marks=pytest.mark.long)], ids=str)
@@ -57,7 +56,8 @@ def test_the_search_finds_what_trying_everything_finds(seed, monkeypatch):
         )  # fmt: skip
         best = joint_search.find_best(planner, names, lambda resolved: "")
         found = best[0][1].speed.tokens_per_s if best else 0.0
-        assert found == pytest.approx(exhaustively(planner, names)), number
+        least, most = exhaustively(planner, names)
+        assert least * (1 - 1e-6) <= found <= most * (1 + 1e-6), number
 
 
 def test_the_winner_is_a_recipe_a_pair_and_a_command(capsys, tmp_path):
