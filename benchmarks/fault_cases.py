@@ -198,8 +198,10 @@ ZEROFIT = "zerofit launch --num_processes 2 {run}"
 ACCELERATE = (
     "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 --main_process_port 0 {run}"
 )
-MACHINE = ("zerofit launch --num_processes 2 --num_machines 2 --machine_rank {rank} --main_process_ip 127.0.0.1 "
-           "--main_process_port {{port}} --rendezvous_minutes 0.5 {{run}}")  # fmt: skip
+MACHINE = (
+    "zerofit launch --num_processes 2 --num_machines 2 --machine_rank {rank} --main_process_ip 127.0.0.1 "
+    "--main_process_port {{port}} --rendezvous_minutes 0.5 {{run}}"
+)
 MACHINE_0, MACHINE_1 = MACHINE.format(rank=0), MACHINE.format(rank=1)
 HALF = {"start": "half", "kept": RUN_OF_TRAINING[1:]}
 CUT_METRICS = "has no line for update 1-5"
@@ -211,70 +213,199 @@ CASES = [
     Case("metrics.jsonl is empty", 0, (CUT_METRICS,), **HALF, given=write("metrics.jsonl", text=""), hole=5),
     Case("metrics.jsonl is missing", 0, (CUT_METRICS,), **HALF, given=without("metrics.jsonl"), hole=5),
     Case("metrics.jsonl is torn", 0, **HALF, given=edit("metrics.jsonl", lambda text: text[:-30]), hole=5),
-    Case("metrics.jsonl has a broken line", 0, ("its line 4 is not JSON",), **HALF,
-         given=edit("metrics.jsonl", lambda text: text.replace(b'{"update": 3', b'{"upd\x00')), hole=5),
+    Case(
+        "metrics.jsonl has a broken line",
+        0,
+        ("its line 4 is not JSON",),
+        **HALF,
+        given=edit("metrics.jsonl", lambda text: text.replace(b'{"update": 3', b'{"upd\x00')),
+        hole=5,
+    ),
     Case("recipe.yaml is missing", 0, **HALF, given=without("recipe.yaml")),
     Case("recipe.yaml is broken", 0, **HALF, given=write("recipe.yaml", text="a: [1\n")),
     Case("strategy.yaml is missing", 0, **HALF, given=without("strategy.yaml")),
     Case("files.json is missing", 0, **HALF, given=without("files.json")),
     Case("files.json is empty", 0, **HALF, given=write("files.json", text="")),
     Case("environment.json is missing", 0, **HALF, given=without("environment.json")),
-    Case("the whole record is missing", 0, (CUT_METRICS,), **HALF, hole=5, given=without(
-        "metrics.jsonl", "recipe.yaml", "strategy.yaml", "files.json", "environment.json")),
-    Case("the newest checkpoint is cut off", 0, ("rank_00000.safetensors",), **HALF, given=edit(
-        "checkpoints/update_00000005/state/rank_00000.safetensors", lambda data: data[:100])),
+    Case(
+        "the whole record is missing",
+        0,
+        (CUT_METRICS,),
+        **HALF,
+        hole=5,
+        given=without("metrics.jsonl", "recipe.yaml", "strategy.yaml", "files.json", "environment.json"),
+    ),
+    Case(
+        "the newest checkpoint is cut off",
+        0,
+        ("rank_00000.safetensors",),
+        **HALF,
+        given=edit("checkpoints/update_00000005/state/rank_00000.safetensors", lambda data: data[:100]),
+    ),
     Case("the newest manifest is missing", 0, **HALF, given=without("checkpoints/update_00000005/manifest.json")),
     Case("without metrics.jsonl, another run", 2, **HALF, **OTHER, given=without("metrics.jsonl"), hole=5),
     Case("without recipe.yaml, another run", 2, **HALF, **OTHER, given=without("recipe.yaml")),
-    Case("without metrics.jsonl, from the start", 2, ("--overwrite_output_dir",), **HALF, flags="--resume never",
-         given=without("metrics.jsonl"), hole=5),
-    Case("without metrics.jsonl, overwritten", 0, start="half", flags="--resume never --overwrite_output_dir",
-         given=without("metrics.jsonl")),
+    Case(
+        "without metrics.jsonl, from the start",
+        2,
+        ("--overwrite_output_dir",),
+        **HALF,
+        flags="--resume never",
+        given=without("metrics.jsonl"),
+        hole=5,
+    ),
+    Case(
+        "without metrics.jsonl, overwritten",
+        0,
+        start="half",
+        flags="--resume never --overwrite_output_dir",
+        given=without("metrics.jsonl"),
+    ),
     # a folder of others
     Case("another run is there", 2, **HALF, **OTHER),
-    Case("another run is there, overwritten", 0, start="half", flags="--learning_rate 1e-2 --overwrite_output_dir",
-         ends=False),
+    Case(
+        "another run is there, overwritten",
+        0,
+        start="half",
+        flags="--learning_rate 1e-2 --overwrite_output_dir",
+        ends=False,
+    ),
     Case("a finished run", 0, ("already finished",), start="done", kept=("metrics.jsonl", "model/model.safetensors")),
     Case("the folder is a file", 2, ("is a file",), given=lambda run: run.write_text("mine"), ends=False),
-    *(Case(f"{name} of the user", None, FOREIGN, given=write(name), exits=(2,), ends=False) for name in (
-        "notes.txt", "model/net.py", "checkpoints/mine.bin", "checkpoints/best/mine.bin", "predictions_mine.jsonl",
-        "metrics.jsonl", "recipe.yaml", "loss.png")),
-    Case("notes.txt of the user, overwritten", 0, given=write("notes.txt", "a.tsv", "checkpoints/mine.bin"),
-         flags="--overwrite_output_dir", kept=("notes.txt", "a.tsv", "checkpoints/mine.bin")),
-    Case("model/net.py of the user, overwritten", None, FOREIGN, given=write("model/net.py"),
-         flags="--overwrite_output_dir", exits=(2,), ends=False),
-    Case("files of the user in a run", 0, start="half", given=write("notes.txt", "checkpoints/mine.bin", "x/y.tsv"),
-         kept=("notes.txt", "checkpoints/mine.bin", "x/y.tsv", *RUN_OF_TRAINING[1:])),
-    Case("a table of the user, evaluation", None, FOREIGN, given=write("mine.tsv"), exits=(2,), ends=False,
-         flags="--evaluate_only --model_name_or_path {done}/model"),
-    *(Case(f"{name} is a link", 2, FOREIGN, start="half", given=link(name), kept=("../precious",), ends=False)
-      for name in (".lock", "metrics.jsonl", "recipe.yaml")),
-    Case("environment.json is a link", None, FOREIGN, start="half", given=link("environment.json"),
-         kept=("../precious",), exits=(2,), ends=False),
-    *(Case(f"{name} is a link", None, FOREIGN, given=link(name, True), kept=("../precious/net.py",), exits=(2,),
-            ends=False)
-      for name in ("model", "checkpoints")),
+    *(
+        Case(f"{name} of the user", None, FOREIGN, given=write(name), exits=(2,), ends=False)
+        for name in (
+            "notes.txt",
+            "model/net.py",
+            "checkpoints/mine.bin",
+            "checkpoints/best/mine.bin",
+            "predictions_mine.jsonl",
+            "metrics.jsonl",
+            "recipe.yaml",
+            "loss.png",
+        )
+    ),
+    Case(
+        "notes.txt of the user, overwritten",
+        0,
+        given=write("notes.txt", "a.tsv", "checkpoints/mine.bin"),
+        flags="--overwrite_output_dir",
+        kept=("notes.txt", "a.tsv", "checkpoints/mine.bin"),
+    ),
+    Case(
+        "model/net.py of the user, overwritten",
+        None,
+        FOREIGN,
+        given=write("model/net.py"),
+        flags="--overwrite_output_dir",
+        exits=(2,),
+        ends=False,
+    ),
+    Case(
+        "files of the user in a run",
+        0,
+        start="half",
+        given=write("notes.txt", "checkpoints/mine.bin", "x/y.tsv"),
+        kept=("notes.txt", "checkpoints/mine.bin", "x/y.tsv", *RUN_OF_TRAINING[1:]),
+    ),
+    Case(
+        "a table of the user, evaluation",
+        None,
+        FOREIGN,
+        given=write("mine.tsv"),
+        exits=(2,),
+        ends=False,
+        flags="--evaluate_only --model_name_or_path {done}/model",
+    ),
+    *(
+        Case(f"{name} is a link", 2, FOREIGN, start="half", given=link(name), kept=("../precious",), ends=False)
+        for name in (".lock", "metrics.jsonl", "recipe.yaml")
+    ),
+    Case(
+        "environment.json is a link",
+        None,
+        FOREIGN,
+        start="half",
+        given=link("environment.json"),
+        kept=("../precious",),
+        exits=(2,),
+        ends=False,
+    ),
+    *(
+        Case(
+            f"{name} is a link",
+            None,
+            FOREIGN,
+            given=link(name, True),
+            kept=("../precious/net.py",),
+            exits=(2,),
+            ends=False,
+        )
+        for name in ("model", "checkpoints")
+    ),
     # a disk
     Case("full before the start", None, ("No space left",), disk=True, given=fill(), exits=(2,)),
     Case("full before a resume", 2, ("No space left",), start="half", disk=True, given=fill()),
-    Case("full from update 3 to the end", 2, ("No space left",), disk=True, do=fill(), update=3,
-         flags="--save_async false", kept=("checkpoints/update_00000002/manifest.json",)),
-    Case("full from update 3, save or stop", 86, ("could not be saved",), disk=True, do=fill(), update=3,
-         flags="--save_async false --on_save_failure stop", kept=("checkpoints/update_00000002/manifest.json",)),
-    Case("full from update 3, SIGTERM", 86, ("could not be saved",), disk=True, update=3, flags="--save_async false",
-         do=lambda run: (fill()(run), send(SIGTERM)(run))),
-    Case("full in the middle of a save", 2, ("No space left",), disk=True, do=fill(64), phase="save", update=4,
-         flags="--save_async false", kept=("checkpoints/update_00000002/manifest.json",)),
+    Case(
+        "full from update 3 to the end",
+        2,
+        ("No space left",),
+        disk=True,
+        do=fill(),
+        update=3,
+        flags="--save_async false",
+        kept=("checkpoints/update_00000002/manifest.json",),
+    ),
+    Case(
+        "full from update 3, save or stop",
+        86,
+        ("could not be saved",),
+        disk=True,
+        do=fill(),
+        update=3,
+        flags="--save_async false --on_save_failure stop",
+        kept=("checkpoints/update_00000002/manifest.json",),
+    ),
+    Case(
+        "full from update 3, SIGTERM",
+        86,
+        ("could not be saved",),
+        disk=True,
+        update=3,
+        flags="--save_async false",
+        do=lambda run: (fill()(run), send(SIGTERM)(run)),
+    ),
+    Case(
+        "full in the middle of a save",
+        2,
+        ("No space left",),
+        disk=True,
+        do=fill(64),
+        phase="save",
+        update=4,
+        flags="--save_async false",
+        kept=("checkpoints/update_00000002/manifest.json",),
+    ),
     Case("checkpoints/ is read-only", 2, ("Read-only",), **HALF, given=read_only("checkpoints")),
     Case("the folder is read-only", None, ("Read-only",), given=read_only("."), exits=(2,), ends=False),
     # signals
-    Case("SIGTERM while it imports", 85, ("while the run was starting",), do=send(SIGTERM), phase="import",
-         launchers=(ACCELERATE.replace("ddp", "single").replace("processes 2", "processes 1"),)),
-    *(Case(f"SIGTERM in phase {phase}", 85, ("while the run was starting",), do=send(SIGTERM), phase=phase)
-      for phase in ("data", "load", "prepare")),
+    Case(
+        "SIGTERM while it imports",
+        85,
+        ("while the run was starting",),
+        do=send(SIGTERM),
+        phase="import",
+        launchers=(ACCELERATE.replace("ddp", "single").replace("processes 2", "processes 1"),),
+    ),
+    *(
+        Case(f"SIGTERM in phase {phase}", 85, ("while the run was starting",), do=send(SIGTERM), phase=phase)
+        for phase in ("data", "load", "prepare")
+    ),
     Case("SIGTERM while it resumes", 85, ("while the run was starting",), **HALF, do=send(SIGTERM), phase="prepare"),
-    *(Case(f"SIGTERM in phase {phase}", 85, ("stopped     by SIGTERM",), do=send(SIGTERM), phase=phase, update=4)
-      for phase in ("forward", "backward", "save", "saving", "evaluate")),
+    *(
+        Case(f"SIGTERM in phase {phase}", 85, ("stopped     by SIGTERM",), do=send(SIGTERM), phase=phase, update=4)
+        for phase in ("forward", "backward", "save", "saving", "evaluate")
+    ),
     Case("SIGTERM in the last evaluation", 0, do=send(SIGTERM), phase="evaluate", update=8),
     Case("SIGTERM in phase export", 0, do=send(SIGTERM), phase="export"),
     Case("SIGUSR1 in phase data", 85, ("SIGUSR1",), do=send(SIGUSR1), phase="data"),
@@ -287,16 +418,46 @@ CASES = [
     Case("SIGTERM to one of two ranks", 85, do=send(SIGTERM), update=3, ranks=(1,), forked=(2, 1)),
     Case("--max_hours", 85, ("max_hours",), flags="--max_hours 0.000001"),
     # processes that are killed
-    *(Case(f"SIGKILL in phase {phase}", None, do=send(SIGKILL), phase=phase, update=update)
-      for phase, update in (("data", 0), ("prepare", 0), ("forward", 3), ("saving", 4), ("export", 0))),
+    *(
+        Case(f"SIGKILL in phase {phase}", None, do=send(SIGKILL), phase=phase, update=update)
+        for phase, update in (("data", 0), ("prepare", 0), ("forward", 3), ("saving", 4), ("export", 0))
+    ),
     Case("SIGKILL of all ranks while saving", None, do=kill_all, phase="saving", update=4, forked=(2, 1)),
-    *(Case(f"SIGKILL of rank {rank} of two in phase {phase}", 1, (f"rank {rank}", "ended without a message"),
-           do=send(SIGKILL), phase=phase, update=update, ranks=(rank,), forked=(2, 1))
-      for rank in (0, 1) for phase, update in (("forward", 3), ("save", 4))),
-    Case("SIGKILL of rank 1 of two in phase load", 1, ("rank 1",), do=send(SIGKILL), phase="load", ranks=(1,),
-         launchers=(ZEROFIT,), exits=(1,)),
-    Case("SIGSTOP of rank 1 of two", None, ("rank 1", "stopped"), do=send(SIGSTOP), update=3, ranks=(1,),
-         flags="--watchdog_minutes 0.1", launchers=(ZEROFIT,), exits=(137,)),
+    *(
+        Case(
+            f"SIGKILL of rank {rank} of two in phase {phase}",
+            1,
+            (f"rank {rank}", "ended without a message"),
+            do=send(SIGKILL),
+            phase=phase,
+            update=update,
+            ranks=(rank,),
+            forked=(2, 1),
+        )
+        for rank in (0, 1)
+        for phase, update in (("forward", 3), ("save", 4))
+    ),
+    Case(
+        "SIGKILL of rank 1 of two in phase load",
+        1,
+        ("rank 1",),
+        do=send(SIGKILL),
+        phase="load",
+        ranks=(1,),
+        launchers=(ZEROFIT,),
+        exits=(1,),
+    ),
+    Case(
+        "SIGSTOP of rank 1 of two",
+        None,
+        ("rank 1", "stopped"),
+        do=send(SIGSTOP),
+        update=3,
+        ranks=(1,),
+        flags="--watchdog_minutes 0.1",
+        launchers=(ZEROFIT,),
+        exits=(137,),
+    ),
     Case("SIGKILL of zerofit launch", 85, do=signal_launcher(SIGKILL, 2), update=3, launchers=(ZEROFIT,), exits=(-9,)),
     Case("SIGTERM to zerofit launch", 85, do=signal_launcher(SIGTERM, 2), update=3, launchers=(ZEROFIT,), exits=(85,)),
     Case("SIGINT to zerofit launch", 85, do=signal_launcher(SIGINT, 2), update=3, launchers=(ZEROFIT,), exits=(85,)),
@@ -304,38 +465,104 @@ CASES = [
     Case("| head", 0, launchers=(ZEROFIT + " | head -1; exit ${{PIPESTATUS[0]}}",), exits=(0,)),
     # mistakes, where 85 was on record
     Case("a mistyped option", 2, ("learning_rate",), **HALF, flags="--learnin_rate 1"),
-    Case("a broken recipe", 2, ("broken.yaml",), **HALF, flags="--config {case}/broken.yaml",
-         given=write("../broken.yaml", text="a: [")),
+    Case(
+        "a broken recipe",
+        2,
+        ("broken.yaml",),
+        **HALF,
+        flags="--config {case}/broken.yaml",
+        given=write("../broken.yaml", text="a: ["),
+    ),
     Case("a missing file", 2, ("train_file",), **HALF, flags="--train_file {case}/none.txt"),
     Case("a missing recipe", 2, ("none.yaml",), **HALF, flags="--config {case}/none.yaml"),
-    Case("broken JSON of DeepSpeed", 2, ("broken.json",), **HALF, given=write("../broken.json", text='{"a": 1,,}'),
-         flags="--deepspeed_config {case}/broken.json"),
-    Case("an unknown strategy", 2, ("zero4",), **HALF, launchers=(ZEROFIT.replace("--num", "--strategy zero4 --num"),),
-         exits=(2,)),
-    Case("a mistyped option, accelerate launch", 2, ("learning_rate",), **HALF, flags="--learnin_rate 1",
-         launchers=(ACCELERATE,), exits=(1,)),
-    Case("an anomaly", 86, ("anomaly",), ends=False,
-         flags="--learning_rate 1e38 --max_grad_norm 0 --num_warmup_steps 0"),
+    Case(
+        "broken JSON of DeepSpeed",
+        2,
+        ("broken.json",),
+        **HALF,
+        given=write("../broken.json", text='{"a": 1,,}'),
+        flags="--deepspeed_config {case}/broken.json",
+    ),
+    Case(
+        "an unknown strategy",
+        2,
+        ("zero4",),
+        **HALF,
+        launchers=(ZEROFIT.replace("--num", "--strategy zero4 --num"),),
+        exits=(2,),
+    ),
+    Case(
+        "a mistyped option, accelerate launch",
+        2,
+        ("learning_rate",),
+        **HALF,
+        flags="--learnin_rate 1",
+        launchers=(ACCELERATE,),
+        exits=(1,),
+    ),
+    Case(
+        "an anomaly", 86, ("anomaly",), ends=False, flags="--learning_rate 1e38 --max_grad_norm 0 --num_warmup_steps 0"
+    ),
     Case("out of memory", 87, do=too_much_memory, update=3),
     # launches beside each other
     Case("a second launch into the folder", 0, ("ends with 2", "another run is at work"), do=launch_again, update=3),
     Case("after another run that died before its first update", 0, start="died"),
-    Case("a port that is in use", 0, ("already in use",), exits=(0,), launchers=(
-        ZEROFIT.replace("--num", "--main_process_port {taken} --num"),)),
+    Case(
+        "a port that is in use",
+        0,
+        ("already in use",),
+        exits=(0,),
+        launchers=(ZEROFIT.replace("--num", "--main_process_port {taken} --num"),),
+    ),
     Case("two launches at once", 0, launchers=(ZEROFIT, ZEROFIT.replace("{run}", "{other}")), exits=(0, 0)),
     # machines
-    Case("data is missing on machine 1", 2, ("machine 1", "none.txt"), exits=(2, 2),
-         launchers=(MACHINE_0, MACHINE_1 + " --train_file {case}/none.txt")),
+    Case(
+        "data is missing on machine 1",
+        2,
+        ("machine 1", "none.txt"),
+        exits=(2, 2),
+        launchers=(MACHINE_0, MACHINE_1 + " --train_file {case}/none.txt"),
+    ),
     Case("machine 1 never starts", 2, ("machine 1", "never come"), launchers=(MACHINE_0,), exits=(2,)),
-    Case("a wrong address", None, ("has not reached machine 0",), exits=(2,),
-         launchers=(MACHINE_1.replace("{port}", "{free}"),)),
-    Case("the same machine number twice", 2, ("is there twice",), launchers=(MACHINE_0, MACHINE_1, MACHINE_1),
-         exits=(2, 2, 2)),
-    Case("other code on machine 1", 0, ("runs other code",), exits=(0, 0),
-         launchers=(MACHINE_0, "PYTHONPATH={copy} " + MACHINE_1.replace("{run}", "{run_of_copy}"))),
-    Case("SIGKILL of the launcher of machine 1", 85, do=signal_launcher(SIGKILL, 2), update=3, ranks=(1,),
-         launchers=(MACHINE_0, MACHINE_1), exits=(85, -9)),
+    Case(
+        "a wrong address",
+        None,
+        ("has not reached machine 0",),
+        exits=(2,),
+        launchers=(MACHINE_1.replace("{port}", "{free}"),),
+    ),
+    Case(
+        "the same machine number twice",
+        2,
+        ("is there twice",),
+        launchers=(MACHINE_0, MACHINE_1, MACHINE_1),
+        exits=(2, 2, 2),
+    ),
+    Case(
+        "other code on machine 1",
+        0,
+        ("runs other code",),
+        exits=(0, 0),
+        launchers=(MACHINE_0, "PYTHONPATH={copy} " + MACHINE_1.replace("{run}", "{run_of_copy}")),
+    ),
+    Case(
+        "SIGKILL of the launcher of machine 1",
+        85,
+        do=signal_launcher(SIGKILL, 2),
+        update=3,
+        ranks=(1,),
+        launchers=(MACHINE_0, MACHINE_1),
+        exits=(85, -9),
+    ),
     # Both machines have one address here: the message cannot name the lost one, as it does on two hosts.
-    Case("SIGKILL of the rank of machine 1", 1, ("another process is gone",), do=send(SIGKILL), update=3, ranks=(1,),
-         launchers=(MACHINE_0, MACHINE_1), exits=(1, 137)),
-]  # fmt: skip
+    Case(
+        "SIGKILL of the rank of machine 1",
+        1,
+        ("another process is gone",),
+        do=send(SIGKILL),
+        update=3,
+        ranks=(1,),
+        launchers=(MACHINE_0, MACHINE_1),
+        exits=(1, 137),
+    ),
+]

@@ -71,13 +71,19 @@ WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
 
 def _llama(layers: int, width: int, heads: int = 4, groups: int = 4) -> list[str]:
     inner = {128: 344, 256: 688, 384: 1024}[width]
-    return ["llama-2-7b", f"num_hidden_layers={layers},hidden_size={width},intermediate_size={inner},"
-            f"num_attention_heads={heads},num_key_value_heads={groups}"]  # fmt: skip
+    return [
+        "llama-2-7b",
+        f"num_hidden_layers={layers},hidden_size={width},intermediate_size={inner},"
+        f"num_attention_heads={heads},num_key_value_heads={groups}",
+    ]
 
 
 def _encoder(name: str, layers: int, width: int, heads: int, more: str = "") -> list[str]:
-    return [name, f"num_hidden_layers={layers},hidden_size={width},num_attention_heads={heads},"
-            f"intermediate_size={4 * width}{more}"]  # fmt: skip
+    return [
+        name,
+        f"num_hidden_layers={layers},hidden_size={width},num_attention_heads={heads},"
+        f"intermediate_size={4 * width}{more}",
+    ]
 
 
 def _pairs(name: str, encoder: int, decoder: int) -> list[str]:
@@ -86,9 +92,12 @@ def _pairs(name: str, encoder: int, decoder: int) -> list[str]:
 
 
 def _mixture(name: str, layers: int, width: int, groups: int, chosen: int, experts: str) -> list[str]:
-    return [name, f"num_hidden_layers={layers},hidden_size={width},num_attention_heads=4,num_key_value_heads={groups},"
-            f"num_experts_per_tok={chosen},max_position_embeddings=256,output_router_logits=true,"
-            f"{experts}"]  # fmt: skip
+    return [
+        name,
+        f"num_hidden_layers={layers},hidden_size={width},num_attention_heads=4,num_key_value_heads={groups},"
+        f"num_experts_per_tok={chosen},max_position_embeddings=256,output_router_logits=true,"
+        f"{experts}",
+    ]
 
 
 MODELS = {  # layers and their width: task, shape, and what is changed of it

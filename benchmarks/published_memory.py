@@ -47,9 +47,18 @@ ROWS = (  # what, bytes, which, strategy or the DeepSpeed section, GPUs, Liger's
     ("FSDP, torchtitan", 83.9 * GIB, "reserved", "fsdp2", 8, False, 1, 32768, (*RECOMPUTED, *FULL)),
     ("7B, ZeRO-2 (chenyaofo's gist)", 38.6e9, "allocated", "zero2", 8, False, 4, 4096, (*RECOMPUTED, *FULL)),
     ("7B, ZeRO-3", 39.1e9, "allocated", "zero3", 8, False, 8, 4096, (*RECOMPUTED, *FULL)),
-    ("7B, ZeRO-3, optimizer on the host", 9.4e9, "allocated", "zero3_offload_optimizer", 8, False, 2, 4096,
-     (*RECOMPUTED, *FULL)),
-)  # fmt: skip
+    (
+        "7B, ZeRO-3, optimizer on the host",
+        9.4e9,
+        "allocated",
+        "zero3_offload_optimizer",
+        8,
+        False,
+        2,
+        4096,
+        (*RECOMPUTED, *FULL),
+    ),
+)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -93,11 +102,14 @@ def ligers_functions(used: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if used:
             for target, name, function in (
-                (modeling_llama.LlamaMLP, "forward",
-                 lambda self, x: self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))),
+                (
+                    modeling_llama.LlamaMLP,
+                    "forward",
+                    lambda self, x: self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x))),
+                ),
                 (modeling_llama.LlamaRMSNorm, "forward", lambda self, x: Norm.apply(x, self.weight)),
                 (modeling_llama, "apply_rotary_pos_emb", lambda q, k, *others, **more: Rotation.apply(q, k)),
-            ):  # fmt: skip
+            ):
                 stack.enter_context(replaced(target, name, function))
         yield
 
@@ -109,8 +121,11 @@ def pair_of(section: dict, folder: Path) -> Path:
     (folder / "sizes.json").write_text(json.dumps(content))
     file = folder / "sizes.yaml"
     deepspeed = {"deepspeed_config_file": str(folder / "sizes.json"), "zero3_init_flag": section["stage"] == 3}
-    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 8, "num_machines": 1,
-                                    "deepspeed_config": deepspeed}))  # fmt: skip
+    file.write_text(
+        yaml.safe_dump(
+            {"distributed_type": "DEEPSPEED", "num_processes": 8, "num_machines": 1, "deepspeed_config": deepspeed}
+        )
+    )
     return file
 
 
@@ -123,9 +138,28 @@ def main() -> None:
             shape = "llama-2-7b" if what.startswith("7B") else "llama-3-8b"
             pair = strategy if isinstance(strategy, str) else pair_of(strategy, folder)
             flags = [*flags, "--config_overrides", f"max_position_embeddings={length}", "--json", folder / "plan.json"]
-            words = ["--task", "clm", "--config_name", shape, "--precision", "bf16", *H200, "--gpu_memory", "900GiB",
-                     "--num_gpus", gpus, "--strategies", pair, "--block_size", length, "--batch_sizes", micro_batch,
-                     "--per_device_eval_batch_size", 1, *flags]  # fmt: skip
+            words = [
+                "--task",
+                "clm",
+                "--config_name",
+                shape,
+                "--precision",
+                "bf16",
+                *H200,
+                "--gpu_memory",
+                "900GiB",
+                "--num_gpus",
+                gpus,
+                "--strategies",
+                pair,
+                "--block_size",
+                length,
+                "--batch_sizes",
+                micro_batch,
+                "--per_device_eval_batch_size",
+                1,
+                *flags,
+            ]
             with ligers_functions(liger), contextlib.redirect_stdout(io.StringIO()):
                 if zerofit(["plan", *map(str, words)]):
                     raise SystemExit(f"{what}: no plan")

@@ -40,22 +40,59 @@ LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 def words_of(row: MeasuredRow) -> list[str]:
     """The words after `zerofit plan`."""
     if row.family == "gpt2":
-        name, shape = "gpt2", {
-            "n_embd": row.hidden, "n_layer": row.layers, "n_head": row.heads, "n_inner": row.ffn,
-            "n_positions": row.length, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
-        }  # fmt: skip
+        name, shape = (
+            "gpt2",
+            {
+                "n_embd": row.hidden,
+                "n_layer": row.layers,
+                "n_head": row.heads,
+                "n_inner": row.ffn,
+                "n_positions": row.length,
+                "resid_pdrop": 0,
+                "embd_pdrop": 0,
+                "attn_pdrop": 0,
+            },
+        )
     else:
-        name, shape = "llama-2-7b", {
-            "hidden_size": row.hidden, "num_hidden_layers": row.layers, "num_attention_heads": row.heads,
-            "num_key_value_heads": row.kv_heads, "intermediate_size": row.ffn, "head_dim": row.hidden // row.heads,
-            "max_position_embeddings": max(row.length, 4096), "tie_word_embeddings": str("3.2" in row.model).lower(),
-            "attention_bias": str("qwen" in row.model).lower(),
-        }  # fmt: skip
+        name, shape = (
+            "llama-2-7b",
+            {
+                "hidden_size": row.hidden,
+                "num_hidden_layers": row.layers,
+                "num_attention_heads": row.heads,
+                "num_key_value_heads": row.kv_heads,
+                "intermediate_size": row.ffn,
+                "head_dim": row.hidden // row.heads,
+                "max_position_embeddings": max(row.length, 4096),
+                "tie_word_embeddings": str("3.2" in row.model).lower(),
+                "attention_bias": str("qwen" in row.model).lower(),
+            },
+        )
     overrides = ",".join(f"{key}={value}" for key, value in {**shape, "vocab_size": row.vocab}.items())
-    words = ["--task", "clm", "--config_name", name, "--config_overrides", overrides,
-             "--block_size", row.length, "--precision", row.precision, "--gpu", row.gpu, "--num_gpus", row.gpus,
-             "--gpus_per_node", row.gpus_per_node, "--gpu_memory", "900GiB", "--strategies", row.strategy,
-             "--gradient_accumulation_steps", row.accumulation]  # fmt: skip
+    words = [
+        "--task",
+        "clm",
+        "--config_name",
+        name,
+        "--config_overrides",
+        overrides,
+        "--block_size",
+        row.length,
+        "--precision",
+        row.precision,
+        "--gpu",
+        row.gpu,
+        "--num_gpus",
+        row.gpus,
+        "--gpus_per_node",
+        row.gpus_per_node,
+        "--gpu_memory",
+        "900GiB",
+        "--strategies",
+        row.strategy,
+        "--gradient_accumulation_steps",
+        row.accumulation,
+    ]
     if row.network:
         words += ["--network_bandwidth", row.network]
     if row.recomputed:
@@ -97,10 +134,17 @@ def summary(rows: list[MeasuredRow], key) -> str:
     lines = [("", "rows", "median error", "9 of 10 within", "measured / predicted: median", "least", "most")]
     for name, ratios in sorted(groups.items()):
         errors = sorted(abs(1 / ratio - 1) for ratio in ratios)
-        lines.append((
-            name, str(len(ratios)), f"{statistics.median(errors):.1%}", f"{errors[int(0.9 * (len(errors) - 1))]:.0%}",
-            f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                name,
+                str(len(ratios)),
+                f"{statistics.median(errors):.1%}",
+                f"{errors[int(0.9 * (len(errors) - 1))]:.0%}",
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f}",
+                f"{max(ratios):.2f}",
+            )
+        )
     return table(lines, None)
 
 
@@ -135,8 +179,15 @@ def draw(rows: list[MeasuredRow]) -> None:
     axes.plot(ends, ends, color="black", linewidth=0.8)
     for factor in (1 / 1.25, 1.25):
         axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.6, linestyle="--")
-    axes.set(xscale="log", yscale="log", xlabel="measured seconds of an update", ylabel="predicted", xlim=ends,
-             ylim=ends, title="Published runs and zerofit plan; dashed: 25 %")  # fmt: skip
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="measured seconds of an update",
+        ylabel="predicted",
+        xlim=ends,
+        ylim=ends,
+        title="Published runs and zerofit plan; dashed: 25 %",
+    )
     axes.legend()
     figure.savefig(PLOT, dpi=110)
 
@@ -156,11 +207,16 @@ def main() -> None:
         for row in sorted(rows, key=lambda row: row.ratio):
             several = sorted(found[row.id][1].items(), key=lambda item: -item[1])[:5]
             said = ", ".join(f"{name} {seconds:.3g}" for name, seconds in several)
-            print(f"{row.id:24} {row.gpu:11} {row.strategy:8} {row.seconds:9.3f} {row.predicted:9.3f} "
-                  f"{row.ratio:5.2f}  {said}")  # fmt: skip
+            print(
+                f"{row.id:24} {row.gpu:11} {row.strategy:8} {row.seconds:9.3f} {row.predicted:9.3f} "
+                f"{row.ratio:5.2f}  {said}"
+            )
     trusted = [row for row in rows if row.trust != "C"]
-    for key in (lambda row: row.kind, lambda row: f"{row.kind}, {row.gpu}",
-                lambda row: f"{row.id.rpartition('-')[0]}, {row.gpu}, {row.kind}"):  # fmt: skip
+    for key in (
+        lambda row: row.kind,
+        lambda row: f"{row.kind}, {row.gpu}",
+        lambda row: f"{row.id.rpartition('-')[0]}, {row.gpu}, {row.kind}",
+    ):
         print(summary(trusted, key), end="\n\n")
     print(summary([row for row in rows if row.trust == "C"], lambda row: f"trust C: {row.kind}"))
     if options.write:

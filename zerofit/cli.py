@@ -103,12 +103,17 @@ def _run(argv: list[str]) -> int:
 def _help() -> str:
     width = max(len(command.name) for command in COMMANDS)
     lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
-    return "\n".join([
-        "usage: zerofit COMMAND [--option value]", "", *lines, "",
-        "`zerofit COMMAND --help` shows the options of a command.",
-        "Training is started by accelerate launch, torchrun or zerofit launch:",
-        "`python train/clm.py --help` shows its options; cls.py and seq2seq.py likewise.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "usage: zerofit COMMAND [--option value]",
+            "",
+            *lines,
+            "",
+            "`zerofit COMMAND --help` shows the options of a command.",
+            "Training is started by accelerate launch, torchrun or zerofit launch:",
+            "`python train/clm.py --help` shows its options; cls.py and seq2seq.py likewise.",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def planner_of(*flags) -> Planner:
 
 
 def exhaustively(planner: Planner, names: list[str]) -> tuple[float, float]:
-    """tokens/s of the fastest of all that fit: of each options and layout the micro-batches up to the first that does not
-    fit, and all. (Of a larger one the allocator may hold a few MiB less; the search need not find it.)"""
+    """tokens/s of the fastest of all that fit: of each options and layout the micro-batches up to the first that
+    does not fit, and all. (Of a larger one the allocator may hold a few MiB less; the search need not find it.)"""
     below, every = [0.0], [0.0]
     for one in itertools.chain(*joint_search.combinations(planner, names, lambda resolved: "")):
         sizes = joint_search.candidates_of(one.planner, one.outcome)

@@ -446,7 +446,9 @@ def workers_of(job: subprocess.Popen) -> list:
 
 def started(source: Path, byte_tokenizer: Path, output: Path) -> subprocess.Popen:
     """A job of two workers that has begun to write, and has much left to do."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the job
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it, and so would the job
     job = subprocess.Popen(
         [sys.executable, "-m", "zerofit.cli", "prepare", "--input", str(source), "--output_prefix", str(output),
          "--tokenizer", str(byte_tokenizer), "--workers", "2"],

@@ -60,9 +60,15 @@ class Calibration:
         share = self.processes / local if on_cpu else 1.0
         rates = {_key(name): Curve(_points(points)).times(share) for name, points in self.rates.items()}
         return Speeds(
-            rates, self.operation_s, not on_cpu, self.adam, self.host_link,
-            CONTENTION_CPU if on_cpu else CONTENTION, peak_half, f"measured on this machine, {self.measured}",
-        )  # fmt: skip
+            rates,
+            self.operation_s,
+            not on_cpu,
+            self.adam,
+            self.host_link,
+            CONTENTION_CPU if on_cpu else CONTENTION,
+            peak_half,
+            f"measured on this machine, {self.measured}",
+        )
 
     def links_of(self, network: float) -> MeasuredLinks | None:
         """None where one process was measured alone."""

@@ -78,10 +78,12 @@ class Links:
         far, hops = rounds * (machines - 1), rounds * (world_size - 1)
         near = "pcie" if self.over_pcie else "link"
         ways = [
-            BASE_S["ring"][protocol] + (hops - far) * HOP_S[near][protocol] + far * HOP_S["network"][protocol]
+            BASE_S["ring"][protocol]
+            + (hops - far) * HOP_S[near][protocol]
+            + far * HOP_S["network"][protocol]
             + each / (bandwidth * (LL_OF_BANDWIDTH if protocol == 0 else 1))
             for protocol in (0, 1)
-        ]  # fmt: skip
+        ]
         if exchange.kind == ALL_REDUCE:
             tree = 2 * ((local - 1) * TREE_HOP_S[near] + math.log2(machines) * TREE_HOP_S["network"])
             ways.append(BASE_S["tree"][1] + tree + each / bandwidth)
@@ -169,9 +171,14 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str 
 
 
 def fully_sharded_exchanges(
-    weights: Weights, world_size: int, width: int, reshards: bool, divided: frozenset[str] = frozenset(),
-    syncs: bool = True, replicas: int = 1,
-) -> Exchanges:  # fmt: skip
+    weights: Weights,
+    world_size: int,
+    width: int,
+    reshards: bool,
+    divided: frozenset[str] = frozenset(),
+    syncs: bool = True,
+    replicas: int = 1,
+) -> Exchanges:
     """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch, the latter in fp32; of several
     replicas an all-reduce of the shards in the last one.
 

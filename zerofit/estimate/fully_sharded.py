@@ -84,16 +84,21 @@ def fully_sharded_states(
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
         late=weights.late_states(lambda weight: weight.padded(world_size) // world_size),
-    )  # fmt: skip
+    )
 
 
 class FullyShardedMemory(GradientMemory):
     """FSDP2's groups, on one rank."""
 
     def __init__(
-        self, weights: Weights, width: int, world_size: int, reshards: bool, divided: frozenset[str] = frozenset(),
+        self,
+        weights: Weights,
+        width: int,
+        world_size: int,
+        reshards: bool,
+        divided: frozenset[str] = frozenset(),
         syncs: bool = True,
-    ):  # fmt: skip
+    ):
         super().__init__(weights, width)
         self.reshards, self.place_of, self.world_size, self.divided = reshards, weights.group_of, world_size, divided
         self.syncs = syncs

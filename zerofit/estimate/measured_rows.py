@@ -128,15 +128,20 @@ def comparable(
         tokens: of a micro-batch.
     """
     rows = [
-        row for row in measured_rows()
+        row
+        for row in measured_rows()
         if row.kind == kind and model_of(row.gpu) == model_of(gpu) and row.trust != "C" and row.predicted
-    ]  # fmt: skip
+    ]
     if len(rows) < FEWEST:
         return None
 
     def distance(row: MeasuredRow) -> float:
-        pairs = ((row.parameters, parameters), (row.length, length), (row.micro_batch * row.length, tokens),
-                 (row.gpus, gpus))  # fmt: skip
+        pairs = (
+            (row.parameters, parameters),
+            (row.length, length),
+            (row.micro_batch * row.length, tokens),
+            (row.gpus, gpus),
+        )
         return sum(math.log(one / other) ** 2 for one, other in pairs)
 
     low, high = (_quantile([row.ratio for row in rows], bound) for bound in BOUNDS)

@@ -81,9 +81,14 @@ class InFlight:
 
 
 def find_peak(
-    states: States, moments: list[Moment], unused: Unused, num_groups: int, on_gpu: bool,
-    program: int = CPU_PROGRAM_BYTES, on_host: int = 0,
-) -> Peak:  # fmt: skip
+    states: States,
+    moments: list[Moment],
+    unused: Unused,
+    num_groups: int,
+    on_gpu: bool,
+    program: int = CPU_PROGRAM_BYTES,
+    on_host: int = 0,
+) -> Peak:
     """The peak over the moments.
 
     Args:
@@ -144,8 +149,9 @@ def evaluation_moments(
         parts = {"gathered weights": at_first, ACTIVATIONS: step.start, WORKSPACE: rise, "gradients": engine.gradients}
         yield Moment("evaluation", _sum(held, parts))
     if generated:
-        yield Moment("generation", _sum(held, generated | {"gathered weights": most_gathered,
-                                                           "gradients": engine.gradients}))  # fmt: skip
+        yield Moment(
+            "generation", _sum(held, generated | {"gathered weights": most_gathered, "gradients": engine.gradients})
+        )
 
 
 def pinned(sizes: list[int]) -> int:
@@ -155,8 +161,12 @@ def pinned(sizes: list[int]) -> int:
 
 def _held(states: States) -> dict[str, int]:
     """All the time."""
-    return {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer,
-            "buffers": states.buffers}  # fmt: skip
+    return {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+        "buffers": states.buffers,
+    }
 
 
 def _passes(
@@ -209,9 +219,13 @@ def _largest_of_pass(states: States, engine: GradientMemory, steps: list[TracedS
     in_loss, head = largest.step.phase == "loss", min(largest.step.head, largest.alive)
     (gathered, gradients, buffers), rise = largest.kinds, largest.rise + largest.reduced
     parts = {
-        "gathered weights": largest.at_hand + gathered, "gradients": gradients, "buffers": buffers,
-        ACTIVATIONS: largest.alive - head, HEAD: head + (rise if in_loss else 0), WORKSPACE: 0 if in_loss else rise,
-    }  # fmt: skip
+        "gathered weights": largest.at_hand + gathered,
+        "gradients": gradients,
+        "buffers": buffers,
+        ACTIVATIONS: largest.alive - head,
+        HEAD: head + (rise if in_loss else 0),
+        WORKSPACE: 0 if in_loss else rise,
+    }
     streams = (max(getattr(one, name) for one in several) for name in ("computing", "at_hand", "reduced"))
     return Moment(largest.step.phase, parts, *streams)
 
@@ -292,8 +306,9 @@ def cache_of(model: torch.nn.Module) -> KeyValueCache:
     tokens = torch.zeros(1, PROBE, dtype=torch.int64, device="meta")
     mask = torch.zeros(1, 1, PROBE, PROBE, device="meta")  # as attention takes it: nothing is asked of its values
     was_training = model.training
-    made = model.eval()(input_ids=tokens, decoder_input_ids=tokens, attention_mask=mask, decoder_attention_mask=mask,
-                        use_cache=True)  # fmt: skip
+    made = model.eval()(
+        input_ids=tokens, decoder_input_ids=tokens, attention_mask=mask, decoder_attention_mask=mask, use_cache=True
+    )
     model.train(was_training)
     caches = made.past_key_values.self_attention_cache, made.past_key_values.cross_attention_cache
     written, read = (sum(one.keys.numel() + one.values.numel() for one in cache.layers) for cache in caches)

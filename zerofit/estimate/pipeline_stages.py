@@ -112,8 +112,16 @@ def steps_of_stage(
             delta -= gradient
         if completed and completed not in weights.sizes:
             completed, gradient = "", 0
-        found.append(step._replace(start=live, end=live + delta, operations=operations, completed=completed,
-                             gradient=gradient, head=step.head if stage.is_last else 0))  # fmt: skip
+        found.append(
+            step._replace(
+                start=live,
+                end=live + delta,
+                operations=operations,
+                completed=completed,
+                gradient=gradient,
+                head=step.head if stage.is_last else 0,
+            )
+        )
         live += delta
     return found
 

@@ -88,9 +88,15 @@ class PlannedModel:
         return tokens * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
 
     def steps(
-        self, precision: str, sharding: Any, layout: ParallelLayout, stage: Stage, batch_size: int,
-        evaluated: bool = False, rows: Rows | None = None,
-    ) -> list[TracedStep]:  # fmt: skip
+        self,
+        precision: str,
+        sharding: Any,
+        layout: ParallelLayout,
+        stage: Stage,
+        batch_size: int,
+        evaluated: bool = False,
+        rows: Rows | None = None,
+    ) -> list[TracedStep]:
         """The passes of a batch through the model, or through a stage of it.
 
         Args:
@@ -135,17 +141,22 @@ class PlannedModel:
         embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
         heads = [name for name, one in self.full.named_parameters() if untied and one is outputs.weight]
-        ends = {id(one): number for number, end in enumerate(ends_of(self.full))
-                for module in end for one in module.parameters()}  # fmt: skip
+        ends = {
+            id(one): number
+            for number, end in enumerate(ends_of(self.full))
+            for module in end
+            for one in module.parameters()
+        }
         gathered = {name: ends[id(one)] for name, one in self.full.named_parameters() if id(one) in ends}
         quantised, width = 0, NF4_BYTES
         if self.recipe.quantised:
             width = NF4_BYTES if self.recipe.quantised == "load_in_4bit" else 1.0
             head = self.full.get_output_embeddings()
             quantised = sum(
-                module.weight.numel() for module in self.full.modules()
+                module.weight.numel()
+                for module in self.full.modules()
                 if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
-            )  # fmt: skip
+            )
         return Weights(every, stacks, "".join(heads), gathered, max(layers, default=0), quantised, width)
 
     @property
@@ -187,9 +198,13 @@ class PlannedModel:
         )
 
     def tracer(
-        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False,
+        self,
+        precision: str,
+        sharding: Any,
+        layout: ParallelLayout,
+        evaluated: bool = False,
         rows: Rows | None = None,
-    ) -> Tracer:  # fmt: skip
+    ) -> Tracer:
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
         settings = self.trace_settings(precision, sharding, layout, evaluated)
         trained, _ = self.dtypes(precision, sharding is not None)
@@ -251,11 +266,16 @@ def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
     modules, of_experts = split_targets(model, targets)
     is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     config = LoraConfig(
-        r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout, bias=recipe.lora_bias,
-        use_dora=recipe.use_dora, use_rslora=recipe.use_rslora, fan_in_fan_out=is_conv1d,
+        r=recipe.lora_r,
+        lora_alpha=recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        bias=recipe.lora_bias,
+        use_dora=recipe.use_dora,
+        use_rslora=recipe.use_rslora,
+        fan_in_fan_out=is_conv1d,
         target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else modules,
         target_parameters=of_experts or None,
-    )  # fmt: skip
+    )
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:

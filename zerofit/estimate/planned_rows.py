@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
-TASKS = {"clm": "AutoModelForCausalLM", "cls": "AutoModelForSequenceClassification",
-         "seq2seq": "AutoModelForSeq2SeqLM"}  # fmt: skip
+TASKS = {
+    "clm": "AutoModelForCausalLM",
+    "cls": "AutoModelForSequenceClassification",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
 
 
@@ -42,8 +45,9 @@ class Rows:
 
         if self.task == "cls":
             labels = inputs["labels"]
-            return loss_of_examples(model(**{name: one for name, one in inputs.items() if name != "labels"}).logits,
-                                    labels)  # fmt: skip
+            return loss_of_examples(
+                model(**{name: one for name, one in inputs.items() if name != "labels"}).logits, labels
+            )
         if self.per_sample == 2:  # what the two answers are compared by takes no memory to speak of
             return model(**inputs, of_rows=True).sum()
         return model(**inputs)

@@ -69,8 +69,15 @@ class PlannedStrategy:
         trained, frozen = model.dtypes(self.precision, self.sharding is not None)
         weights, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
-            return fully_sharded_states(weights, sharers, trained, model.on_gpu, self.sharding.reshards,
-                                        self.divided(model), self.sharding.syncs)  # fmt: skip
+            return fully_sharded_states(
+                weights,
+                sharers,
+                trained,
+                model.on_gpu,
+                self.sharding.reshards,
+                self.divided(model),
+                self.sharding.syncs,
+            )
         if self.zero is None:
             return torch_states(weights, sharers, trained, frozen, model.on_gpu, model.recipe.optim)
         return deepspeed_states(weights, self.zero, sharers, trained, accumulates, model.on_gpu, model.keeps_layers)

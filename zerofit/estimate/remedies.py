@@ -67,8 +67,9 @@ class StateSetup:
     def states(self) -> RankStates:
         ranks = [self.ranks if self.stage >= stage else 1 for stage in (3, 2, 1)]
         whole = int(self.trained * self.trained_width + self.frozen * self.frozen_width)
-        return RankStates(whole // ranks[0], self.trained * self.trained_width // ranks[1],
-                          self.optimizer_bytes // ranks[2])  # fmt: skip
+        return RankStates(
+            whole // ranks[0], self.trained * self.trained_width // ranks[1], self.optimizer_bytes // ranks[2]
+        )
 
     def held(self, on_host: bool) -> RankStates:
         return self.states.on(on_host, self.offloads_optimizer, self.offloads_weights)
@@ -257,8 +258,9 @@ def _of_states(s: Shortage) -> list[Remedy]:
             pair = "zero3_offload_optimizer" if top == 3 else "zero2_offload"
         add(_pair(pair), f"sharded over {now.ranks} processes: {what}", now.with_deepspeed(top, half, **offload))
     if not s.on_cpu and layout.replica_size == 1 and recipe.optim != "muon":  # which is refused there
-        to_host = now.with_deepspeed(max(2, now.stage), half, offloads_optimizer=True,
-                                     offloads_weights=now.offloads_weights)  # fmt: skip
+        to_host = now.with_deepspeed(
+            max(2, now.stage), half, offloads_optimizer=True, offloads_weights=now.offloads_weights
+        )
         if not now.offloads_optimizer and not is_loading and _host_takes(s, to_host):
             pair = "zero2_offload" if now.stage < 3 else "zero3_offload_optimizer"
             add(_pair(pair), "optimizer state in host memory: slower", to_host)

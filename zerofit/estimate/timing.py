@@ -3,7 +3,7 @@
 import bisect
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,49 +17,22 @@ from zerofit.estimate.exchanges import (
 )
 from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.newton_schulz import with_muon
-from zerofit.estimate.operations import ALL_GATHER, BY_FLOPS, EXCHANGES, Operation
+from zerofit.estimate.operations import ALL_GATHER, Operation
+from zerofit.estimate.pass_time import COMMUNICATION, PassTime, pass_time
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.speeds import Speeds
-from zerofit.estimate.time_constants import BACKWARD_STARTS, DISK, FUSED, FUSED_STARTS, HOST_STEP, WAITED
-from zerofit.estimate.traced_steps import TracedStep, host_inputs
+from zerofit.estimate.time_constants import DISK, HOST_STEP, WAITED
 from zerofit.estimate.tracer import Tracer
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.strategy.layout import ParallelLayout
 
-STARTS, COMMUNICATION, OPTIMIZER, HOST, BUBBLE = (
-    "starting operations", "communication", "optimizer step", "host", "pipeline bubble",
-)  # fmt: skip
+OPTIMIZER, HOST, BUBBLE = "optimizer step", "host", "pipeline bubble"
 
 
 class AnyLinks(Protocol):
     def seconds(self, exchange: Exchange, world_size: int, per_machine: int) -> float: ...
-
-
-@dataclass(frozen=True)
-class PassTime:
-    """The time of a micro-batch's passes on one device, in seconds.
-
-    Attributes:
-        parts: {kind of operation: seconds}, of both passes.
-        offloaded: bytes that are copied to the host in the forward pass, and back in the backward pass.
-    """
-
-    forward: float
-    backward: float
-    parts: dict[str, float]
-    offloaded: float = 0.0
-
-    def towards(self, other: "PassTime", part: float) -> "PassTime":
-        """On the line from this one (part 0) to another (part 1), and beyond it."""
-        between = lambda first, second: max(0.0, first + part * (second - first))  # noqa: E731
-        names = dict.fromkeys((*self.parts, *other.parts))
-        return PassTime(
-            between(self.forward, other.forward), between(self.backward, other.backward),
-            {name: between(self.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in names},
-            between(self.offloaded, other.offloaded),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,62 +48,18 @@ class UpdateTime:
         return max(self.parts, key=self.parts.__getitem__)
 
 
-def pass_time(
-    steps: list[TracedStep], speeds: Speeds, exchanged: Callable[[Operation], float] = lambda operation: 0.0,
-    is_compiled: bool = False,
-) -> PassTime:  # fmt: skip
-    """Sum up the operations of the passes.
-
-    A GPU's queue is filled while it works: where starting all operations of a pass takes longer than their work, that
-    is what counts. On a CPU both are added.
-
-    Args:
-        exchanged: seconds of a collective within the passes, which wait for it: that of ranks which share layers or
-            rows.
-        is_compiled: by torch.compile, which fuses operations that move bytes.
-    """
-    times = {"forward": 0.0, "backward": 0.0}
-    starts, waits = times.copy(), times.copy()
-    parts: dict[str, float] = {}
-    known: dict[int, tuple[dict[str, float], int]] = {}
-    for step in steps:
-        key = id(step.operations)
-        if key not in known:
-            known[key] = _segment_time(step.operations, speeds, exchanged, is_compiled)
-        of_kinds, count = known[key]
-        phase = "backward" if step.phase == "backward" else "forward"
-        starts[phase] += count * speeds.operation_s
-        for kind, seconds in of_kinds.items():
-            parts[kind] = parts.get(kind, 0.0) + seconds
-            (waits if kind == COMMUNICATION else times)[phase] += seconds
-    starts["backward"] *= BACKWARD_STARTS
-    for phase, started in starts.items():
-        started *= FUSED_STARTS if is_compiled else 1.0
-        more = max(0.0, started - times[phase]) if speeds.is_queued else started
-        times[phase] += more + waits[phase]
-        parts[STARTS] = parts.get(STARTS, 0.0) + more
-    return PassTime(times["forward"], times["backward"], parts, sum(host_inputs(steps)))
-
-
-def _segment_time(
-    operations: Iterable[Operation], speeds: Speeds, exchanged: Callable[[Operation], float], is_compiled: bool
-) -> tuple[dict[str, float], int]:
-    """({kind: seconds}, operations that are started)."""
-    parts, count = dict[str, float](), 0
-    for operation in operations:
-        if operation.kind in EXCHANGES:
-            parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + exchanged(operation)
-            continue
-        count += 1
-        fused = FUSED if is_compiled and operation.kind not in BY_FLOPS else 1.0
-        parts[operation.kind] = parts.get(operation.kind, 0.0) + fused * speeds.seconds(operation)
-    return parts, count
-
-
 def update_time(
-    passes: PassTime, exchanges: Exchanges, speeds: Speeds, links: AnyLinks, accumulation: int, world_size: int,
-    per_machine: int, half: bool, pipeline: int = 1, handed_over: float = 0.0,
-) -> UpdateTime:  # fmt: skip
+    passes: PassTime,
+    exchanges: Exchanges,
+    speeds: Speeds,
+    links: AnyLinks,
+    accumulation: int,
+    world_size: int,
+    per_machine: int,
+    half: bool,
+    pipeline: int = 1,
+    handed_over: float = 0.0,
+) -> UpdateTime:
     """The time of an update of `accumulation` micro-batches.
 
     Communication beside computation is hidden up to the length of the pass, and slows it by `contention`. What is
@@ -214,9 +143,14 @@ class Timing:
     """
 
     def __init__(
-        self, model: PlannedModel, gpus_per_node: int, speeds: Speeds, links: AnyLinks | None,
-        mean_length: float | None, is_known: bool = True,
-    ):  # fmt: skip
+        self,
+        model: PlannedModel,
+        gpus_per_node: int,
+        speeds: Speeds,
+        links: AnyLinks | None,
+        mean_length: float | None,
+        is_known: bool = True,
+    ):
         self.model, self.gpus_per_node, self.speeds = model, gpus_per_node, speeds
         self.links: AnyLinks = links or Links(math.inf, math.inf)
         self.rows = model.rows.shortened(mean_length) if mean_length else model.rows
@@ -241,10 +175,17 @@ class Timing:
             return None
         passes = self.passes(resolved, micro_batch)
         time = update_time(
-            passes, self._exchanges_of(resolved, accumulation > 1), self.speeds, self.links, accumulation,
-            layout.shard_size, max(1, self.gpus_per_node // layout.tensor), half, layout.pipeline,
+            passes,
+            self._exchanges_of(resolved, accumulation > 1),
+            self.speeds,
+            self.links,
+            accumulation,
+            layout.shard_size,
+            max(1, self.gpus_per_node // layout.tensor),
+            half,
+            layout.pipeline,
             self._handed_over(layout, self.model.hidden_bytes(resolved.precision, layout, micro_batch), half),
-        )  # fmt: skip
+        )
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
         mfu = tokens_per_s * self.flops_per_token / (peak * world_size) if peak else None
@@ -318,9 +259,14 @@ class Timing:
             width = DTYPES[resolved.precision].itemsize
             divided = resolved.divided(self.model)
             return fully_sharded_exchanges(
-                weights, world_size, width, resolved.sharding.reshards, divided, resolved.sharding.syncs,
+                weights,
+                world_size,
+                width,
+                resolved.sharding.reshards,
+                divided,
+                resolved.sharding.syncs,
                 resolved.layout.replicas,
-            )  # fmt: skip
+            )
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.model.on_gpu, self.model.recipe.optim)
         return deepspeed_exchanges(

@@ -206,10 +206,13 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
             # As to_local: its backward comes when all of the module's is done, and gradients wait for it.
             (expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter)),
             (library, "all_to_all_single", lambda received, sent, group: exchanged(sent, [len(sent)])),
-            (library, "all_to_all_single_autograd", lambda rows, received, sent, group: Exchange.apply(
-                rows, received, sent)),
+            (
+                library,
+                "all_to_all_single_autograd",
+                lambda rows, received, sent, group: Exchange.apply(rows, received, sent),
+            ),
             (library, "_WaitTensor", Arrived),
-        ):  # fmt: skip
+        ):
             replacements.enter_context(replaced(place, name, other))
         yield
 

@@ -54,9 +54,22 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]
             for segment, (computed, blocks) in zip(run, contents):
                 end = live + segment.delta
                 steps.append(
-                    TracedStep(phase, name, place, live, segment.rise, end, head, in_full(segment.completed),
-                         segment.gradient, computed, _visit(segment.visit, in_full), segment.offloaded, blocks)
-                )  # fmt: skip
+                    TracedStep(
+                        phase,
+                        name,
+                        place,
+                        live,
+                        segment.rise,
+                        end,
+                        head,
+                        in_full(segment.completed),
+                        segment.gradient,
+                        computed,
+                        _visit(segment.visit, in_full),
+                        segment.offloaded,
+                        blocks,
+                    )
+                )
                 if is_last_of_forward or name == "backward of after":
                     head = max(0, head + segment.delta)
                 live = end
@@ -107,11 +120,16 @@ def extrapolate(
         return round(large + part * (large - small))
 
     return [
-        b._replace(start=further(a.start, b.start), rise=further(a.rise, b.rise), end=further(a.end, b.end),
-                   head=further(a.head, b.head), offloaded=further(a.offloaded, b.offloaded),
-                   blocks=tuple(map(further, a.blocks, b.blocks)))
+        b._replace(
+            start=further(a.start, b.start),
+            rise=further(a.rise, b.rise),
+            end=further(a.end, b.end),
+            head=further(a.head, b.head),
+            offloaded=further(a.offloaded, b.offloaded),
+            blocks=tuple(map(further, a.blocks, b.blocks)),
+        )
         for a, b in zip(first, second, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def in_flight(steps: list[TracedStep]) -> list[TracedStep]:

@@ -150,8 +150,9 @@ class Tracer:
             largest = self.largest_traced
             if batch_size > largest:
                 half = largest // 2
-                self._steps[key] = extrapolate(self.steps(half, layers), half, self.steps(largest, layers), largest,
-                                               batch_size)  # fmt: skip
+                self._steps[key] = extrapolate(
+                    self.steps(half, layers), half, self.steps(largest, layers), largest, batch_size
+                )
             else:
                 stacks = self.stacks if layers is None else dict.fromkeys(self.stacks, layers)
                 if batch_size not in self._segments:

@@ -116,8 +116,10 @@ class Weights:
         Args:
             shares: {name: elements}, also of a model with fewer layers: the last one stands for those that follow.
         """
-        most = {stack: max(number_of(name, stack) for name in shares if name.startswith(f"{stack}."))
-                for stack in self.stacks}  # fmt: skip
+        most = {
+            stack: max(number_of(name, stack) for name in shares if name.startswith(f"{stack}."))
+            for stack in self.stacks
+        }
 
         def share_of(weight: Weight) -> int:
             place = self.place_of(weight.name)

@@ -191,9 +191,10 @@ class KnownPass:
     def _decide(self, visit: Visit) -> frozenset[str]:
         """__params_to_release: not what was fetched for a later place, and not what is needed again soon."""
         return frozenset(
-            weight for weight in visit.weights
+            weight
+            for weight in visit.weights
             if weight not in self.persistent and self.recent.get(weight, -1) <= self.step and not self._is_near(weight)
-        )  # fmt: skip
+        )
 
     def _is_near(self, weight: str) -> bool:
         places = self.places[weight]
@@ -217,9 +218,13 @@ class GatheredWeights:
         self.sizes = tuple((weight.name, weight.size) for weight in weights.all)
         self.frozen = frozenset(weight.name for weight in weights.all if not weight.trained)
         self.rules = FetchRules(
-            int(zero.param_persistence_threshold), int(zero.prefetch_bucket_size), int(zero.max_live_parameters),
-            int(zero.max_reuse_distance), world_size, offloads,
-        )  # fmt: skip
+            int(zero.param_persistence_threshold),
+            int(zero.prefetch_bucket_size),
+            int(zero.max_live_parameters),
+            int(zero.max_reuse_distance),
+            world_size,
+            offloads,
+        )
 
     def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
         """For each step of a pass: (the most bytes at the visit that it begins with, bytes after that).
@@ -240,9 +245,14 @@ class GatheredWeights:
 
 @functools.lru_cache(maxsize=64)
 def _held(
-    known: Visits, visits: Visits, sizes: tuple[tuple[str, int], ...], frozen: frozenset[str], rules: FetchRules,
-    keeps: bool, width: int,
-) -> tuple[list[tuple[int, int]], list[int]]:  # fmt: skip
+    known: Visits,
+    visits: Visits,
+    sizes: tuple[tuple[str, int], ...],
+    frozen: frozenset[str],
+    rules: FetchRules,
+    keeps: bool,
+    width: int,
+) -> tuple[list[tuple[int, int]], list[int]]:
     by_name, order = dict(sizes), [visit for visit in known if visit]
     remembered: dict[tuple[str, int], frozenset[str]] = {}
     if not keeps:

@@ -146,10 +146,19 @@ def take_stock(error: BaseException, phase: str, recipe: TaskRecipe, facts: RunF
         held, rest = _held(engine, setup, on_host, on_cpu, facts.program_bytes)
     free, total = _room(on_host, figures)
     shortage = Shortage(
-        recipe, strategy, setup, phase, on_host, on_cpu, rest + figures.get("asked", 0),
-        _pass_sizes(engine, strategy, recipe, facts.row_tokens), int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        host_memory()[0], figures.get("unused", 0), facts.copied,
-    )  # fmt: skip
+        recipe,
+        strategy,
+        setup,
+        phase,
+        on_host,
+        on_cpu,
+        rest + figures.get("asked", 0),
+        _pass_sizes(engine, strategy, recipe, facts.row_tokens),
+        int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        host_memory()[0],
+        figures.get("unused", 0),
+        facts.copied,
+    )
     limit = _process_limit() if on_host else None
     return Stock(shortage, held, expected, rest, facts.parameters, free, total, limit)
 
@@ -158,8 +167,10 @@ def _report(error: BaseException, phase: str, at: str, task: str, recipe: TaskRe
     found, strategy, figures = take_stock(error, phase, recipe, facts), facts.strategy, figures_of(error)
     memory = "host memory" if found.shortage.on_host else "the device's memory"
     launch = strategy.launch
-    lines = [f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
-             f"({strategy.name}, {strategy.precision})"]  # fmt: skip
+    lines = [
+        f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
+        f"({strategy.name}, {strategy.precision})"
+    ]
     if NO_HANDLE in str(error):
         lines.append("  cuBLAS could not be started: usually because memory ran out, but not always")
     lines += [f"  {line}" for line in (*_amounts(found, figures), *found.about_the_model())]
@@ -222,8 +233,11 @@ def _held(
     held = RankStates(sizes["parameters"], _gradients(engine), sizes["optimizer"])
     if not on_cpu:
         offloads = setup.offloads_optimizer, setup.offloads_weights
-        held = RankStates(held.weights * (on_host == offloads[1]), held.gradients * of_model,
-                          held.optimizer * (on_host == offloads[0]))  # fmt: skip
+        held = RankStates(
+            held.weights * (on_host == offloads[1]),
+            held.gradients * of_model,
+            held.optimizer * (on_host == offloads[0]),
+        )
     peak = MemoryMeter(engine.device).peak_bytes() if of_model else resident_bytes()
     return held, max(0, peak - program_bytes * on_cpu - held.total)
 

@@ -143,8 +143,9 @@ class SlowRanks:
         self.measures = measures
         self.interval, self.place_of = max(interval, LEAST_INTERVAL), place_of
         stages = np.array([layout.stage_of(rank) for rank in range(layout.world_size)])
-        self._others = [np.flatnonzero((stages == stage) & (np.arange(len(stages)) != rank))
-                        for rank, stage in enumerate(stages)]  # fmt: skip
+        self._others = [
+            np.flatnonzero((stages == stage) & (np.arange(len(stages)) != rank)) for rank, stage in enumerate(stages)
+        ]
         self._updates: list[np.ndarray] = []  # (ranks, parts)
         self._slow: set[tuple[int, str]] = set()  # of which was said that they are
         self._changed: dict[tuple[int, str], list[int]] = {}  # otherwise since: the first updates of intervals

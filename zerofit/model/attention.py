@@ -142,9 +142,20 @@ def _register_varlen() -> None:
 
 
 def varlen_attention(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, cu_seq_lens_q=None,
-    cu_seq_lens_k=None, max_length_q=None, max_length_k=None, **kwargs,
-):  # fmt: skip
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    sliding_window=None,
+    cu_seq_lens_q=None,
+    cu_seq_lens_k=None,
+    max_length_q=None,
+    max_length_k=None,
+    **kwargs,
+):
     """Attention for transformers' AttentionInterface: inside documents, if their lengths are given.
 
     Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).

@@ -64,8 +64,17 @@ def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
         split_model(model, strategy.tensor_group())
 
 
-def _build(auto_class, config, recipe, strategy, seed: int, ignored_weights, num_parameters: int,
-           drawn_dtype: torch.dtype, dtype: torch.dtype):  # fmt: skip
+def _build(
+    auto_class,
+    config,
+    recipe,
+    strategy,
+    seed: int,
+    ignored_weights,
+    num_parameters: int,
+    drawn_dtype: torch.dtype,
+    dtype: torch.dtype,
+):
     common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
     if recipe.attn_implementation:
         common["attn_implementation"] = recipe.attn_implementation

@@ -31,8 +31,16 @@ def option(
         hidden: no help shows it.
         zero: of an option whose value must be above zero: what to type instead of 0.
     """
-    metadata = {"help": help, "choices": choices, "positive": positive, "minimum": minimum, "aliases": aliases,
-                "common": common, "hidden": hidden, "zero": zero}  # fmt: skip
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "positive": positive,
+        "minimum": minimum,
+        "aliases": aliases,
+        "common": common,
+        "hidden": hidden,
+        "zero": zero,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

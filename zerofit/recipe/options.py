@@ -278,7 +278,16 @@ class AnomalyOptions(Recipe):
 
 @dataclass
 class TrainingRecipe(
-    TrackingOptions, AnomalyOptions, CheckpointOptions, EvaluationOptions, RunOptions, StrategyOptions,
-    OptimizerOptions, BatchOptions, SourceOptions, LoraOptions, ModelOptions,
-):  # fmt: skip
+    TrackingOptions,
+    AnomalyOptions,
+    CheckpointOptions,
+    EvaluationOptions,
+    RunOptions,
+    StrategyOptions,
+    OptimizerOptions,
+    BatchOptions,
+    SourceOptions,
+    LoraOptions,
+    ModelOptions,
+):
     """The options that every task has."""

@@ -38,13 +38,24 @@ def model_card(
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     options = {name: value for name, value in public.items() if recipe.source(name)}
     head = "MultipleChoice" if "MultipleChoice" in model_class else HEADS[task]
-    return "\n".join([
-        *front, "", f"# {_line(recipe.run_name or 'A model trained with zerofit')}", "",
-        _line(f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}."), *measured,
-        *_loading(f"AutoModelFor{head}", base, is_adapter), "",
-        f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
-        "", "```json", json.dumps(options, indent=2), "```", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            *front,
+            "",
+            f"# {_line(recipe.run_name or 'A model trained with zerofit')}",
+            "",
+            _line(f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}."),
+            *measured,
+            *_loading(f"AutoModelFor{head}", base, is_adapter),
+            "",
+            f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
+            "",
+            "```json",
+            json.dumps(options, indent=2),
+            "```",
+            "",
+        ]
+    )
 
 
 def _quoted(text: str | None) -> str:

@@ -34,11 +34,14 @@ class TrackedRun:
 
     def options(self, tracker: str) -> dict[str, Any]:
         """What accelerate hands to the tracker as it starts."""
-        with_id: dict[str, Any] = {"wandb": {"resume": "allow", "id": self.id},
-                                   "swanlab": {"resume": "allow", "id": self.id},
-                                   "comet_ml": {"mode": "get", "experiment_key": self.id},
-                                   "clearml": {"continue_last_task": 0, "reuse_last_task_id": self.id},
-                                   "aim": {"run_hash": self.id}, "mlflow": {"run_id": self.id}}  # fmt: skip
+        with_id: dict[str, Any] = {
+            "wandb": {"resume": "allow", "id": self.id},
+            "swanlab": {"resume": "allow", "id": self.id},
+            "comet_ml": {"mode": "get", "experiment_key": self.id},
+            "clearml": {"continue_last_task": 0, "reuse_last_task_id": self.id},
+            "aim": {"run_hash": self.id},
+            "mlflow": {"run_id": self.id},
+        }
         always: dict[str, Any] = {
             "wandb": {"name": self.name, "dir": str(self.folder)},
             "swanlab": {"name": self.name, "log_dir": str(self.folder / "swanlog")},

@@ -75,8 +75,10 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
             accumulation.
     """
     micro, accumulation, total = (
-        recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps, recipe.global_batch_size,
-    )  # fmt: skip
+        recipe.per_device_train_batch_size,
+        recipe.gradient_accumulation_steps,
+        recipe.global_batch_size,
+    )
     samples_per_micro_step = micro * replicas
     what = "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
     if total is None:

@@ -37,8 +37,9 @@ def check_compiled_code() -> None:
     problems = [
         f"{name}: {folders[name]} {why} and holds compiled code, which would be run. Set {name} to a folder of your "
         "own, which only you can write to"
-        for name, why in whose.items() if why
-    ]  # fmt: skip
+        for name, why in whose.items()
+        if why
+    ]
     if problems:
         raise UserError(problems)
 

@@ -30,10 +30,23 @@ _ONE_DIMENSION = "every process is a data-parallel one here, and would count sam
 _DATA = "it belongs to DeepSpeed's own data loader, and the order of samples is this program's"
 REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot be used
     "expert_parallel": _ONE_DIMENSION,
-    "use_data_before_expert_parallelism": _ONE_DIMENSION, "data_efficiency": _DATA, "curriculum_learning": _DATA,
-    **dict.fromkeys(("amp", "compression_training", "eigenvalue", "elasticity", "nebula", "progressive_layer_drop",
-                     "sparse_attention", "sparse_gradients"), "DeepSpeed 0.19 has removed it"),
-}  # fmt: skip
+    "use_data_before_expert_parallelism": _ONE_DIMENSION,
+    "data_efficiency": _DATA,
+    "curriculum_learning": _DATA,
+    **dict.fromkeys(
+        (
+            "amp",
+            "compression_training",
+            "eigenvalue",
+            "elasticity",
+            "nebula",
+            "progressive_layer_drop",
+            "sparse_attention",
+            "sparse_gradients",
+        ),
+        "DeepSpeed 0.19 has removed it",
+    ),
+}
 # DeepSpeed's own trackers, and where each names what it belongs to; and ours.
 PROJECTS = {"wandb": "project", "tensorboard": "job_name", "comet": "project"}
 HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "comet_ml"}

@@ -47,8 +47,9 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
     degrees[SEQUENCE] = config.get(SEQUENCE, 1)
     problems += [
         f"{source}: {key} = {degree!r}: expected a number of processes, e.g. 2"
-        for key, degree in degrees.items() if type(degree) is not int or degree < 1
-    ]  # fmt: skip
+        for key, degree in degrees.items()
+        if type(degree) is not int or degree < 1
+    ]
     if problems:
         raise UserError(problems)
     tensor, pipeline, sequence = degrees.values()
@@ -60,8 +61,11 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
 
 def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: int) -> dict[str, Any]:
     """A copy of a configuration, with these degrees in place of those that it has. It gets no other kind of them."""
-    degrees = {TENSOR: {"autotp_size": tensor}, SEQUENCE: sequence,
-               PIPELINE: {**config.get(PIPELINE, {}), "stages": pipeline}}  # fmt: skip
+    degrees = {
+        TENSOR: {"autotp_size": tensor},
+        SEQUENCE: sequence,
+        PIPELINE: {**config.get(PIPELINE, {}), "stages": pipeline},
+    }
     return {key: degrees.get(key, value) for key, value in config.items()}
 
 
@@ -73,8 +77,11 @@ def check_degrees(
     Raises:
         UserError: all that does not.
     """
-    degrees = {SEQUENCE: layout.sequence, f"{TENSOR}.autotp_size": layout.tensor,
-               f"{PIPELINE}.stages": layout.pipeline}  # fmt: skip
+    degrees = {
+        SEQUENCE: layout.sequence,
+        f"{TENSOR}.autotp_size": layout.tensor,
+        f"{PIPELINE}.stages": layout.pipeline,
+    }
     degrees = {key: degree for key, degree in degrees.items() if degree > 1}
     if not degrees:
         return

@@ -242,9 +242,12 @@ class Engine:
         together = (self.strategy.shards_parameters or self.strategy.fully_shards) and self.layout.world_size > 1
         with self.rows_in_full(), uncompiled():
             return self.module.generate(
-                input_ids, attention_mask=attention_mask.to(self.device), synced_gpus=together, use_cache=True,
+                input_ids,
+                attention_mask=attention_mask.to(self.device),
+                synced_gpus=together,
+                use_cache=True,
                 **kwargs,
-            )  # fmt: skip
+            )
 
     def close(self) -> None:
         """The last meeting of the ranks; each may leave the process after it (zerofit.recipe.errors.leave)."""

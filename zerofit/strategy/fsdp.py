@@ -92,12 +92,14 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
     """
     problems = [
         f"{source}: {key} = {value} is not supported. {HONOURED[key][1]}"
-        for key, value in settings.items() if value not in HONOURED[key][0]
-    ]  # fmt: skip
+        for key, value in settings.items()
+        if value not in HONOURED[key][0]
+    ]
     problems += [
         f"{source}: {key} = {value!r} is of FSDP1, or not supported. Remove it"
-        for key, value in (content.get("fsdp_config") or {}).items() if key not in HONOURED
-    ]  # fmt: skip
+        for key, value in (content.get("fsdp_config") or {}).items()
+        if key not in HONOURED
+    ]
     if content.get("deepspeed_config"):
         problems.append(f"{source}: deepspeed_config stands beside distributed_type: FSDP. Keep one of the two")
     return problems

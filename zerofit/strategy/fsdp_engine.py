@@ -55,11 +55,15 @@ class FullyShardedEngine(Engine):
         policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
         mesh = self._mesh()
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
-        replace_parameters(model, {
-            name: torch.nn.Parameter(torch.empty(true_shape(each), dtype=each.dtype, device="meta"),
-                                     each.requires_grad)
-            for name, each in model.named_parameters()
-        })  # fmt: skip
+        replace_parameters(
+            model,
+            {
+                name: torch.nn.Parameter(
+                    torch.empty(true_shape(each), dtype=each.dtype, device="meta"), each.requires_grad
+                )
+                for name, each in model.named_parameters()
+            },
+        )
         blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
         self.blocks, (embedding, last) = len(blocks), ends_of(model)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
@@ -73,10 +77,13 @@ class FullyShardedEngine(Engine):
         alone = mesh_of_one(mesh) if experts else None
         for module in experts:
             dispatch(module, mesh, alone, half)
-        replace_parameters(model, {
-            name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
-            for name, each in model.named_parameters()
-        })  # fmt: skip
+        replace_parameters(
+            model,
+            {
+                name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
+                for name, each in model.named_parameters()
+            },
+        )
         # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
         cast(Any, fully_shard).state(model)._lazy_init()
 
@@ -182,10 +189,16 @@ class FullyShardedEngine(Engine):
         return {name: parameter.detach().to_local() for name, parameter in self.sharded.items()}
 
     def effective_strategy(self) -> dict[str, Any]:
-        fsdp = {"version": 2, "reshard_after_forward": self.strategy.reshards, "blocks": self.blocks,
-                "replicas": self.layout.replicas, "sync_each_batch": self.strategy.syncs_each_batch,
-                "gathered_in": self.strategy.precision, "reduced_in": "fp32",
-                "divides_experts": self.strategy.divides_experts}  # fmt: skip
+        fsdp = {
+            "version": 2,
+            "reshard_after_forward": self.strategy.reshards,
+            "blocks": self.blocks,
+            "replicas": self.layout.replicas,
+            "sync_each_batch": self.strategy.syncs_each_batch,
+            "gathered_in": self.strategy.precision,
+            "reduced_in": "fp32",
+            "divides_experts": self.strategy.divides_experts,
+        }
         return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
 
 

@@ -72,9 +72,17 @@ def _gpu(
 ) -> Gpu:
     to_host = PCIE.get(pcie or 0)
     return Gpu(
-        name, int(gib * 2**30), model, half and half * TERA, single and single * TERA, memory and memory * GIGA,
-        (link and link * GIGA) or to_host, to_host, network and network * GIGA, **others,
-    )  # fmt: skip
+        name,
+        int(gib * 2**30),
+        model,
+        half and half * TERA,
+        single and single * TERA,
+        memory and memory * GIGA,
+        (link and link * GIGA) or to_host,
+        to_host,
+        network and network * GIGA,
+        **others,
+    )
 
 
 # Name, memory (GiB), model, then half and single (TFLOP/s), memory, NVLink or Infinity Fabric (GB/s), generation of
@@ -144,9 +152,8 @@ def gpu_of(device_name: str) -> Gpu | None:
     if OTHERS.search(whole):
         return None
     named = (
-        gpu for gpu in GPUS.values()
-        if gpu.model and re.search(rf"(?<![A-Za-z0-9]){gpu.model}(?![A-Za-z0-9])", whole)
-    )  # fmt: skip
+        gpu for gpu in GPUS.values() if gpu.model and re.search(rf"(?<![A-Za-z0-9]){gpu.model}(?![A-Za-z0-9])", whole)
+    )
     return max(named, key=lambda gpu: len(gpu.model), default=None)
 
 

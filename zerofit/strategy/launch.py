@@ -171,8 +171,14 @@ def _yaml_problems(launch: Launch) -> list[str]:
             remedy = f"Did you mean {close}?" if close else f"Known: {', '.join(sorted(DEEPSPEED_YAML_KEYS))}"
             problems.append(f"{launch.config_file}: deepspeed_config has the unknown key {key}. {remedy}")
     if "deepspeed_config_file" in section:
-        only_without = {"gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model",
-                        "offload_optimizer_device", "offload_param_device"} & section.keys()  # fmt: skip
+        only_without = {
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+            "zero_stage",
+            "zero3_save_16bit_model",
+            "offload_optimizer_device",
+            "offload_param_device",
+        } & section.keys()
         for key in sorted(only_without):
             problems.append(
                 f"{launch.config_file}: {key} = {section[key]!r} stands beside deepspeed_config_file = "

@@ -191,8 +191,12 @@ class Meeting:
 def _card(machine: int) -> dict[str, Any]:
     import psutil
 
-    addresses = [address.address for of_one in psutil.net_if_addrs().values() for address in of_one
-                 if address.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+    addresses = [
+        address.address
+        for of_one in psutil.net_if_addrs().values()
+        for address in of_one
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
     return {"machine": machine, "host": platform.node(), "addresses": addresses, "code": digest_of_code()[:8]}
 
 
@@ -262,6 +266,11 @@ def serve_store(port: int, everywhere: bool) -> Any:
         ) from error
     port = server.getsockname()[1]
     return TCPStore(
-        "localhost" if everywhere else host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
-        master_listen_fd=server.detach(), timeout=timedelta(seconds=STORE_S),
-    )  # fmt: skip
+        "localhost" if everywhere else host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=server.detach(),
+        timeout=timedelta(seconds=STORE_S),
+    )

@@ -61,8 +61,9 @@ def take_named(recipe: Recipe) -> StrategyFlag | None:
         return None
     problems = [
         f"{source}: {name} = {value!r}: a recipe says what is trained, and not how. Use the flag --{name} {value}"
-        for name, (value, source) in given.items() if not (source or "").startswith("--")
-    ]  # fmt: skip
+        for name, (value, source) in given.items()
+        if not (source or "").startswith("--")
+    ]
     if len(given) > 1:
         problems.append("--strategy and --deepspeed_config: a pair has its own JSON. Keep one of the two")
     if problems:
@@ -154,8 +155,9 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
     missing = [name for name, path in files.items() if not path.is_file()]
     if missing:
         known = sorted(path.stem for path in folder.glob("*.yaml"))
-        raise UserError([f"strategy {name!r}: there is no file {files[name]}. {_remedy(name, known)}"
-                         for name in missing])  # fmt: skip
+        raise UserError(
+            [f"strategy {name!r}: there is no file {files[name]}. {_remedy(name, known)}" for name in missing]
+        )
     return files
 
 

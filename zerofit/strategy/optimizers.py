@@ -78,7 +78,7 @@ def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> No
         "adafactor": "keeps means over the rows and columns of each matrix, which no process has in full there",
         "adamw_8bit": "rounds blocks of 256 elements, which would be other ones there: a run would not agree with one "
         "process",
-    }  # fmt: skip
+    }
     raise UserError(
         f"optim = {recipe.optim}: it {why[recipe.optim]} ({strategy}). Use --strategy ddp, or one process; or --optim "
         "adamw"

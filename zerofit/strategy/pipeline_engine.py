@@ -174,8 +174,11 @@ class PipelineEngine(DeepSpeedEngine):
         # In the order of the whole model; each goes to the main process by itself.
         own = {name: each for name, each in self.module.named_parameters() if not each.ds_pipe_replicated}
         sends = self.layout.data_rank == 0 and self.layout.tensor_rank == 0 and not self.is_main
-        senders = {name: rank for rank, names in enumerate(self.gather_objects([*own] if sends else []) or [])
-                   for name in names}  # fmt: skip
+        senders = {
+            name: rank
+            for rank, names in enumerate(self.gather_objects([*own] if sends else []) or [])
+            for name in names
+        }
         for name, shape_of in self.whole.named_parameters():
             weight = self._joined(own[name]) if name in own else None
             if weight is not None and sends:

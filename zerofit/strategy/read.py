@@ -98,13 +98,18 @@ def _read_deepspeed(
         on_layout(layout)
         resolved, batches = resolve_config(config, source, recipe, layout)
         check_degrees(resolved, source, recipe, precision, layout)
-        offloaded = any((resolved["zero_optimization"].get(part) or {}).get("device", "none") != "none"
-                        for part in OFFLOADED)  # fmt: skip
-        check_muon(recipe, source, {
-            "offload, which makes the step, and so its matrix products, on the CPU": offloaded,
-            "tensor parallelism, which cuts its matrices": tensor > 1,
-            "a pipeline, whose stages have different matrices": pipeline > 1,
-        })  # fmt: skip
+        offloaded = any(
+            (resolved["zero_optimization"].get(part) or {}).get("device", "none") != "none" for part in OFFLOADED
+        )
+        check_muon(
+            recipe,
+            source,
+            {
+                "offload, which makes the step, and so its matrix products, on the CPU": offloaded,
+                "tensor parallelism, which cuts its matrices": tensor > 1,
+                "a pipeline, whose stages have different matrices": pipeline > 1,
+            },
+        )
         _check_compiled(resolved, source, recipe)
     if problems.found:
         return None

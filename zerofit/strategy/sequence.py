@@ -134,9 +134,16 @@ class SplitRows:
         return torch.cat(parts, dim=1)
 
     def _attend(
-        self, attention: Callable[..., Any], module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor,
-        value: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        attention: Callable[..., Any],
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Attention for transformers' AttentionInterface, over rows in full.
 
         Shapes: query (B, H, T / ranks, D), key and value alike -> ((B, T / ranks, H, D), None).
@@ -163,9 +170,15 @@ class SplitRows:
         made = (attention, query.shape[0])
         if made not in self._exchanges:
             self._exchanges[made] = UlyssesSPAttentionHF(
-                attention, batch_size=query.shape[0], attn_head_count=query.shape[1], attn_head_size=query.shape[3],
-                kv_head_count=key.shape[1], num_hidden_layers=0, process_group=self.group, seq_length_is_variable=True,
-            )  # fmt: skip
+                attention,
+                batch_size=query.shape[0],
+                attn_head_count=query.shape[1],
+                attn_head_size=query.shape[3],
+                kv_head_count=key.shape[1],
+                num_hidden_layers=0,
+                process_group=self.group,
+                seq_length_is_variable=True,
+            )
         return self._exchanges[made]
 
 

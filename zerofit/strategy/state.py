@@ -86,8 +86,12 @@ class OptimizerState:
         """What this rank writes: of all ranks together, every element once. What tensor parallelism does not cut is
         the same on all ranks that share a layer, and the first writes it; so is a tied weight on a pipeline's ends."""
         is_first = self.engine.layout.tensor_rank == 0
-        return [piece for piece in self.held() if (is_first or piece.cut is not None)
-                and not getattr(self.parameters[piece.name], "ds_pipe_replicated", False)]  # fmt: skip
+        return [
+            piece
+            for piece in self.held()
+            if (is_first or piece.cut is not None)
+            and not getattr(self.parameters[piece.name], "ds_pipe_replicated", False)
+        ]
 
     def piece(self, name: str, start: int, stop: int) -> Piece:
         """A range of what this rank's replica has of a parameter."""

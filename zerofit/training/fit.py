@@ -179,9 +179,7 @@ def _run(
         lambda rank: MEETING.place_of(rank, engine.device.type),
         step.clock.measures,
     )
-    return Run(
-        task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase, slow
-    )  # fmt: skip
+    return Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase, slow)
 
 
 def export(result: TrainResult) -> None:

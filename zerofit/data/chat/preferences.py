@@ -73,10 +73,12 @@ class PreferenceForm:
         if common == max(len(chosen), len(rejected)):
             raise BadRecord("its two answers are the same")
         marked = (
-            [{**turn, "trained": False} if place < common and turn["role"] == "assistant" else turn
-             for place, turn in enumerate(conversation)]
+            [
+                {**turn, "trained": False} if place < common and turn["role"] == "assistant" else turn
+                for place, turn in enumerate(conversation)
+            ]
             for conversation in (chosen, rejected)
-        )  # fmt: skip
+        )
         return next(marked), next(marked)
 
     def _conversation(self, record: dict[str, Any], column: str) -> list[Message]:
@@ -121,8 +123,9 @@ def find_preferences(options: FormOptions, table: Dataset) -> PreferenceForm:
     prompt = next(filter(None, (form_of(kind, unanswered, table) for kind in kinds)), None)
     if prompt is not None:
         prompt = replace(prompt, answered=False)
-    lists = any(holds_lists(table.features[name]) or isinstance(table.features[name], dict)
-                for name in (CHOSEN, REJECTED))  # fmt: skip
+    lists = any(
+        holds_lists(table.features[name]) or isinstance(table.features[name], dict) for name in (CHOSEN, REJECTED)
+    )
     return PreferenceForm(prompt, options.system_prompt, plain=not lists and prompt is not None and prompt.plain)
 
 

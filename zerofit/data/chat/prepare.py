@@ -128,8 +128,17 @@ class ChatEncoder:
         """The columns of TABLE; a record without a trained token within block_size gets no tokens."""
         rows: dict[str, list] = {name: [] for name in TABLE}
         texts = [text for text, _ in rendered]
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True,
-                                 return_attention_mask=False, verbose=False) if texts else {}  # fmt: skip
+        encoded = (
+            self.tokenizer(
+                texts,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            if texts
+            else {}
+        )
         for row, (_, spans) in enumerate(rendered):
             ids, answer = np.array(encoded["input_ids"][row]), overlap(encoded["offset_mapping"][row], spans)
             trained = np.ones_like(answer) if self.train_on_prompt else answer.copy()

@@ -84,9 +84,11 @@ def _encode(part: Part, tokenizer, length: int, cache: TableCache, is_number: bo
     def encode(examples: list[Example], places: list[int]) -> dict[str, list[Any]]:
         texts = list(zip(*chain.from_iterable(rows for rows, _ in examples)))
         encoded = tokenizer(
-            *map(list, texts), return_attention_mask=False, return_token_type_ids="token_type_ids" in columns,
+            *map(list, texts),
+            return_attention_mask=False,
+            return_token_type_ids="token_type_ids" in columns,
             verbose=False,
-        )  # fmt: skip
+        )
         ids = {name: list(encoded[name]) for name in columns}
         whole = [len(row) for row in ids["input_ids"]]
         for index, size in enumerate(whole):
@@ -104,8 +106,11 @@ def _encode(part: Part, tokenizer, length: int, cache: TableCache, is_number: bo
             "label": [label for _, label in examples],
         }
 
-    features = Features({
-        **dict.fromkeys((*columns, "sizes"), IDS), **dict.fromkeys(("truncated", "longest"), Value("int32")),
-        "label": Value("float32" if is_number else "int64"),
-    })  # fmt: skip
+    features = Features(
+        {
+            **dict.fromkeys((*columns, "sizes"), IDS),
+            **dict.fromkeys(("truncated", "longest"), Value("int32")),
+            "label": Value("float32" if is_number else "int64"),
+        }
+    )
     return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)

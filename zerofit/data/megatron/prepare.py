@@ -130,8 +130,16 @@ def report(blend: Blend, total: int, validation) -> list[tuple[str, ...]]:
     rows, passes = [], epochs(blend, total)
     for corpus, proportion, times in zip(blend.corpora, blend.proportions, passes):
         samples = [f"{blend.samples(corpus, part):,}" for part in (TRAINING, HELD_OUT, TEST)]
-        rows.append((corpus.prefix, f"{proportion:.1%}", f"{corpus.documents:,}", f"{corpus.tokens:,}", *samples,
-                     f"{times:.3g}"))  # fmt: skip
+        rows.append(
+            (
+                corpus.prefix,
+                f"{proportion:.1%}",
+                f"{corpus.documents:,}",
+                f"{corpus.tokens:,}",
+                *samples,
+                f"{times:.3g}",
+            )
+        )
     if len(rows) > 1:
         samples = [f"{blend.samples_per_epoch(part):,}" for part in (TRAINING, HELD_OUT, TEST)]
         documents, tokens = (

@@ -18,10 +18,15 @@ from zerofit.tools.launches import RunningLaunch
 
 REQUEST, ANSWERS, FAILURES = "request.json", "answers.jsonl", "failures.jsonl"
 NOT_MEASURED_WITH = (  # code that a trial does not run
-    *(f"tools/compare/{name}.py"
-      for name in ("comparison_report", "report_page", "plots", "results", "finish", "guess")),
-    "cli.py", "tools/verify/", "tools/plan/", "estimate/",
-)  # fmt: skip
+    *(
+        f"tools/compare/{name}.py"
+        for name in ("comparison_report", "report_page", "plots", "results", "finish", "guess")
+    ),
+    "cli.py",
+    "tools/verify/",
+    "tools/plan/",
+    "estimate/",
+)
 
 
 def key_of(**values: Any) -> str:

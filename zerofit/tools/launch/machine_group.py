@@ -51,8 +51,9 @@ class MachineGroup:
         try:
             self._take_part()
         except RuntimeError as error:
-            raise Ended(f"machine 0 has ended: its rendezvous store does not answer ({first_line(error)})",
-                        EXIT_FAILED) from error  # fmt: skip
+            raise Ended(
+                f"machine 0 has ended: its rendezvous store does not answer ({first_line(error)})", EXIT_FAILED
+            ) from error
         self._machines: dict[str, dict[str, Any]] = {}
         self._looked_at = self._waiting_since = 0.0
         self._beat_ends = threading.Event()
@@ -109,8 +110,9 @@ class MachineGroup:
             end = json.loads(store.get("end")) if store.check(["end"]) else None
             waiting = store.add("ready", 0)
         except RuntimeError as error:
-            raise Ended(f"machine 0 is gone: its rendezvous store does not answer ({first_line(error)})",
-                        EXIT_FAILED) from error  # fmt: skip
+            raise Ended(
+                f"machine 0 is gone: its rendezvous store does not answer ({first_line(error)})", EXIT_FAILED
+            ) from error
         if end is None and not waiting:
             return 0
         self._waiting_since = self._waiting_since or now

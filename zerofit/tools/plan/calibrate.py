@@ -160,12 +160,14 @@ class Bench:
         sizes = (2**12, 2**16, 2**20, 2**24) if self.is_cpu else (2**16, 2**20, 2**24, 2**28)
         return {
             key_name(kind, half): [self.exchange(kind, size, half) for size in sizes]
-            for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER) for half in (False, True)
-        }  # fmt: skip
+            for kind in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+            for half in (False, True)
+        }
 
     def exchange(self, kind: str, size: int, half: bool) -> tuple[float, float]:
-        whole = torch.zeros(size // DTYPES[half].itemsize // self.world_size * self.world_size, dtype=DTYPES[half],
-                            device=self.device)  # fmt: skip
+        whole = torch.zeros(
+            size // DTYPES[half].itemsize // self.world_size * self.world_size, dtype=DTYPES[half], device=self.device
+        )
         part = whole[: len(whole) // self.world_size].clone()
         work = {
             ALL_REDUCE: lambda: dist.all_reduce(whole),
@@ -187,11 +189,21 @@ def measure_rank(folder: Path) -> None:
         device = torch.accelerator.current_accelerator()
     if world_size > 1:
         backend = "gloo" if on_cpu else dist.get_default_backend_for_device(device)
-        dist.init_process_group(backend, init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=world_size,
-                                timeout=timedelta(minutes=2))  # fmt: skip
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{folder / 'meeting'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=2),
+        )
     bench = Bench(device, rank, world_size)
-    found = {"rates": bench.rates(), "operation_s": bench.operation(), "adam": bench.adam(),
-             "host_link": bench.host_link(), "links": bench.links()}  # fmt: skip
+    found = {
+        "rates": bench.rates(),
+        "operation_s": bench.operation(),
+        "adam": bench.adam(),
+        "host_link": bench.host_link(),
+        "links": bench.links(),
+    }
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     if world_size > 1:
@@ -221,8 +233,10 @@ def calibrate(processes: int) -> Calibration:
 def describe(calibration: Calibration) -> list[str]:
     """What was found, each the highest rate of one process."""
     best = {name: max(rate for _, rate in points) for name, points in (calibration.rates | calibration.links).items()}
-    products = ", ".join(f"{rounded(best[f'{MATRIX} {one}'] / 1e9)} GFLOP/s in {word}"
-                         for one, word in (("single", "fp32"), ("half", "bf16")))  # fmt: skip
+    products = ", ".join(
+        f"{rounded(best[f'{MATRIX} {one}'] / 1e9)} GFLOP/s in {word}"
+        for one, word in (("single", "fp32"), ("half", "bf16"))
+    )
     links = best.get(f"{ALL_REDUCE} single")
     lines = [
         f"measured  {calibration.device}, {calibration.processes} process{'es' * (calibration.processes > 1)}",
@@ -241,14 +255,22 @@ def _name_of_gpu() -> str:
 
 def _measure(processes: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-                       "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
         workers = [
             subprocess.Popen(
-                [sys.executable, "-m", "zerofit.tools.plan.calibrate", folder], env=environment | {"RANK": str(rank)},
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            ) for rank in range(processes)
-        ]  # fmt: skip
+                [sys.executable, "-m", "zerofit.tools.plan.calibrate", folder],
+                env=environment | {"RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(processes)
+        ]
         try:
             errors = [worker.communicate(timeout=LIMIT_S)[1] for worker in workers]
         except subprocess.TimeoutExpired:

@@ -64,8 +64,11 @@ class StrategyPair:
     @property
     def degrees(self) -> Degrees:
         config = self.config or {}
-        found = {"tensor": _of_section(config.get(TENSOR), "autotp_size"), "sequence": config.get(SEQUENCE),
-                 "pipeline": _of_section(config.get(PIPELINE), "stages")}  # fmt: skip
+        found = {
+            "tensor": _of_section(config.get(TENSOR), "autotp_size"),
+            "sequence": config.get(SEQUENCE),
+            "pipeline": _of_section(config.get(PIPELINE), "stages"),
+        }
         return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
 
     def with_degrees(self, degrees: Degrees) -> "StrategyPair":
@@ -139,8 +142,9 @@ def possible_degrees(
         if getattr(own, kind) > 1:
             found = [replace(one, **{kind: count}) for one in found for count in _divisors(local_ranks, local_ranks)]
     if own.pipeline > 1:
-        found = [replace(one, pipeline=count) for one in found
-                 for count in _divisors(num_ranks // one.tensor, num_layers)]  # fmt: skip
+        found = [
+            replace(one, pipeline=count) for one in found for count in _divisors(num_ranks // one.tensor, num_layers)
+        ]
     return found or [own]
 
 

@@ -137,10 +137,16 @@ def _search(
     say(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
     head = ("strategy", "batch", "memory", "s/update", "tokens/s", "with")
     rows = [
-        (one.label, f"{one.micro_batch} x {one.accumulation}", size(one.peak.needed), rounded(one.speed.time.seconds),
-         rounded(one.speed.tokens_per_s), " ".join(words_of(combination.options)) or "-")
+        (
+            one.label,
+            f"{one.micro_batch} x {one.accumulation}",
+            size(one.peak.needed),
+            rounded(one.speed.time.seconds),
+            rounded(one.speed.tokens_per_s),
+            " ".join(words_of(combination.options)) or "-",
+        )
         for combination, one in found
-    ]  # fmt: skip
+    ]
     say(table([head, *rows], screen_width()), "", *report.trust(prediction), f"written   {script}")
     return 0
 

@@ -127,8 +127,9 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
         found = [problem for problem in super().problems() if not problem.startswith(NOT_NEEDED)]
         found += [
             f"{source}: expected a size such as {example}"
-            for text, source, example in self._sizes_of_memory() if not _is_size(text)
-        ]  # fmt: skip
+            for text, source, example in self._sizes_of_memory()
+            if not _is_size(text)
+        ]
         if not self.gpu and not self.device_memory:
             found.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:

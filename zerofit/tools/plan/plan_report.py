@@ -40,9 +40,13 @@ class PlanReport:
         if not recipe.gpu:
             return None
         return comparable(
-            _kind(prediction, recipe.lora), recipe.gpu, weights.trained + weights.frozen, rows.length,
-            rows.length * prediction.micro_batch, prediction.layout.world_size,
-        )  # fmt: skip
+            _kind(prediction, recipe.lora),
+            recipe.gpu,
+            weights.trained + weights.frozen,
+            rows.length,
+            rows.length * prediction.micro_batch,
+            prediction.layout.world_size,
+        )
 
     @property
     def best(self) -> list[Prediction]:
@@ -68,8 +72,11 @@ class PlanReport:
         if shown:
             lines += ["what fits, predicted, of the process that needs most:", ""]
             lines += [self._table([group[0] for group in shown], width, tokens), ""]
-            lines += [f"  {', '.join(one.label for one in group[1:])}: the same as {group[0].label}"
-                      for group in shown if len(group) > 1] + [""]  # fmt: skip
+            lines += [
+                f"  {', '.join(one.label for one in group[1:])}: the same as {group[0].label}"
+                for group in shown
+                if len(group) > 1
+            ] + [""]
             lines += self._bound([group[0] for group in shown])
             lines += self._parts(shown[0][0])
         lines += self._misfits() + self._refusals()
@@ -82,14 +89,27 @@ class PlanReport:
     def _table(self, rows: list[Prediction], width: int | None, tokens: float | None) -> str:
         timed, hosted = any(one.is_timed for one in rows), any(one.host_bytes for one in rows)
         spans, price = tokens if timed else None, self.planner.recipe.price
-        head = ("strategy", *["longest rows"] * bool(self.lengths), "batch", "memory", *["host"] * hosted,
-                *_TIMES * timed, *_SPANS[: 2 + bool(price)] * bool(spans))  # fmt: skip
+        head = (
+            "strategy",
+            *["longest rows"] * bool(self.lengths),
+            "batch",
+            "memory",
+            *["host"] * hosted,
+            *_TIMES * timed,
+            *_SPANS[: 2 + bool(price)] * bool(spans),
+        )
         cells = [
-            (one.label, *[f"{one.length:,}"] * bool(self.lengths), f"{one.micro_batch} x {one.accumulation}",
-             _size(one.peak.needed), *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
-             *_times(one) * timed, *(_span(one, spans, price) if spans else ()))
+            (
+                one.label,
+                *[f"{one.length:,}"] * bool(self.lengths),
+                f"{one.micro_batch} x {one.accumulation}",
+                _size(one.peak.needed),
+                *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
+                *_times(one) * timed,
+                *(_span(one, spans, price) if spans else ()),
+            )
             for one in rows
-        ]  # fmt: skip
+        ]
         legend = "  batch: micro-batch x accumulation; memory: of one device"
         legend += "; host: of one machine" if hosted else ""
         return "\n".join((table([head, *cells], width), "", legend))
@@ -121,8 +141,9 @@ class PlanReport:
         low, high = (rounded(factor * seconds) for factor in (found.low, found.high))
         near = "; ".join(
             f"{row.model} on {row.gpus}, {row.micro_batch} x {row.length:,} tokens: {rounded(row.seconds)} measured, "
-            f"{rounded(row.predicted)} predicted" for row in found.nearest
-        )  # fmt: skip
+            f"{rounded(row.predicted)} predicted"
+            for row in found.nearest
+        )
         return [
             f"  s/update of {best.label}: {low} to {high}, as 8 of 10 of {found.count} published runs ({kind}, "
             f"{model_of(gpu)}); nearest: {near}"

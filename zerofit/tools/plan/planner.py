@@ -93,10 +93,20 @@ class Planner:
         if self.budget.host is not None and on_gpu:
             lacking = max(lacking, host - self.budget.host)
         return Prediction(
-            resolved.name, resolved.precision, layout, micro_batch, accumulation,
-            self.recipe.gradient_checkpointing, peak, host, peak.disk * self.budget.local_ranks, lacking == 0, lacking,
-            self.model.rows.length, self.speed(resolved, micro_batch),
-        )  # fmt: skip
+            resolved.name,
+            resolved.precision,
+            layout,
+            micro_batch,
+            accumulation,
+            self.recipe.gradient_checkpointing,
+            peak,
+            host,
+            peak.disk * self.budget.local_ranks,
+            lacking == 0,
+            lacking,
+            self.model.rows.length,
+            self.speed(resolved, micro_batch),
+        )
 
     def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
         model, layout = self.model, resolved.layout
@@ -106,8 +116,11 @@ class Planner:
         in_flight = None
         if layout.pipeline > 1:
             hidden = model.hidden_bytes(resolved.precision, layout, micro_batch)
-            in_flight = InFlight(stage.in_flight(accumulation), hidden * (not stage.is_first),
-                                 hidden * ((not stage.is_first) + (not stage.is_last)))  # fmt: skip
+            in_flight = InFlight(
+                stage.in_flight(accumulation),
+                hidden * (not stage.is_first),
+                hidden * ((not stage.is_first) + (not stage.is_last)),
+            )
         moments = [*training_moments(states, training, accumulation, in_flight)]
         unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
         rest = unused, _num_groups(layout), model.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))

@@ -90,8 +90,12 @@ class Prediction:
         return {
             "strategy": self.strategy,
             "precision": self.precision,
-            "layout": {"data": layout.data_size, "tensor": layout.tensor, "pipeline": layout.pipeline,
-                       "sequence": layout.sequence},
+            "layout": {
+                "data": layout.data_size,
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "sequence": layout.sequence,
+            },
             "length": self.length,
             "per_device_train_batch_size": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
@@ -107,7 +111,7 @@ class Prediction:
             "components": peak["components"],
             **(self.speed.to_dict() if self.is_timed else unknown),
             "fits": self.fits,
-        }  # fmt: skip
+        }
 
 
 @dataclass

@@ -86,8 +86,12 @@ def _script(said: str, config: Path, machines: int, program: str) -> str:
 def batch_flags(prediction: Prediction, options: Any) -> list[str]:
     """The batches that were predicted, and their length where it was searched. A global batch of the recipe's file
     gives way to the predicted one."""
-    words = ["--per_device_train_batch_size", str(prediction.micro_batch),
-             "--gradient_accumulation_steps", str(prediction.accumulation)]  # fmt: skip
+    words = [
+        "--per_device_train_batch_size",
+        str(prediction.micro_batch),
+        "--gradient_accumulation_steps",
+        str(prediction.accumulation),
+    ]
     words += ["--block_size", str(prediction.length)] if options.lengths else []
     return [*words, "--global_batch_size", str(prediction.global_batch)] if options.global_batch_size else words
 

@@ -93,9 +93,14 @@ class Board:
             found = {f"{name}: {text}": (level, update) for level, update, text in events_of(run)}
             new = [text for text in found if text not in events]
             self.storage.bulk_alert(
-                PROJECT, name, titles=new, texts=[None] * len(new), levels=[found[text][0] for text in new],
-                steps=[found[text][1] for text in new], run_id=name,
-            )  # fmt: skip
+                PROJECT,
+                name,
+                titles=new,
+                texts=[None] * len(new),
+                levels=[found[text][0] for text in new],
+                steps=[found[text][1] for text in new],
+                run_id=name,
+            )
             self._sent[name] = restarts, len(run.lines), {*events, *new}
 
     def _send_lines(self, name: str, run: WatchedRun, known: int) -> None:

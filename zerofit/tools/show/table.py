@@ -60,8 +60,11 @@ def row(name: str, run: WatchedRun, now: float, with_total: bool) -> tuple[str, 
     state, figure = run.state(now)
     state += f" {short_duration(figure)}" if state == SILENT else f" {figure}" if state == EXIT else ""
     left, total, tokens_per_s, memory = (
-        run.seconds_left(), run.num_updates, run.median("tokens_per_s"), run.last("peak_memory_bytes")
-    )  # fmt: skip
+        run.seconds_left(),
+        run.num_updates,
+        run.median("tokens_per_s"),
+        run.last("peak_memory_bytes"),
+    )
     return (
         name,
         str(run.strategy.get("name", NOTHING)),

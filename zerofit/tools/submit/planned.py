@@ -30,10 +30,19 @@ def planned_words(options: SubmitOptions, words: list[str]) -> tuple[int, list[s
     counts = [2**power for power in range(max_nodes.bit_length()) if 2**power <= max_nodes]
     for nodes in dict.fromkeys([*counts, max_nodes]):
         given = [
-            "--task", Path(script).stem, *flags, "--gpu", options.gpu, "--num_gpus", nodes * options.gpus_per_node,
-            "--gpus_per_node", options.gpus_per_node, "--strategies", launch.strategy or "all",
+            "--task",
+            Path(script).stem,
+            *flags,
+            "--gpu",
+            options.gpu,
+            "--num_gpus",
+            nodes * options.gpus_per_node,
+            "--gpus_per_node",
+            options.gpus_per_node,
+            "--strategies",
+            launch.strategy or "all",
             *(["--architecture", options.architecture] if options.architecture else []),
-        ]  # fmt: skip
+        ]
         plan, _ = read_with_recipe(PlanOptions, [str(word) for word in given], prog="zerofit submit --plan")
         if found := _fastest(plan):
             memory = size(found.peak.needed)

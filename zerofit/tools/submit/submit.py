@@ -122,8 +122,13 @@ def _run(command: list[str]) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<10}{scheduler.options.__doc__}" for name, scheduler in SCHEDULERS.items()]
-    return "\n".join([
-        "usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]", "", *lines, "",
-        "`zerofit submit SCHEDULER --help` lists its options. Others are those of",
-        "zerofit launch and of the recipe.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]",
+            "",
+            *lines,
+            "",
+            "`zerofit submit SCHEDULER --help` lists its options. Others are those of",
+            "zerofit launch and of the recipe.",
+        ]
+    )

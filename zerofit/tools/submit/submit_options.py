@@ -118,8 +118,9 @@ class SkyPilotOptions(SubmitOptions):
             found.append(f"accelerator = {self.accelerator!r}: expected a name, e.g. H100; --gpus_per_node counts it")
         return found + [
             f"mounts = {text!r}: expected PATH=SOURCE, e.g. /data=s3://bucket/data"
-            for text in (self.mounts or "").split(",") if text and not re.fullmatch(r"[/~][^=]*=.+", text)
-        ]  # fmt: skip
+            for text in (self.mounts or "").split(",")
+            if text and not re.fullmatch(r"[/~][^=]*=.+", text)
+        ]
 
     @property
     def file_mounts(self) -> dict[str, str]:
