@@ -9,7 +9,7 @@ ONE    := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-cls train-seq2seq compare test test-all test-real test-unit test-launch test-gpu lint \
-  format docs-check bench wheel lock audit sbom clean
+  format docs-check bench wheel image lock audit sbom clean
 ifdef TORCH
 .PHONY: $(READY)
 endif
@@ -76,6 +76,13 @@ bench: $(READY)      ## measure the loop against a bare one and against the tran
 
 wheel: $(READY)      ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+BUILDER = $(shell for name in docker podman buildah; do command -v $$name && break; done)
+
+image:               ## build the container image zerofit:latest; for GPUs: make image TORCH=cuda
+	$(or $(BUILDER),$(error image: install docker, podman or buildah)) build --build-arg TORCH="$(or $(TORCH),cpu)" \
+	  --label org.opencontainers.image.version="$$(sed -n 's/__version__ = "\(.*\)"/\1/p' zerofit/__init__.py)" \
+	  --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" --tag zerofit $(ARGS) .
 
 # Programs about dependencies, each in an environment of its own.
 TOOL := $(BIN)/uv tool run --quiet --from

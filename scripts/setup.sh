@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create a virtual environment and install zerofit with the versions of constraints.txt: setup.sh FOLDER
+# Create a virtual environment and install zerofit with the versions of constraints.txt: setup.sh FOLDER [dependencies]
+# The last word leaves this clone out (Dockerfile).
 # Each file that pip takes has a hash that constraints.txt names, but for three: torch of another source than PyPI, which
 # has hashes of its own; the build tools of packages that come as source; and this clone.
 # torch comes with CUDA where the machine has an NVIDIA GPU, and without where it has none (a few GB less). To choose:
@@ -9,7 +10,7 @@
 # What was chosen holds until something else is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${1:?usage: setup.sh FOLDER}
+venv=${1:?usage: setup.sh FOLDER [dependencies]}
 python=${PYTHON:-python3}
 chosen=$(cat "$venv/.torch" 2>/dev/null || true)
 choice=${TORCH:-$chosen}
@@ -65,6 +66,7 @@ awk -v folder="$venv" '/^[^ ]/ { file = /^(torch|triton|nvidia-.*|cuda-.*)==/ ? 
 has_the_torch || install_torch
 echo "installing the other dependencies ..."
 "${pip[@]}" --require-hashes --no-deps --requirement "$venv/others.txt"
+if [ "${2:-}" = dependencies ]; then exit; fi
 "${pip[@]}" --no-deps --no-build-isolation --editable .
 if [ "$choice" != cpu ]; then
   "$venv/bin/python" - <<'PYTHON'
