@@ -97,6 +97,16 @@ def test_every_update_is_there_once_with_its_value_after_a_rewind_and_a_resume(t
     assert (len(run.lines), run.restarts) == (6, 2)
 
 
+def test_a_run_that_starts_while_it_is_watched_has_not_restarted(tmp_path):
+    folder = make_run(tmp_path / "run", 2)
+    record = folder.metrics.path.read_bytes()
+    folder.metrics.path.unlink()
+    run = watched(folder)
+    folder.metrics.path.write_bytes(record)
+    run.poll()
+    assert (len(run.lines), run.restarts) == (2, 0)
+
+
 def test_lines_that_are_half_written_or_damaged(tmp_path):
     folder = make_run(tmp_path / "run", 2)
     run = watched(folder)

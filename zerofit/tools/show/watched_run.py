@@ -49,8 +49,8 @@ class WatchedRun:
         is_new = self.restarts < 0 or file != self._file or size < self._reader.position
         if is_new:
             self._reader = LineReader(self.folder.metrics.path, line_of_update)
+            self.restarts += self.restarts < 0 or self._file is not None  # the first record replaces none
             self._file, self.lines = file, {}
-            self.restarts += 1
             self.recipe, self.strategy = read_yaml(self.path / "recipe.yaml"), read_yaml(self.path / "strategy.yaml")
         self.lines |= {line["update"]: line for line in self._reader.poll()}
         if is_new:  # it may have made updates since: their lines differ, in seconds at least
