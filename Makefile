@@ -9,7 +9,7 @@ ONE    := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_pr
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train train-cls train-seq2seq compare test test-all test-real test-unit test-launch test-gpu lint \
-  format docs-check bench wheel image lock audit sbom clean
+  format docs docs-check bench wheel image lock audit sbom clean
 ifdef TORCH
 .PHONY: $(READY)
 endif
@@ -67,6 +67,16 @@ lint: $(READY)       ## check style and types
 format: $(READY)     ## put into style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
+SITE_BUILDER := build/docs/env/bin/zensical
+
+docs: $(SITE_BUILDER) ## build the documents into site/ and check its links; needs nothing of .venv
+	$(<D)/python scripts/build_site.py
+
+$(SITE_BUILDER): Makefile
+	"$(PYTHON)" -m venv build/docs/env
+	$(@D)/python -m pip install --quiet zensical==0.0.73
+	@touch $@
+
 docs-check: $(READY) ## check the documents: links, commands, options, changelog, licences
 	$(BIN)/python -m pytest tests/unit/test_tree.py tests/unit/test_commands.py tests/unit/test_options_page.py \
 	  tests/unit/test_trust.py $(ARGS)
@@ -104,5 +114,5 @@ sbom: $(BIN)/uv      ## write what constraints.txt holds to dist/zerofit.cdx.jso
 	  --output-file dist/zerofit.cdx.json constraints.txt
 
 clean:               ## remove caches and build leftovers (not .venv, not outputs/)
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
