@@ -1,4 +1,4 @@
-"""Dockerfile, .dockerignore and .devcontainer fit each other and the project."""
+"""Dockerfile, .dockerignore and .devcontainer fit each other and the project; launch/test_container.py builds them."""
 
 import json
 import re
