@@ -1,6 +1,6 @@
 """Build the documents as a site: copy them to build/docs/pages, run Zensical on them, check what it made.
 
-python scripts/build_site.py    # writes site/; exit code 1 for a broken link, and if a page would load something from elsewhere
+python scripts/build_site.py    # writes site/; exit code 1: a broken link, or a page that loads from elsewhere
 
 The copies lie as in the tree, so links between documents stay. A file of code that a document links becomes a page.
 """
