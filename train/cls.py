@@ -10,6 +10,8 @@ AutoModelForSequenceClassification; and multiple choice, with an AutoModelForMul
 Read `main` from top to bottom: what is loaded, how records become batches, what the loss and the metrics are.
 """
 
+from dataclasses import replace
+
 from zerofit.recipe import ClsRecipe, parse_recipe
 from zerofit.recipe.errors import reports_user_errors
 from zerofit.record.timeline import Timeline
@@ -26,9 +28,11 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     session = open_session("cls", recipe, timeline, measurement)
     recipe = session.recipe  # every option with the value that holds
 
+    import torch
     from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
 
     from zerofit.data.collate import ExampleCollator, multiple_for
+    from zerofit.data.labelled.class_weights import class_weights, describe_weights
     from zerofit.data.labelled.examples import prepare_examples
     from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
     from zerofit.data.order import easiest_first
@@ -57,6 +61,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     # Records -> checked texts and labels -> rows of token ids, one row an example.
     config = session.model_configuration(AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
+    weights = class_weights(recipe, data)
     held_out = data.held_out[0].samples.stats if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
     auto_class, pretrained = AutoModelForSequenceClassification, recipe.model_name_or_path
@@ -81,12 +86,15 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     prepared = prepare(started, model, adapter)
     engine = prepared.engine
 
-    # The loss is a sum over examples; the loop divides by their number in the global batch.
+    # The loss is a sum over examples; the loop divides by their number in the global batch, or by the sum of their
+    # weights. The held-out loss is plain cross entropy.
     width = data.max_length if recipe.pad_to_max_length else None
     collate = ExampleCollator(padding_values(data.tokenizer), width, multiple_for(engine.device))
+    on_device = None if weights is None else torch.tensor(weights, device=engine.device)
 
     def loss_sum(model, batch):
-        return loss_of_examples(logits_of_examples(model, batch), batch.labels)
+        logits = logits_of_examples(model, batch)
+        return loss_of_examples(logits, batch.labels, on_device, recipe.label_smoothing, recipe.focal_gamma)
 
     def evaluate(engine):
         figures = {}
@@ -103,7 +111,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     task = Task(
         recipe=recipe,
         train_set=data.train,
-        collate=collate,
+        collate=replace(collate, class_weights=weights),
         loss_sum=loss_sum,
         evaluate=evaluate if data.held_out else None,
         num_held_out=sum(len(part.samples) for part in data.held_out),
@@ -120,6 +128,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     parts = (None, held_out) if recipe.predict_file else (held_out,)
     prepared.announce(
         f"data      {data.labels.describe}",
+        *([describe_weights(weights, data.labels.names)] if weights else []),
         table(stats_rows(data.train and data.train.stats, *parts), screen_width()),
         *(note for note in notes if note),
     )

@@ -133,6 +133,11 @@ CASES = {
         "--validation_file", "{material}/glue/MRPC/dev.tsv", "--max_length", "64", "--max_train_samples", "100",
         "--max_eval_samples", "101",
     ), ("zero3",)),
+    "classes": Case("cls", 22, (
+        "--model_name_or_path", "{deberta}", "--train_file", "{classes}", "--max_length", "64", "--max_train_samples",
+        "100", "--max_eval_samples", "101", "--class_weights", "balanced", "--label_smoothing", "0.1", "--focal_gamma",
+        "2", "--save_steps", "8", "--record_samples", "true",
+    ), ("zero2",)),
     "choices": Case("cls", 12, (  # drawn so large that the gradients of its choices do not cancel each other
         "--model_type", "bert", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,"
         "intermediate_size=64,hidden_dropout_prob=0,attention_probs_dropout_prob=0,initializer_range=0.2",
@@ -179,7 +184,8 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     tiny_t5(folder / "t5", material / "tokenizers" / "blenderbot")
     train_blenderbot(folder / "blenderbot", material)
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
-    made |= {"choices": questions(folder), "pairs": pairs_of_answers(folder, material)}
+    made |= {"choices": questions(folder), "classes": rare_words(folder, material)}
+    made |= {"pairs": pairs_of_answers(folder, material)}
     return {"llama": llama, "material": material, **made}
 
 
@@ -196,6 +202,13 @@ def questions(folder: Path) -> Path:
             line = {"question": "Which of these can be eaten?", "choices": choices, "label": right}
             file.write(json.dumps(line) + "\n")
     return path
+
+
+def rare_words(folder: Path, material: Path) -> Path:
+    """Lines of text, about one in six of which has a word that makes its class."""
+    lines = [line for line in (material / "text" / "train.txt").read_text().splitlines() if len(line.split()) > 3]
+    records = [{"text": line, "label": "returns" if "return" in line.lower() else "other"} for line in lines[:400]]
+    return write_records(folder / "classes.jsonl", records)
 
 
 def pairs_of_answers(folder: Path, material: Path) -> Path:
@@ -406,6 +419,8 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("packed", "hsdp", [(8, "single", 1), (16, "zero2", 2)]),
     ("muon", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("muon", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
+    ("classes", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
+    ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
 )
 LEGS = [("packed", "tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 
@@ -425,6 +440,7 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
             output, *flags, "--per_device_train_batch_size", "2", "--max_train_steps", "22", "--learning_rate", "5e-4",
             "--num_warmup_steps", "5", "--weight_decay", "0.1", "--precision", "fp32", "--cache_dir", cache,
             "--gradient_accumulation_steps", 8 // (2 * given_for), strategy=strategy, processes=processes,
+            task=CASES[case].task,
         )  # fmt: skip
         assert f"after update {start}, written under" in done.stdout
         assert ("the accumulation follows" in done.stdout) == (replicas(strategy, processes) != given_for)

@@ -1,10 +1,15 @@
 """Labels: which there are, in which order, and the number of each record's."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from datasets import ClassLabel, Value
 from helpers import refusal
+from sklearn.utils.class_weight import compute_class_weight
 from transformers import BertConfig
 
+from zerofit.data.labelled.class_weights import class_weights
 from zerofit.data.labelled.labels import (
     Labels,
     configure_labels,
@@ -12,6 +17,7 @@ from zerofit.data.labelled.labels import (
     in_model_order,
 )
 from zerofit.data.records import BadRecord
+from zerofit.recipe import ClsRecipe
 
 NAN = float("nan")
 NLI = ("entailment", "neutral", "contradiction")
@@ -121,3 +127,39 @@ def test_another_number_of_labels(labels, ours):
     had = configure_labels(config, labels, "some/model", True)
     assert had == 2, "the outputs of the head that is to be replaced"
     assert config.num_labels == labels.num_outputs
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def weighted(*words: str, names=("a", "b", "c"), choices=False, **options):
+    data = SimpleNamespace(labels=Labels(names, choices), train=SimpleNamespace(labels=np.array([0, 0, 0, 2, 0, 2])))
+    return class_weights(ClsRecipe(class_weights=[*words] or None, **options), data)
+
+
+def test_balanced_weights_are_scikit_learns():
+    expected = compute_class_weight("balanced", classes=np.array([0, 2]), y=[0, 0, 0, 2, 0, 2])
+    assert weighted("balanced") == pytest.approx([expected[0], 1.0, expected[1]])
+    assert weighted("c=3", "a=0.5") == [0.5, 1.0, 3.0]
+    assert weighted() is None
+    assert weighted("balanced", evaluate_only=True, model_name_or_path="x") is None
+
+
+@pytest.mark.parametrize(("words", "options", "said"), [
+    (("d=2",), {}, "class_weights"),
+    (("balanced",), {"names": None}, "class_weights"),
+    ((), {"names": None, "focal_gamma": 2.0}, "focal_gamma"),
+    ((), {"choices": True, "label_smoothing": 0.1}, "label_smoothing"),
+])  # fmt: skip
+def test_weights_of_no_class_are_refused(words, options, said):
+    assert said in refusal(weighted, *words, **options)
+
+
+@pytest.mark.parametrize("options", [
+    {"class_weights": ["a"]}, {"class_weights": ["a=0"]}, {"class_weights": ["a=x"]},
+    {"class_weights": ["a=1", "a=2"]}, {"class_weights": ["balanced", "a=1"]}, {"class_weights": ["a=inf"]},
+    {"label_smoothing": 1.0},
+])  # fmt: skip
+def test_what_is_no_weight_is_refused(options):
+    (name,) = options
+    assert any(name in problem for problem in ClsRecipe(**options).problems())

@@ -1,11 +1,14 @@
 """The loss of encoder-decoder models, and models that classify: on the real architectures, tiny and random."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import check_chunked_loss, loss_and_gradients
 
 import zerofit.model.chunked_loss as chunked_module
+from zerofit.data.collate import ExampleCollator
+from zerofit.data.order import FILLER
 from zerofit.model.loss import IGNORE, install_loss, loss_of_examples, shifted_right
 from zerofit.model.parameters import flops_per_pair_token
 
@@ -154,6 +157,42 @@ def test_the_loss_of_examples_is_transformers_own(family, regression):
     labels = torch.tensor([0.5, 2.0, 0.1]) if regression else torch.tensor([2, 0, 1])
     own = model(**inputs, labels=labels).loss
     torch.testing.assert_close(loss_of_examples(model(**inputs).logits, labels) / 3, own)
+
+
+@pytest.mark.parametrize(("weights", "smoothing"), [(None, 0.1), ([0.5, 3.0, 1.0], 0.0), ([0.5, 3.0, 1.0], 0.2)])
+def test_weighted_and_smoothed_sums_are_torchs_mean_over_several_batches(weights, smoothing):
+    """The collator counts what torch divides by; torch has the whole batch at once."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(0, 3, (12,), generator=generator)
+    given = None if weights is None else torch.tensor(weights)
+    collate = ExampleCollator({"input_ids": 0}, class_weights=weights)
+    rows = [({"input_ids": np.array([1]), "label": label}, index) for index, label in enumerate(labels.numpy())]
+    summed, targets = 0.0, 0.0
+    for start, end in ((0, 5), (5, 12)):
+        made = collate([*rows[start:end], (rows[0][0], FILLER)])
+        padded = torch.cat([logits[start:end], logits[:1]])
+        summed += loss_of_examples(padded, made.labels, given, smoothing)
+        targets += made.num_targets
+    double = None if given is None else given.double()
+    exact = F.cross_entropy(logits, labels, double, label_smoothing=smoothing)
+    torch.testing.assert_close(summed.double() / targets, exact, rtol=1e-6, atol=0)
+    (gradient,), (right,) = (torch.autograd.grad(loss, logits) for loss in (summed / targets, exact))
+    torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+def test_the_focal_loss(gamma):
+    logits = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[0, 0] = 200.0  # p is 1
+    logits, labels, weights = logits.requires_grad_(), torch.arange(9) % 3, torch.tensor([0.5, 3.0, 1.0])
+    labels[-1] = IGNORE
+    loss = loss_of_examples(logits, labels, weights, focal_gamma=gamma)
+    probability = logits.softmax(-1)[torch.arange(1, 8), labels[1:8]]
+    exact = (-weights[labels[1:8]] * (1 - probability) ** gamma * probability.log()).sum()
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+    (gradient,), (right,) = (torch.autograd.grad(each, logits) for each in (loss, exact))
+    torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", CLASSIFIERS)

@@ -24,12 +24,13 @@ GPU_MULTIPLE = 8  # of row lengths, for the matrix units of GPUs
 class Batch:
     """A micro-batch: the inputs of the model, and its counts.
 
-    `num_targets` counts what the loss is summed over (tokens, or examples), `num_tokens` the tokens that the model
+    `num_targets` counts what the loss is summed over (tokens, or examples; of classes with weights it is the sum of
+    theirs), `num_tokens` the tokens that the model
     reads and predicts without padding, `num_positions` the same with padding; `indices` are those of the samples.
     """
 
     inputs: dict[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
-    num_targets: int
+    num_targets: float
     num_tokens: int
     num_positions: int
     indices: list[int]
@@ -122,11 +123,13 @@ class ExampleCollator:
         fillers: {column of a sample that the model reads: value that pads it}.
         width: pad every batch to this many tokens; None: to its longest row.
         multiple: widths are rounded up to a multiple of this.
+        class_weights: what an example of each class counts as a target; None: 1.
     """
 
     fillers: dict[str, int]
     width: int | None = None
     multiple: int = 1
+    class_weights: list[float] | None = None
 
     def __call__(self, samples: Samples) -> Batch:
         indices = [index for _, index in samples]
@@ -146,7 +149,10 @@ class ExampleCollator:
         labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
         labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
         tokens = total([len(sample["input_ids"]) for sample, _ in samples], indices)  # without missing choices
-        return Batch(inputs, int(counted(indices).sum()), tokens, len(rows) * width, indices, labels)
+        num_targets: float = int(counted(indices).sum())
+        if self.class_weights is not None:
+            num_targets = sum(self.class_weights[label] for label in labels[counted(indices)].tolist())
+        return Batch(inputs, num_targets, tokens, len(rows) * width, indices, labels)
 
 
 @dataclass

@@ -123,14 +123,30 @@ def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = Non
         return chunked(hidden, weight, bias, targets, getattr(self, "share", None))
 
 
-def loss_of_examples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of_examples(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    class_weights: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    focal_gamma: float = 0.0,
+) -> torch.Tensor:
     """The loss of classified examples, summed: cross entropy of classes, squared error of numbers.
 
-    Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for padding.
+    With `focal_gamma` the loss of each example, with its weight and smoothing, is multiplied by (1 - p)^gamma, p being
+    the probability of its class (Lin et al. 2017).
+
+    Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for padding;
+    class_weights (classes,).
     """
     logits = logits.float()
     if labels.dtype == torch.int64:
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+        losses = F.cross_entropy(
+            logits, labels, class_weights, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing
+        )
+        if focal_gamma:
+            found = logits.softmax(dim=-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+            losses = losses * (1 - found).clamp(min=torch.finfo(found.dtype).eps) ** focal_gamma  # 0 has no slope
+        return losses.sum()
     present = ~labels.isnan()
     return F.mse_loss(logits[present, 0], labels[present], reduction="sum")
 

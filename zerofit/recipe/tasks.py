@@ -1,5 +1,6 @@
 """The recipe of each task, a flat dataclass that joins groups of options; and the options of single tasks."""
 
+import math
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
@@ -19,6 +20,7 @@ from zerofit.recipe.options import TrainingRecipe
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 GLUE_ON_THE_HUB = "nyu-mll/glue"
+BALANCED = "balanced"  # of class_weights
 
 
 @dataclass
@@ -81,6 +83,59 @@ class LabelOptions(Recipe):
         if self.task_name and self.regression is not None and self.regression != (self.task_name == "stsb"):
             problems.append(f"regression = {self.regression} and task_name = {self.task_name}: remove regression")
         return problems
+
+
+@dataclass
+class ClassLossOptions(Recipe):
+    """The loss of classes"""
+
+    class_weights: list[str] | None = option(  # noqa: RUF009
+        None,
+        "What an example weighs in the loss, by its class: balanced (all classes weigh the same in the whole training "
+        "set), or NAME=WEIGHT for some classes; the others weigh 1.",
+    )
+    focal_gamma: float = option(
+        0.0, "Focal loss: multiply the loss of an example by (1 - p)^X, p being its class's probability.", minimum=0
+    )
+    label_smoothing: float = option(
+        0.0,
+        "Train on 1 - X for the class of the label, and on X divided among all classes.",
+        minimum=0,
+        aliases=("label_smoothing_factor",),
+    )
+
+    @property
+    def changed_class_losses(self) -> list[str]:
+        """Those of these options that are set, each with its value."""
+        values = {name: getattr(self, name) for name in ("class_weights", "focal_gamma", "label_smoothing")}
+        shown = {name: " ".join(value) if isinstance(value, list) else value for name, value in values.items()}
+        return [f"{name} = {shown[name]}" for name, value in values.items() if value]
+
+    @property
+    def weight_of_class(self) -> dict[str, float]:
+        """{class: weight} of the words NAME=WEIGHT; nan where there is no number."""
+        pairs = (word.rpartition("=") for word in self.class_weights or [])
+        return {name: _number(weight) for name, _, weight in pairs}
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.class_weights and self.class_weights != [BALANCED]:
+            wrong = [name for name, weight in self.weight_of_class.items() if not (name and 0 < weight < math.inf)]
+            if wrong or len(self.weight_of_class) < len(self.class_weights):
+                problems.append(
+                    f"class_weights = {' '.join(self.class_weights)}: expected {BALANCED}, or words NAME=WEIGHT, each "
+                    "class once and each weight above 0"
+                )
+        if self.label_smoothing >= 1:
+            problems.append(f"label_smoothing = {self.label_smoothing:g}: it must be below 1, such as 0.1")
+        return problems
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 @dataclass
@@ -157,7 +212,7 @@ class ClmRecipe(
 
 
 @dataclass
-class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LabelOptions):
+class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, ClassLossOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
     def __post_init__(self):

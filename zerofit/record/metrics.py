@@ -30,10 +30,14 @@ class UpdateMetrics:
     update: int = required("number of the update; 0: held-out figures before training")
     epoch: float = required("passes over the training data so far")
     consumed_samples: int = required("samples so far")
-    loss: float | None = described("mean over the trained tokens (examples, pairs) of the global batch, in nats")
+    loss: float | None = described(
+        "the loss that is trained: mean over the trained tokens (examples, pairs) of the global batch, in nats"
+    )
     grad_norm: float | None = described("2-norm of all gradients, before clipping")
     learning_rate: float | None = described("of this update")
-    targets: int | None = described("trained tokens (examples, pairs) of the global batch")
+    targets: float | None = described(
+        "trained tokens (examples, pairs) of the global batch; with `class_weights` the sum of their weights"
+    )
     tokens: int | None = described("its tokens without padding")
     padding: float | None = described("share of its positions that is padding")
     aux_loss: float | None = described("mixture of experts: the routers' auxiliary loss")

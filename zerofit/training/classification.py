@@ -30,7 +30,8 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
     elif labels.choices:
         of_part = ("accuracy", "loss")
     else:
-        of_part = ("accuracy", "f1" if len(labels.names) == 2 else "f1_macro", "matthews_correlation", "loss")
+        f1 = ("f1", "f1_macro") if len(labels.names) == 2 else ("f1_macro",)
+        of_part = ("accuracy", *f1, "matthews_correlation", "loss")
     names = [f"{name}{part.suffix}" for part in held_out for name in of_part] or ["loss"]
     first = TASKS[task_name].metric if task_name else names[0]
     return tuple(dict.fromkeys([first, *names]))
@@ -68,9 +69,9 @@ def predict_examples(
     return ["predictions.jsonl"]
 
 
-def _answered(engine: Engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, int, list[Any] | None]:
+def _answered(engine: Engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, float, list[Any] | None]:
     """(summed loss and number of targets of this rank, the answer to each example on the main process)."""
-    loss, targets, answers = torch.zeros((), device=engine.device), 0, dict[int, Any]()
+    loss, targets, answers = torch.zeros((), device=engine.device), 0.0, dict[int, Any]()
     for batch in batches:
         logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
         assert batch.labels is not None, "a batch of examples"

@@ -71,7 +71,7 @@ def held_out_loss(
     """
     own: list[float] = []
     for part in batches.values():
-        loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0
+        loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0.0
         for batch, of_batch in engine.losses(part, loss_sum):
             loss += of_batch
             targets += batch.num_targets
@@ -85,7 +85,7 @@ def held_out_loss(
     return figures
 
 
-def mean_over_replicas(engine: Engine, total: torch.Tensor, count: int) -> float:
+def mean_over_replicas(engine: Engine, total: torch.Tensor, count: float) -> float:
     """A sum over all replicas divided by the number of what was summed."""
     total_sum, total_count = engine.sum_over_replicas([total.item(), count])
     return total_sum / max(total_count, 1)

@@ -25,16 +25,19 @@ class _Metric(evaluate.Metric):
 
 
 class Classification(_Metric):
-    """accuracy; f1 (of class 1 where there are two classes, else the mean over classes, as f1_macro);
-    matthews_correlation, by scikit-learn. Predictions and references are class numbers."""
+    """accuracy; f1 of class 1 where there are two classes; f1_macro, the mean over classes; matthews_correlation, by
+    scikit-learn. Predictions and references are class numbers."""
 
     dtype = "int64"
 
     def _compute(self, predictions: list[int], references: list[int], num_labels: int = 2) -> dict[str, float]:
-        name, average = ("f1", "binary") if num_labels == 2 else ("f1_macro", "macro")
+        averages = {"f1": "binary", "f1_macro": "macro"} if num_labels == 2 else {"f1_macro": "macro"}
         return {
             "accuracy": float(accuracy_score(references, predictions)),
-            name: float(f1_score(references, predictions, average=average, zero_division=0.0)),
+            **{
+                name: float(f1_score(references, predictions, average=average, zero_division=0.0))
+                for name, average in averages.items()
+            },
             "matthews_correlation": float(matthews_corrcoef(references, predictions)),
         }
 

@@ -104,7 +104,7 @@ class StepResult:
             loss=self.loss,
             grad_norm=self.grad_norm,
             learning_rate=self.learning_rate,
-            targets=None if skipped else int(totals.targets),
+            targets=None if skipped else _whole(totals.targets),
             tokens=None if skipped else int(totals.tokens),
             padding=None if skipped else 1.0 - totals.tokens / totals.positions,
             peak_memory_bytes=self.peak_memory_bytes,
@@ -161,7 +161,7 @@ class TrainStep:
         torch.manual_seed(_seed_of(task.recipe.seed, update, engine.layout.dropout_seed_key))  # dropout, and only that
         if totals is None:  # the first update, or the one before was skipped
             totals = Totals(*engine.sum_over_replicas(batches.counts))
-        scale = engine.layout.data_size / max(totals.targets, 1.0)
+        scale = engine.layout.data_size / (totals.targets or 1.0)
         if task.routing:
             task.routing.begin(totals.targets / max(totals.tokens, 1.0))
         if task.preference:
@@ -173,9 +173,9 @@ class TrainStep:
         engine.set_learning_rate(update - 1)
         grad_norm = engine.gradient_norm()
         ranks = self._exchange(float(sum(losses)), grad_norm, following)
-        self.clock.read(batches.counts[2])
+        self.clock.read(int(batches.counts[2]))
         replicas = [ranks[rank] for rank in engine.layout.loss_ranks]
-        loss = sum(report.loss_sum for report in replicas) / max(totals.targets, 1.0)
+        loss = sum(report.loss_sum for report in replicas) / (totals.targets or 1.0)
         decisive = {"loss": loss, "grad_norm": ranks[0].grad_norm}  # rank 0's, so that all decide alike
         routing = None
         if task.routing:
@@ -224,6 +224,11 @@ class TrainStep:
         )
         self.memory.reset()
         return [RankReport.of(row) for row in self.engine.per_rank(own.row)]
+
+
+def _whole(count: float) -> float:
+    """For the record: an int where it is one, else without what the order of a sum changes."""
+    return int(count) if count.is_integer() else round(count, 6)
 
 
 def _seed_of(seed: int, update: int, key: tuple[int, ...]) -> int:

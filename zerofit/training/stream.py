@@ -69,7 +69,7 @@ def run_length(
 class Totals(NamedTuple):
     """Counts of a whole global batch."""
 
-    targets: float  # trained tokens (examples)
+    targets: float  # trained tokens (examples; of weighted classes the sum of their weights)
     tokens: float  # without padding
     positions: float  # tokens and padding
 
@@ -90,7 +90,7 @@ class UpdateBatches:
         return [index for batch in self.micro_batches for index in batch.samples]
 
     @property
-    def counts(self) -> list[int]:
+    def counts(self) -> list[float]:
         """Trained tokens, tokens and positions of this rank alone."""
         counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.micro_batches)
         return [sum(column) for column in zip(*counts)]

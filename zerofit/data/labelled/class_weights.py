@@ -1,0 +1,44 @@
+"""What a class weighs in the loss, for classes with many and with few examples."""
+
+import numpy as np
+
+from zerofit.data.labelled.samples import ExampleData
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import BALANCED, ClsRecipe
+
+
+def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
+    """The weight of each class, in the order of their numbers; None where all weigh the same.
+
+    `balanced` is scikit-learn's: examples / (classes x examples of the class), so that each class weighs as much as
+    any other in the whole training set.
+
+    Raises:
+        UserError: the labels are numbers or choices, which no option of this group is for; or a class is not there.
+    """
+    names, changed = data.labels.names, recipe.changed_class_losses
+    if changed and (names is None or data.labels.choices):
+        what = "numbers (regression)" if names is None else "choices"
+        raise UserError(f"{' and '.join(changed)}: the labels are {what}, and this is for classes. Remove it")
+    if not recipe.class_weights or not recipe.trains:
+        return None
+    if recipe.class_weights == [BALANCED]:
+        counts = np.bincount(data.train.labels, minlength=len(names))
+        present = np.count_nonzero(counts)
+        weights = counts.sum() / (present * np.maximum(counts, 1))
+        return np.where(counts > 0, weights, 1.0).tolist()
+    given = recipe.weight_of_class
+    if unknown := given.keys() - set(names):
+        raise UserError(
+            f"class_weights: {', '.join(sorted(unknown))} is not a class of the data ({', '.join(names[:20])}"
+            f"{', ...' if len(names) > 20 else ''})"
+        )
+    return [given.get(name, 1.0) for name in names]
+
+
+def describe_weights(weights: list[float] | None, names: tuple[str, ...] | None) -> str | None:
+    """For the log: the heaviest and the lightest class."""
+    if weights is None:
+        return None
+    low, high = int(np.argmin(weights)), int(np.argmax(weights))
+    return f"loss      class weights from {weights[low]:.4g} ({names[low]}) to {weights[high]:.4g} ({names[high]})"
