@@ -69,7 +69,9 @@ def predict_examples(
     return ["predictions.jsonl"]
 
 
-def _answered(engine: Engine, batches: Iterator[Batch], labels: Labels) -> tuple[torch.Tensor, float, list[Any] | None]:
+def _answered(
+    engine: Engine, batches: Iterator[Batch], labels: Labels
+) -> tuple[torch.Tensor, float, list[Any] | None]:
     """(summed loss and number of targets of this rank, the answer to each example on the main process)."""
     loss, targets, answers = torch.zeros((), device=engine.device), 0.0, dict[int, Any]()
     for batch in batches:
