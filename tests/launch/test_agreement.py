@@ -64,7 +64,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT_ROWS = ("packed", "padded", "preferences", "tokens")
+SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
     "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
@@ -123,6 +123,7 @@ CASES = {
         "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
     ), ("zero3",)),
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon"), ("zero2",)),
+    "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01"), ("tp",)),
     "mixture": Case("clm", 12, (
         "--model_name_or_path", "{llama}", "--train_file", "3", "{material}/text/train.txt", "1",
         "{material}/instruct/english.json", "--chat_template", "instruction", "--block_size", "160",
@@ -148,6 +149,9 @@ CASES = {
         "--model_name_or_path", "{blenderbot}", *PAIRS, "--difficulty_warmup", "length@6",
     ), ("zero2",)),
     "t5": Case("seq2seq", 6, ("--model_name_or_path", "{t5}", *PAIRS)),
+    "smoothed pairs": Case("seq2seq", 6, (
+        "--model_name_or_path", "{t5}", *PAIRS, "--label_smoothing", "0.1", "--z_loss", "0.01",
+    )),
     "lora": Case("clm", 14, (
         "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--lora",
         "--chat_template", "instruction", "--max_train_samples", "200", "--max_eval_samples", "17",
@@ -419,6 +423,7 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("packed", "hsdp", [(8, "single", 1), (16, "zero2", 2)]),
     ("muon", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("muon", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
+    ("smoothed", "tp", [(8, "zero3", 2), (16, "single", 1)]),
     ("classes", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
 )

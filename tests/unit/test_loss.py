@@ -1,5 +1,6 @@
 """The memory-saving loss is the loss: same value, same gradients, labels of -100 and tied heads included."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from helpers import TINY, check_chunked_loss, loss_and_gradients, tiny_model
 
 import zerofit.model.chunked_loss as chunked_module
+from zerofit.model.chunked_loss import TokenLoss
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import loss_difference, random_tokens
 
@@ -143,6 +145,33 @@ def test_a_device_that_does_not_add_up_in_fp32_is_found_out(monkeypatch):
     assert adds(cpu)
     monkeypatch.setattr(torch, "addmm", lambda total, left, right, out_dtype, out: out.copy_(left @ right))
     assert not adds(cpu), "it forgets what was there"
+
+
+TERMS = [TokenLoss(0.1, 0.0), TokenLoss(0.0, 1e-2), TokenLoss(0.1, 1e-2)]
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("kind", ["full", "chunked"])
+def test_label_smoothing_and_z_loss(terms, kind, monkeypatch):
+    """In training, against torch in fp64; an evaluation has the plain loss."""
+    monkeypatch.setattr(chunked_module, "chunk_rows", lambda vocab_size, on_gpu: 7)
+    model, inputs = tiny_model("gpt_neox"), batch()
+    targets = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100).flatten()
+    exact = copy.deepcopy(model).double()
+    logits = exact(input_ids=inputs["input_ids"]).logits.flatten(0, 1)
+    plain = F.cross_entropy(logits, targets, reduction="sum")
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=terms.label_smoothing)
+    expected = expected + terms.z_loss * logits.logsumexp(-1)[targets != -100].square().sum()
+    (expected / 7).backward()
+    install_loss(model, kind, terms)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**inputs).double(), plain.detach(), rtol=1e-6, atol=0)
+    loss = model.train()(**inputs)
+    (loss / 7).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for (name, ours), right in zip(model.named_parameters(), exact.parameters()):
+        limit = 1e-5 * float(right.grad.abs().max()) + 1e-8
+        torch.testing.assert_close(ours.grad.double(), right.grad, rtol=1e-4, atol=limit, msg=name)
 
 
 def test_gradients_are_computed_where_they_are_wanted_only():

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,21 @@ IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
 GPU_CHUNK_BYTES, GPU_CHUNK_ROWS = 2**30, (1024, 2048)  # with each chunk the head's whole gradient is read and written
+
+
+class TokenLoss(NamedTuple):
+    """What is added to the cross entropy of a token where a model is trained.
+
+    Args:
+        label_smoothing: this part of the target is divided among the whole vocabulary.
+        z_loss: what the square of the logits' logsumexp is multiplied by (Chowdhery et al. 2022, PaLM: 1e-4).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+PLAIN = TokenLoss()
 
 
 def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
@@ -26,16 +42,17 @@ def chunk_starts(num_rows: int, rows: int) -> Iterable[int]:
 
 
 @torch.compiler.disable  # it would unroll the loop
-def chunked_loss(hidden, weight, bias, targets, share=None) -> torch.Tensor:
+def chunked_loss(hidden, weight, bias, targets, share=None, terms: TokenLoss = PLAIN) -> torch.Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
 
     Args:
         share: under tensor parallelism the rows of the vocabulary that weight and bias have here (VocabularyShare).
+        terms: what is added to the cross entropy.
     """
     rows = _rows_of_chunk(hidden, weight, share)
     tensors = (hidden, weight, bias)
     needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
-    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share)
+    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share, terms)
 
 
 def _rows_of_chunk(hidden, weight, share) -> int:
@@ -58,23 +75,26 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share):
+    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share, terms):
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(tensor, dtype=dtype) if needed else None
             for tensor, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
         )
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        vocab_size = weight.shape[0] if share is None else sum(share.sizes)
         if not has_half_matmul(hidden.device):
             weight = weight.float()
         for start in chunk_starts(len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
             is_ignored = (target == IGNORE)[:, None]
-            log_probabilities, target, at_target = _log_probabilities(chunk, weight, bias, target, share)
-            loss += F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
+            log_probabilities, target, at_target, log_sums = _log_probabilities(chunk, weight, bias, target, share)
+            loss += _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size, terms)
             if not any(needs_grad):
                 continue
-            gradient = _gradient_of_logits(log_probabilities, target, at_target)
+            gradient = _gradient_of_logits(
+                log_probabilities, target, at_target * (1 - terms.label_smoothing), log_sums, vocab_size, terms
+            )
             if weight.dtype == torch.float32:
                 gradient = gradient.to(hidden.dtype).float()
             else:
@@ -98,7 +118,7 @@ class _Chunked(torch.autograd.Function):
             None if gradient is None else gradient.float().mul_(scale).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes)
         )
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 class _ChunkedTokens(torch.autograd.Function):
@@ -114,7 +134,7 @@ class _ChunkedTokens(torch.autograd.Function):
             weight = weight.float()
         for start in chunk_starts(len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
-            log_probabilities, target, _ = _log_probabilities(chunk, weight, bias, target, share)
+            log_probabilities, target, *_ = _log_probabilities(chunk, weight, bias, target, share)
             losses[start : start + rows] = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="none")
         return losses if share is None else share.summed(losses)
 
@@ -131,7 +151,7 @@ class _ChunkedTokens(torch.autograd.Function):
         for start in chunk_starts(len(hidden), ctx.rows):
             chunk, target = hidden[start : start + ctx.rows].to(weight.dtype), targets[start : start + ctx.rows]
             scale = scales[start : start + ctx.rows].masked_fill(target == IGNORE, 0)[:, None]
-            gradient = _gradient_of_logits(*_log_probabilities(chunk, weight, bias, target, ctx.share)).mul_(scale)
+            gradient = _gradient_of_logits(*_log_probabilities(chunk, weight, bias, target, ctx.share)[:3]).mul_(scale)
             gradient = gradient if weight.dtype == torch.float32 else _aligned(gradient, weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[start : start + ctx.rows] = gradient @ weight
@@ -143,21 +163,44 @@ class _ChunkedTokens(torch.autograd.Function):
         return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None
 
 
-def _log_probabilities(chunk, weight, bias, target, share) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _log_probabilities(chunk, weight, bias, target, share) -> tuple[torch.Tensor, ...]:
     """(log probabilities (N, V), fp32; the targets (N,) among them; -1, or 0 where another rank has the target,
-    (N, 1) or (1, 1))."""
+    (N, 1) or (1, 1); the logsumexp of the logits (N, 1))."""
+    logits = _logits(chunk, weight, bias)
     if share is None:
-        log_probabilities = F.log_softmax(_logits(chunk, weight, bias), dim=-1)
-        return log_probabilities, target, log_probabilities.new_full((1, 1), -1)
-    log_probabilities = share.log_softmax(_logits(chunk, weight, bias))
+        log_probabilities = F.log_softmax(logits, dim=-1)
+        log_sums = logits[:, :1] - log_probabilities[:, :1]
+        return log_probabilities, target, log_probabilities.new_full((1, 1), -1), log_sums
+    log_probabilities, log_sums = share.log_softmax(logits)
     target, is_own = share.own(target)
-    return log_probabilities, target.masked_fill(~is_own, IGNORE), -is_own[:, None].float()
+    return log_probabilities, target.masked_fill(~is_own, IGNORE), -is_own[:, None].float(), log_sums
 
 
-def _gradient_of_logits(log_probabilities, target, at_target) -> torch.Tensor:
-    """Probabilities, less 1 at the target, in the memory of the log probabilities."""
-    target = target[:, None]
-    return log_probabilities.exp_().scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
+def _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size: int, terms: TokenLoss) -> torch.Tensor:
+    """The summed loss of some rows; under tensor parallelism this rank's part of it.
+
+    Args:
+        target: (N,) IGNORE also where another rank has it.
+        is_ignored: (N, 1) whether a row has no target on any rank.
+    """
+    loss = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
+    if smoothing := terms.label_smoothing:
+        over_vocabulary = log_probabilities.sum(dim=-1, keepdim=True).masked_fill_(is_ignored, 0).sum()
+        loss = (1 - smoothing) * loss - smoothing / vocab_size * over_vocabulary
+    if terms.z_loss:
+        loss = loss + terms.z_loss * log_sums[target != IGNORE].square().sum()
+    return loss
+
+
+def _gradient_of_logits(
+    log_probabilities, target, at_target, log_sums=None, vocab_size: int = 1, terms: TokenLoss = PLAIN
+) -> torch.Tensor:
+    """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` add theirs."""
+    target, gradient = target[:, None], log_probabilities.exp_()
+    if terms.z_loss:
+        gradient.mul_(1 + 2 * terms.z_loss * log_sums)
+    gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
+    return gradient.sub_(terms.label_smoothing / vocab_size) if terms.label_smoothing else gradient
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 After `install_loss(model, kind)` the model is called as before, and with `labels=` (or `next_tokens=`) it returns one
 number: the summed cross entropy of each predicted token, without those with the label -100. The caller divides it by
 the number of trained tokens in the global batch, which no single rank or micro-batch knows. With `of_rows` it returns
-the same sum of each row, for losses that compare answers (preference.py).
+the same sum of each row, for losses that compare answers (preference.py). A model that is being trained adds what the
+recipe says (TokenLoss: label smoothing, z-loss); evaluation, and the sums of rows, are plain cross entropy.
 
 The product with the vocabulary is computed inside the head module's own forward: ZeRO-3's hooks gather a module's
 weight around its forward and backward, and outside the weight is an empty tensor.
@@ -18,12 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from zerofit.model.attention import packed_rows
-from zerofit.model.chunked_loss import IGNORE, chunked_loss, chunked_token_losses
+from zerofit.model.chunked_loss import IGNORE, PLAIN, TokenLoss, chunked_loss, chunked_token_losses
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
 
 
-def install_loss(model: torch.nn.Module, kind: str) -> None:
+def install_loss(model: torch.nn.Module, kind: str, terms: TokenLoss = PLAIN) -> None:
     """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full or chunked).
 
     Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
@@ -33,7 +34,7 @@ def install_loss(model: torch.nn.Module, kind: str) -> None:
     With `of_rows` (B,) in place of a scalar, without the routers' auxiliary loss.
     Without labels the model works as before. Can be called again to change the kind.
     """
-    model.loss_kind = kind
+    model.loss_kind, model.loss_terms = kind, terms
     if "original_forward" not in model.__dict__:
         model.original_forward = model.forward
         model.routing = Routing(model) if family_of(model.config).has_experts else None
@@ -76,11 +77,17 @@ def _forward_with_loss(
 
 
 def _summed_loss(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
+    terms = self.loss_terms if self.training else PLAIN
     if self.loss_kind == "full":
-        logits = self.original_forward(*args, **inputs).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="sum")
+        logits = self.original_forward(*args, **inputs).logits.flatten(0, 1).float()
+        loss = F.cross_entropy(
+            logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing
+        )
+        if terms.z_loss:
+            loss = loss + terms.z_loss * logits.logsumexp(-1).masked_fill(targets == IGNORE, 0).square().sum()
+        return loss
     hidden = self.base_model(*args, **inputs).last_hidden_state
-    return self.get_output_embeddings()(hidden.flatten(0, 1), targets)
+    return self.get_output_embeddings()(hidden.flatten(0, 1), targets, terms=terms)
 
 
 def _token_losses(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
@@ -111,16 +118,24 @@ def has_separate_body(model: torch.nn.Module) -> bool:
     return model.base_model is not model
 
 
-def _head_forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None, of_tokens: bool = False):
+def _head_forward(
+    self,
+    hidden: torch.Tensor,
+    targets: torch.Tensor | None = None,
+    of_tokens: bool = False,
+    terms: TokenLoss = PLAIN,
+):
     if targets is None:
         return self.original_forward(hidden)
     weight, bias = self.weight, self.bias
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    chunked = chunked_token_losses if of_tokens else chunked_loss
+    share = getattr(self, "share", None)
     with torch.autocast(hidden.device.type, enabled=False):
-        return chunked(hidden, weight, bias, targets, getattr(self, "share", None))
+        if of_tokens:
+            return chunked_token_losses(hidden, weight, bias, targets, share)
+        return chunked_loss(hidden, weight, bias, targets, share, terms)
 
 
 def loss_of_examples(

@@ -37,6 +37,31 @@ class LossOptions(Recipe):
         "How the loss is computed. auto: with less memory if possible; full: with all logits in memory.",
         choices=("auto", "full", "chunked"),
     )
+    label_smoothing: float = option(
+        0.0,
+        "Train on 1 - X for the next token, and on X divided among the vocabulary.",
+        minimum=0,
+        aliases=("label_smoothing_factor",),
+    )
+    z_loss: float = option(
+        0.0,
+        "Add X times the square of the logsumexp of a token's logits, which keeps logits small; 1e-4 is usual.",
+        minimum=0,
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems() + _smoothing_problems(self.label_smoothing)
+        if loss := getattr(self, "preference_loss", None):
+            problems += [
+                f"{name} = {getattr(self, name):g} has no effect with preference_loss = {loss}. Remove it"
+                for name in ("label_smoothing", "z_loss")
+                if getattr(self, name)
+            ]
+        return problems
+
+
+def _smoothing_problems(smoothing: float) -> list[str]:
+    return [f"label_smoothing = {smoothing:g}: it must be below 1, such as 0.1"] if smoothing >= 1 else []
 
 
 @dataclass
@@ -118,7 +143,7 @@ class ClassLossOptions(Recipe):
         return {name: _number(weight) for name, _, weight in pairs}
 
     def problems(self) -> list[str]:
-        problems = super().problems()
+        problems = super().problems() + _smoothing_problems(self.label_smoothing)
         if self.class_weights and self.class_weights != [BALANCED]:
             wrong = [name for name, weight in self.weight_of_class.items() if not (name and 0 < weight < math.inf)]
             if wrong or len(self.weight_of_class) < len(self.class_weights):
@@ -126,8 +151,6 @@ class ClassLossOptions(Recipe):
                     f"class_weights = {' '.join(self.class_weights)}: expected {BALANCED}, or words NAME=WEIGHT, each "
                     "class once and each weight above 0"
                 )
-        if self.label_smoothing >= 1:
-            problems.append(f"label_smoothing = {self.label_smoothing:g}: it must be below 1, such as 0.1")
         return problems
 
 

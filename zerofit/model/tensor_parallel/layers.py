@@ -97,12 +97,14 @@ class VocabularyShare:
         is_own = (ids >= self.start) & (ids < self.stop)
         return (ids - self.start).masked_fill(~is_own, 0), is_own
 
-    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log probabilities (N, rows of this rank) over the whole vocabulary; `logits` is overwritten."""
+    def log_softmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log probabilities (N, rows of this rank) over the whole vocabulary, the logarithms (N, 1) of what divides
+        them: the logsumexp of the whole vocabulary); `logits` is overwritten."""
         max_logits = logits.amax(dim=-1, keepdim=True)
         distributed.all_reduce(max_logits, distributed.ReduceOp.MAX, group=self.tensor.group)
         logits -= max_logits
-        return logits.sub_(total(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_())
+        log_sums = total(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_()
+        return logits.sub_(log_sums), log_sums.add_(max_logits)
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors."""
