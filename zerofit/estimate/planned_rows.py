@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from zerofit.model.chunked_loss import PLAIN, TokenLoss
+
 TASKS = {
     "clm": "AutoModelForCausalLM",
     "cls": "AutoModelForSequenceClassification",
@@ -23,6 +25,7 @@ class Rows:
         masked: packed documents are told apart by a mask (B, 1, T, T), which sdpa needs.
         loss_kind: chunked or full, of clm and seq2seq.
         per_sample: rows of a sample: 2 of pairs of answers.
+        terms: what is added to the cross entropy of tokens.
     """
 
     task: str
@@ -31,13 +34,14 @@ class Rows:
     masked: bool = False
     loss_kind: str = "chunked"
     per_sample: int = 1
+    terms: TokenLoss = PLAIN
 
     def install(self, model: torch.nn.Module) -> None:
         """Give the model the loss that it is trained with."""
         from zerofit.model.loss import install_loss  # it imports torch's compiler, which takes two seconds
 
         if self.task != "cls":
-            install_loss(model, self.loss_kind)
+            install_loss(model, self.loss_kind, self.terms)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The summed loss of a batch, as the task computes it."""

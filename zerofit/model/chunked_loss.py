@@ -188,7 +188,7 @@ def _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size: 
         over_vocabulary = log_probabilities.sum(dim=-1, keepdim=True).masked_fill_(is_ignored, 0).sum()
         loss = (1 - smoothing) * loss - smoothing / vocab_size * over_vocabulary
     if terms.z_loss:
-        loss = loss + terms.z_loss * log_sums[target != IGNORE].square().sum()
+        loss = loss + terms.z_loss * log_sums[:, 0].masked_fill(target == IGNORE, 0).square().sum()
     return loss
 
 
