@@ -25,8 +25,8 @@ def find_folder(task: str, argv: list[str]) -> Path:
     try:
         recipe, _ = read_recipe(TASKS[task], argv)
     except UserError:  # the recipe's file cannot be read
-        place = next(index for index, word in enumerate(argv) if word.partition("=")[0] == "--config")
-        recipe, _ = read_recipe(TASKS[task], argv[:place] + argv[place + 2 - ("=" in argv[place]) :])
+        words = [word for word, before in zip(argv, ["", *argv]) if before != "--config"]
+        recipe, _ = read_recipe(TASKS[task], [word for word in words if word.partition("=")[0] != "--config"])
     if recipe.trains:
         return output_folder(task, recipe)
     by_flag = recipe.output_dir and recipe.source("output_dir") == "--output_dir"
