@@ -12,6 +12,7 @@ from helpers import ROOT, Samples, refusal
 
 from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parsing import parse_bytes
 from zerofit.tools.compare import guess as guess_module
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
@@ -26,7 +27,7 @@ from zerofit.tools.compare.trial_launch import TrialLaunch
 from zerofit.tools.compare.trial_machine import Limits, TrialMachine, choose_limits
 from zerofit.tools.machine import Device
 from zerofit.tools.plan.size_search import search
-from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
+from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.task import Task
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"

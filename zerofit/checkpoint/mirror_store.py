@@ -24,8 +24,8 @@ from zerofit.record.written_files import CHECKPOINTS, RECORD
 OWNER = "owner.json"
 # What every run writes, in the order in which it is copied.
 RESULTS = (
-    "recipe.yaml", "strategy.yaml", RECORD, "metrics.jsonl", "samples.jsonl", "anomalies.jsonl", "environment.json",
-    "loss.png",
+    "recipe.yaml", "strategy.yaml", RECORD, "metrics.jsonl", "samples.jsonl", "stream.jsonl", "anomalies.jsonl",
+    "environment.json", "loss.png",
 )  # fmt: skip
 BEAT_S = 10.0
 PAUSES_S = (1.0, 4.0)  # before a call that failed is tried again

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
+
+from datasets import Dataset
 
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
 from zerofit.data.chat.preferences import find_preferences, prepare_preferences
@@ -11,15 +14,19 @@ from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
 from zerofit.data.mixture import MixedSamples, MixtureOrder, samples_of_a_pass, shares
 from zerofit.data.options import DataOptions
-from zerofit.data.pack import TextData
+from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source, not_utf8
+from zerofit.data.stream_reader import StreamSource, find_shards
 from zerofit.data.tables import columns_present
 from zerofit.data.text import prepare_text, read_records, take_texts
-from zerofit.data.token_tables import one_process_at_a_time
+from zerofit.data.token_tables import TableCache, one_process_at_a_time
+from zerofit.data.windows import LAG_UPDATES, StreamedSamples, WindowStore
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.tasks import ClmRecipe
+from zerofit.recipe.words import counted
 
 OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
 
@@ -49,8 +56,11 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         return read_causal_prompts(recipe, options, form, config, block_size)
     try:
         with one_process_at_a_time(options.cache.folder):
-            prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
-            data = prepare(recipe, options, form, config, block_size)
+            if recipe.streaming and recipe.trains:
+                data = _prepare_stream(recipe, options, form, config, block_size, consumed)
+            else:
+                prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
+                data = prepare(recipe, options, form, config, block_size)
     except UnicodeDecodeError as error:
         raise not_utf8(options, error) from None
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
@@ -62,7 +72,14 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
 def _prepare_text_or_chat(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
 ) -> TextData:
-    source, unit = read_records(options, recipe.document_separator, recipe.packing)
+    return _prepare_source(
+        recipe, options, form, config, block_size, *read_records(options, recipe.document_separator, recipe.packing)
+    )
+
+
+def _prepare_source(
+    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int, source: Source, unit: str = ""
+) -> TextData:
     if recipe.preference_loss:
         pairs = {part: find_preferences(form, table) for part, table in source.parts.items()}
         return prepare_preferences(options, config, source, pairs, block_size, recipe.chat_template)
@@ -133,6 +150,47 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions,
             f"its {size:,} {passes:.2f} times"
         )
     return mixed
+
+
+def _prepare_stream(
+    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int, consumed: Callable[[int], int]
+) -> TextData:
+    """Shards that are read while training goes on, a window at a time; the held-out data are read as ever."""
+    shards, size = find_shards(recipe.train_file), parse_bytes(recipe.streaming)
+    table = Path(recipe.output_dir).absolute() / "stream.jsonl"
+    digest = sha256(repr((str(table), shards.key, size, recipe.seed)).encode()).hexdigest()[:16]
+    made: list[TextData] = []
+
+    def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
+        own = replace(options, held_out_fraction=0.0, cache=TableCache(folder))
+        data = _prepare_source(recipe, own, form, config, block_size, StreamSource({"train": records}, {}, name))
+        made[1:] = [data]  # the first, and the latest
+        return data.train
+
+    store = WindowStore(shards, options.cache.folder / f"stream-{digest}", size, recipe.seed, prepare, table)
+    total = consumed(recipe.max_train_steps)
+    train = StreamedSamples(store, total, LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0))
+    data, held_out = made[0], None
+    if recipe.validation_file:
+        patterns = {"validation": options.patterns["validation"]}
+        own = replace(options, patterns=patterns, trains=False)
+        held_out = _prepare_text_or_chat(recipe, own, form, config, block_size).validation
+    stored = sum(shards.sizes) / 2**30
+    return TextData(
+        train,
+        held_out,
+        data.tokenizer,
+        block_size,
+        [
+            *data.notes,
+            f"stream    {counted(len(shards.names), 'shard')}, {stored:,.2f} GiB, in windows of {recipe.streaming}; "
+            "`training` is one window here, and an epoch the whole run",
+        ],
+        data.shown,
+        is_chat=data.is_chat,
+        order=train,
+        samples_per_epoch=total,
+    )
 
 
 def is_packed(recipe: ClmRecipe) -> bool:

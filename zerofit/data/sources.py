@@ -21,7 +21,7 @@ from zerofit.data.file_formats import (
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.paths import FILE_OPTIONS, find_files
+from zerofit.recipe.paths import FILE_OPTIONS, find_files, is_address
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.recipe.words import counted
 
@@ -171,7 +171,8 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
 def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:
     """{option that names data: the number of its files, their bytes, and a hash of their names and sizes}."""
     named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
-    files = {option: find_files(option, patterns) for option, patterns in named.items() if patterns}
+    on_disk = {option: [word for word in words or [] if not is_address(word)] for option, words in named.items()}
+    files = {option: find_files(option, patterns) for option, patterns in on_disk.items() if patterns}
     corpora = [Path(prefix + ending) for _, prefix in getattr(recipe, "blend", []) for ending in (".bin", ".idx")]
     summaries = {}
     for option, paths in {**files, **({"data_path": corpora} if corpora else {})}.items():

@@ -18,14 +18,9 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.cache import cache_root
 from zerofit.recipe.errors import Problems, UserError, first_line
 from zerofit.recipe.files import put_in_place, temporary_path
-from zerofit.recipe.paths import FILE_OPTIONS
+from zerofit.recipe.paths import FILE_OPTIONS, is_address
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-
-
-def is_address(name: str) -> bool:
-    """Whether a name is an address, and not a path."""
-    return "://" in name
 
 
 def open_address(option: str, address: str) -> tuple[AbstractFileSystem, str]:
@@ -52,7 +47,8 @@ def open_address(option: str, address: str) -> tuple[AbstractFileSystem, str]:
 
 
 def fetch_inputs(recipe: Recipe) -> None:
-    """Download what the recipe names by addresses to the cache of prepared data, and let it name the copies.
+    """Download what the recipe names by addresses to the cache of prepared data, and let it name the copies; but not
+    what is streamed.
     `recipe.to_dict()` keeps the addresses. What is there already, with the same size and etag, is not read again.
 
     Raises:
@@ -60,6 +56,8 @@ def fetch_inputs(recipe: Recipe) -> None:
     """
     problems, root = Problems(), cache_root(getattr(recipe, "cache_dir", None)) / "addresses"
     for option in (*FILE_OPTIONS, "data_path", "model_name_or_path"):
+        if option == "train_file" and getattr(recipe, "streaming", None):
+            continue
         given = getattr(recipe, option, None) or []
         words = [given] if isinstance(given, str) else given
         if any(map(is_address, words)):

@@ -1,6 +1,7 @@
-"""YAML and JSON of others: what is nested too deeply, or grows as it is read, is refused."""
+"""YAML and JSON of others: what is nested too deeply, or grows as it is read, is refused. Sizes in bytes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,20 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
+
+
+def parse_bytes(text: str) -> int:
+    """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be
+    missing, and then G is GiB.
+
+    Raises:
+        ValueError: it is not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", text)
+    if not match or (match[3] and not match[2]):
+        raise ValueError(text)
+    base = 1000 if match[4] and not match[3] else 1024
+    size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise ValueError(text)
+    return size

@@ -27,7 +27,7 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
     problems = []
     for option in FILE_OPTIONS:
         try:
-            find_files(option, getattr(recipe, option, None) or [])
+            find_files(option, [word for word in getattr(recipe, option, None) or [] if not is_address(word)])
         except UserError as error:
             problems += error.problems
     for option in FOLDER_OPTIONS:
@@ -83,6 +83,11 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
     if problems:
         raise UserError(problems)
     return sorted(dict.fromkeys(path.resolve() for path in files_with_content))
+
+
+def is_address(name: str) -> bool:
+    """Whether a name is an address, as s3://bucket/name, and not a path."""
+    return "://" in name
 
 
 def is_weight(word: str) -> bool:

@@ -10,6 +10,7 @@ from zerofit.recipe.causal_options import (
     MixtureOptions,
     PreferenceOptions,
     SampleOptions,
+    StreamOptions,
     TextOptions,
     WritingOptions,
 )
@@ -223,6 +224,7 @@ class ClmRecipe(
     SampleOptions,
     WritingOptions,
     TaskRecipe,
+    StreamOptions,
     MixtureOptions,
     PreferenceOptions,
     ChatOptions,

@@ -22,6 +22,7 @@ NAMES = {
     "environment.json",
     "metrics.jsonl",
     "samples.jsonl",
+    "stream.jsonl",
     "anomalies.jsonl",
     "loss.png",
     "predictions.jsonl",

@@ -1,7 +1,6 @@
 """Options of a tool that works on a training recipe: one command line sets both."""
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,23 +78,6 @@ class ToolRecipe:
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-
-
-def parse_bytes(text: str) -> int:
-    """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be
-    missing, and then G is GiB.
-
-    Raises:
-        ValueError: it is not a positive size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", text)
-    if not match or (match[3] and not match[2]):
-        raise ValueError(text)
-    base = 1000 if match[4] and not match[3] else 1024
-    size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-    if size < 1:
-        raise ValueError(text)
-    return size
 
 
 def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TrainingRecipe]]:

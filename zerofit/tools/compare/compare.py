@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.recipe.fields import option
+from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say
@@ -36,7 +37,7 @@ from zerofit.tools.compare.trial_machine import (
 )
 from zerofit.tools.launches import ending_in_order
 from zerofit.tools.lengths_option import SizesOptions, length_problems, read_lengths
-from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, ToolRecipe, parse_bytes, read_with_recipe
+from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, ToolRecipe, read_with_recipe
 
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 

@@ -21,13 +21,13 @@ import torch
 from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES
 from zerofit.model.configuration import known_architectures
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import parse_bytes
 from zerofit.record.environment import describe_environment
 from zerofit.record.terminal import say, size
 from zerofit.strategy.gpu_table import GPUS
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.machine import Device, Machine, inspect_machine
 from zerofit.tools.simulate import build
-from zerofit.tools.tool_recipe import parse_bytes
 
 USABLE = 0.9  # part of a device's memory
 SHARE = 0.75  # of the host's memory, for all processes together

@@ -26,6 +26,7 @@ from zerofit.estimate.timing import Timing
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.places import configs
 from zerofit.record.terminal import doing, rounded, say, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
@@ -42,7 +43,7 @@ from zerofit.tools.plan.plan_report import PlanReport
 from zerofit.tools.plan.planner import LengthPlanner, Planner
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
 from zerofit.tools.plan.write import write_pairs, write_recipe
-from zerofit.tools.tool_recipe import parse_bytes, read_with_recipe
+from zerofit.tools.tool_recipe import read_with_recipe
 
 SINGLE = "single"  # the pair of one process
 SEARCHED = "outputs/plan"

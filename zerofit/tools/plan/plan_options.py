@@ -7,8 +7,9 @@ from typing import Any
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
+from zerofit.recipe.parsing import parse_bytes
 from zerofit.tools.lengths_option import SizesOptions, length_problems
-from zerofit.tools.tool_recipe import StrategiesOptions, parse_bytes
+from zerofit.tools.tool_recipe import StrategiesOptions
 
 # Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
 # guides of DGX A100, H100, H200 and B200; AWS, "Accelerated computing instances" (p4d and p4de: 400 Gbit/s of EFA, p5:

@@ -1,0 +1,214 @@
+"""Streaming: the same samples as in memory, a place that is one number, and connections that are lost."""
+
+import http.server
+import io
+import json
+import tarfile
+import threading
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import recipe_of, refusal
+
+from zerofit.data import stream_reader
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.order import SampleOrder
+from zerofit.model.configuration import load_configuration
+
+TEXTS = [f"record {number}: " + "words " * (number % 7 + 1) for number in range(300)]
+
+
+def write_parquet(file: Path, texts: list[str]) -> None:
+    pq.write_table(pa.table({"text": texts}), file, row_group_size=32)
+
+
+def write_lines(file: Path, texts: list[str]) -> None:
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def write_tar(file: Path, texts: list[str]) -> None:
+    with tarfile.open(file, "w") as tar:
+        for number, text in enumerate(texts):
+            info, data = tarfile.TarInfo(f"{number:05d}.txt"), text.encode()
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+WRITERS = {".parquet": write_parquet, ".jsonl": write_lines, ".tar": write_tar}
+
+
+def write_shards(folder: Path, ending: str = ".jsonl", shards: int = 3) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number in range(shards):
+        WRITERS[ending](folder / f"{number}{ending}", TEXTS[number::shards])
+    return folder
+
+
+@pytest.fixture
+def prepared(tmp_path, byte_tokenizer):
+    """(patterns, options) -> the data of a recipe; output_dir is the same for all of a test."""
+
+    def prepare(*patterns, **options):
+        recipe = recipe_of(
+            train_file=[str(pattern) for pattern in patterns],
+            tokenizer_name=str(byte_tokenizer),
+            block_size=64,
+            validation_split_percentage=0.0 if "streaming" not in options else 5.0,
+            output_dir=str(tmp_path / "run"),
+            cache_dir=str(tmp_path / "cache"),
+            **options,
+        )
+        return prepare_causal_data(recipe, load_configuration(recipe), lambda updates: 8 * updates)
+
+    (tmp_path / "run").mkdir()
+    return prepare
+
+
+def samples_at(train, start: int, stop: int) -> list[list[int]]:
+    return [train[int(place)]["input_ids"].tolist() for place in train.places(start, stop)]
+
+
+@pytest.mark.parametrize("packing", ["documents", "concatenate", "none"])
+def test_a_window_of_all_data_is_the_data_in_memory(prepared, tmp_path, packing):
+    folder = write_shards(tmp_path / "data")
+    memory = prepared(folder / "*.jsonl", packing=packing).train
+    stream = prepared(folder / "*.jsonl", packing=packing, streaming="1GiB", max_train_steps=9).train
+    order, count = SampleOrder(len(memory), 42), len(memory)
+    expected = [memory[int(index)]["input_ids"].tolist() for index in order.places(0, 2 * count + 3)]
+    assert samples_at(stream, 0, 2 * count + 3) == expected
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_each_record_comes_once_in_a_pass(prepared, tmp_path, ending):
+    column = {"text_column": "txt"} if ending == ".tar" else {}
+    folder = write_shards(tmp_path / "data", ending)
+    data = prepared(folder / f"*{ending}", streaming="3KiB", packing="none", max_train_steps=9, **column)
+    rows = samples_at(data.train, 0, 300)
+    assert sorted(data.tokenizer.decode(row, skip_special_tokens=True) for row in rows) == sorted(TEXTS)
+    windows = [window for window in data.train.store.known if window.turn == 0]
+    assert len(windows) > 2
+    assert samples_at(data.train, 300, 600) != rows  # another order of the shards and in each window
+
+
+def test_a_place_is_one_number(prepared, tmp_path):
+    """A run that resumes finds its window by the file of the run's folder, or without it, in steps of another size."""
+    folder, how = write_shards(tmp_path / "data"), {"streaming": "4KiB", "max_train_steps": 99}
+    first = prepared(folder / "*.jsonl", **how).train
+    expected = samples_at(first, 0, 150)
+    for path in first.store.folder.rglob("*.arrow"):
+        path.unlink()
+    table = first.store.table
+    assert table.exists()
+    resumed = prepared(folder / "*.jsonl", **how).train
+    assert resumed.store.known == first.store.known[: len(resumed.store.known)] != []
+    assert [row for at in range(60, 150, 3) for row in samples_at(resumed, at, at + 3)] == expected[60:]
+    table.unlink()
+    assert samples_at(prepared(folder / "*.jsonl", **how).train, 140, 150) == expected[140:]
+
+
+def test_the_disk_holds_a_few_windows(prepared, tmp_path):
+    folder = write_shards(tmp_path / "data")
+    train = prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=999).train
+    train.lag = 2
+    for place in range(0, 400, 4):
+        samples_at(train, place, place + 4)
+    assert train.store.known[-1].number > 10
+    assert len(list(train.store.folder.glob("window-*/"))) <= 8
+
+
+def test_the_table_of_other_shards_is_refused(prepared, tmp_path):
+    folder, how = write_shards(tmp_path / "data"), {"streaming": "4KiB", "max_train_steps": 9}
+    train = prepared(folder / "*.jsonl", **how).train
+    samples_at(train, 0, 4)
+    write_lines(folder / "9.jsonl", ["one more"])
+    assert "shards" in refusal(prepared, folder / "*.jsonl", **how)
+    assert "window" in refusal(prepared, folder / "[0-2].jsonl", **{**how, "streaming": "5KiB"})
+
+
+class Unreliable(http.server.SimpleHTTPRequestHandler):
+    """A server that drops the connection in the middle of every third answer."""
+
+    answers = 0
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        data = Path(self.translate_path(self.path)).read_bytes()
+        Unreliable.answers += 1
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if Unreliable.answers % 3:
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.connection.close()
+        else:
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def address(tmp_path):
+    """Of a server of tmp_path/data."""
+    handler = lambda *how: Unreliable(*how, directory=str(tmp_path / "data"))  # noqa: E731
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_lost_connection_neither_skips_nor_repeats(prepared, tmp_path, address, monkeypatch):
+    monkeypatch.setattr(stream_reader, "PAUSES_S", (0.01,) * 20)
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0.01)
+    write_shards(tmp_path / "data")
+    how = {"streaming": "6KiB", "packing": "none", "max_train_steps": 9}
+    names = [f"{address}/{number}.jsonl" for number in range(3)]
+    data = prepared(*names, **how)
+    rows = samples_at(data.train, 0, 300)
+    assert sorted(data.tokenizer.decode(row, skip_special_tokens=True) for row in rows) == sorted(TEXTS)
+    assert Unreliable.answers > 6
+
+
+def test_a_lost_connection_is_given_up(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_reader, "PAUSES_S", (0.01,))
+    write_shards(tmp_path / "data")
+
+    def lost(*_):
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(stream_reader, "_open", lost)
+    assert "gone" in refusal(prepared, tmp_path / "data" / "*.jsonl", streaming="6KiB", max_train_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"max_train_steps": None}, "max_train_steps"),
+        ({"streaming": "many"}, "256MiB"),
+        ({"max_train_samples": 5}, "max_train_samples"),
+        ({"train_file": ["1", "a.jsonl"]}, "weights"),
+    ],
+)
+def test_what_cannot_be_streamed(changed, words):
+    recipe = recipe_of(**{"train_file": ["a.jsonl"], "streaming": "1MiB", "max_train_steps": 5, **changed})
+    for name in changed:
+        recipe.adopt(name, changed[name], f"--{name}")
+    assert words in " ".join(recipe.problems())
+
+
+def test_a_broken_record_names_its_shard(prepared, tmp_path):
+    folder = write_shards(tmp_path / "data")
+    with (folder / "1.jsonl").open("a") as file:
+        file.write('{"text": 1}\n{"te')
+    assert "1.jsonl" in refusal(prepared, folder / "*.jsonl", streaming="1GiB", max_train_steps=9)
+
+
+def test_formats_and_names(prepared, tmp_path):
+    folder = write_shards(tmp_path / "data")
+    (folder / "a.txt").write_text("text")
+    how = {"streaming": "1GiB", "max_train_steps": 9}
+    assert "a.txt" in refusal(prepared, folder / "*", **how)
+    assert "s3://" in refusal(prepared, "nothing://x", **how)

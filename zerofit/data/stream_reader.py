@@ -1,0 +1,168 @@
+"""Records from shards that need not fit the disk: parquet, JSON lines, WebDataset tars, on a disk or behind an
+address.
+
+The datasets library reads them. Here is what makes a read repeatable: a place is (shard, record), a window ends
+after a whole batch, and a connection that is lost is opened again at the next record that has not been read.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import pyarrow as pa
+from aiohttp import ClientError
+from datasets import IterableDataset, load_dataset
+
+from zerofit.data.sources import Source
+from zerofit.recipe.addresses import open_address
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.paths import find_files, is_address
+
+# {ending: the datasets library's reader}; of files without .gz or .zst
+READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".tar": "webdataset"}
+RECORDS = 64  # of a batch; a window ends after one
+PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # before a lost connection is tried again: about 7 minutes
+LOST = (OSError, ClientError, asyncio.TimeoutError, EOFError)
+NOT_LOST = (FileNotFoundError, PermissionError, IsADirectoryError)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of the training data.
+
+    Args:
+        names: paths and addresses, in a fixed order.
+        sizes: in bytes.
+        reader: the datasets library's.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    reader: str
+
+    @property
+    def key(self) -> str:
+        """Changes with what the shards are; folders may be others on another machine."""
+        named = [(name.rpartition("/")[2], size) for name, size in zip(self.names, self.sizes)]
+        return sha256(repr(named).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The next record: a shard, by its place in the order of a pass, and the records of it that have been read."""
+
+    shard: int = 0
+    record: int = 0
+
+
+def find_shards(patterns: list[str]) -> Shards:
+    """The shards that paths, addresses and globs name.
+
+    Raises:
+        UserError: something is missing, or of another format.
+    """
+    names: list[str] = []
+    sizes: list[int] = []
+    for pattern in patterns:
+        if not is_address(pattern):
+            files = find_files("train_file", [pattern])
+            names += map(str, files)
+            sizes += [file.stat().st_size for file in files]
+            continue
+        system, path = open_address("train_file", pattern)
+        try:
+            found = sorted(system.glob(path)) if any(mark in path for mark in "*?[") else [path]
+            sizes += [system.size(name) or 0 for name in found]
+        except Exception as error:  # each store has its own
+            raise UserError(f"train_file = {pattern!r} cannot be read: {first_line(error)}") from None
+        names += map(system.unstrip_protocol, found)
+    if not names:
+        raise UserError(f"train_file = {' '.join(patterns)}: no file matches")
+    readers = {name: READERS.get(_ending(name)) for name in names}
+    for name, reader in readers.items():
+        if reader is None or reader != readers[names[0]]:
+            raise UserError(f"streaming: {name} is not {' or '.join(READERS)}, or not of one format with {names[0]}")
+    return Shards(tuple(names), tuple(sizes), READERS[_ending(names[0])])
+
+
+def _ending(name: str) -> str:
+    return next((suffix for suffix in reversed(Path(name).suffixes) if suffix not in (".gz", ".zst")), "").lower()
+
+
+def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tuple[pa.Table, Place | None]:
+    """(records from a place on, where the next ones are), about `size` bytes of them, those of a shard together.
+
+    Args:
+        order: numbers of the shards, as they are read.
+
+    Returns:
+        None as the second: all shards have been read.
+
+    Raises:
+        UserError: a shard is gone, cannot be read, or its connection stays lost.
+    """
+    read, taken, place = dict[int, list[pa.Table]](), 0, start
+    while place.shard < len(order):
+        number = order[place.shard]
+        for table in _batches(shards, number, place.record):
+            if taken >= size:  # and there is more
+                return _joined(read), place
+            read.setdefault(number, []).append(table)
+            taken += sum(pa.ipc.get_record_batch_size(batch) for batch in table.to_batches())
+            place = Place(place.shard, place.record + len(table))
+        place = Place(place.shard + 1)
+    return _joined(read), None
+
+
+def _joined(read: dict[int, list[pa.Table]]) -> pa.Table:
+    """In the order of the shards' numbers, so that one window of all data is the data as a run without windows reads
+    it."""
+    tables = [table for number in sorted(read) for table in read[number]]
+    if not tables:
+        return pa.table({})
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
+    """The records of a shard from one on. A lost connection is opened again at the record that would come next."""
+    name, pauses = shards.names[number], iter(PAUSES_S)
+    while True:
+        try:
+            for batch in _open(shards.reader, name).skip(record).iter(batch_size=RECORDS):
+                table = pa.table(batch)
+                yield table
+                record, pauses = record + len(table), iter(PAUSES_S)
+            return
+        except NOT_LOST as error:
+            raise UserError(f"train_file: {name} cannot be read: {first_line(error)}") from None
+        except LOST as error:
+            pause = next(pauses, None)
+            if pause is None:
+                raise UserError(f"train_file: {name} cannot be read, tried for minutes: {first_line(error)}") from None
+            time.sleep(pause)
+        except UserError:
+            raise
+        except Exception as error:  # the library raises a dozen types
+            raise UserError(f"{name}, after record {record}: {first_line(error.__cause__ or error)}") from None
+
+
+def _open(reader: str, name: str) -> IterableDataset:
+    stream = load_dataset(reader, data_files={"train": [name]}, split="train", streaming=True)
+    return stream if reader == "webdataset" else stream.with_format("arrow")  # whose tables differ in their columns
+
+
+@dataclass
+class StreamSource(Source):
+    """One window of the training data, as a source of its own.
+
+    Args:
+        name: of the window, in messages.
+    """
+
+    name: str = ""
+
+    def where(self, part: str) -> str:
+        return self.name or super().where(part)

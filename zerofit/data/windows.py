@@ -1,0 +1,219 @@
+"""Training samples from a stream of records: windows, each of which is prepared and shuffled like a data set of its
+own.
+
+A pass reads the shards in an order drawn from (seed, pass), and cuts their records into windows of about the same
+number of bytes. A window's records become samples as those of any data set do, and its samples are permuted by
+(seed, pass, window). So the order is a function of the shards, the seed and the size of a window alone: neither
+processes nor batches matter, and the position is one number, as ever. Where a window holds all data, the order is
+that of a run without streaming.
+
+The first process of a machine that needs a window reads it, and the others map its files. How many samples each
+window has, and where the next one begins, is known once it has been read: it is written to the run's folder, from
+which a resumed run finds its window without reading those before it. That file is a shortcut: without it they are
+read again.
+"""
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from filelock import FileLock
+
+from zerofit.data.pack import Sample, SampleSet
+from zerofit.data.stream_reader import Place, Shards, read_window
+from zerofit.data.tables import set_fingerprint
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import atomic_file
+
+OPENED = 4  # windows of which a process keeps the files mapped
+LAG_UPDATES = 16  # that ranks and their loaders may be apart: files are removed so much later
+Prepare = Callable[[Dataset, str, Path], SampleSet]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Records that are shuffled together.
+
+    Args:
+        number: in the run.
+        turn: passes over the shards before it.
+        index: in its pass.
+        shard, record: where it begins; see Place.
+        first: samples before it.
+        samples: its own; 0: it has not been read.
+    """
+
+    number: int = 0
+    turn: int = 0
+    index: int = 0
+    shard: int = 0
+    record: int = 0
+    first: int = 0
+    samples: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + self.samples
+
+
+class WindowStore:
+    """The windows of a run, made as they are needed.
+
+    Args:
+        folder: for the files of windows, on this machine.
+        size: of a window, in bytes of its records.
+        prepare: (records, what they are called in messages, folder for tables) -> their samples. Repeated in each
+            process, which finds the tables that the first one has made.
+        table: the file of the windows that are known.
+
+    Raises:
+        UserError: the file is of other shards, another seed or size.
+    """
+
+    def __init__(self, shards: Shards, folder: Path, size: int, seed: int, prepare: Prepare, table: Path):
+        self.shards, self.folder, self.size, self.seed = shards, folder, size, seed
+        self.prepare, self.table = prepare, table
+        self.made_of = {"shards": shards.key, "seed": seed, "window": size}
+        self.known = self._read_table()
+        self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
+        self._adding = threading.Lock()
+
+    def at(self, position: int) -> Window:
+        """The window that has a sample. Windows before it that are not known are read."""
+        while not self.known or self.known[-1].end <= position:
+            self.open(self.after(self.known[-1]) if self.known else Window())
+        place = np.searchsorted([window.first for window in self.known], position, side="right")
+        return self.known[int(place) - 1]
+
+    def after(self, window: Window) -> Window:
+        """The window that follows another one."""
+        marker = self._folder(window) / "next.json"
+        if not marker.exists():
+            self._opened.pop(window.number, None)
+            self.open(window)
+        following = json.loads(marker.read_text())
+        if following is None:
+            return Window(window.number + 1, window.turn + 1, first=window.end)
+        return Window(window.number + 1, window.turn, window.index + 1, **following, first=window.end)
+
+    def open(self, window: Window) -> tuple[SampleSet, np.ndarray]:
+        """(the samples of a window, the order in which they come)."""
+        found = self._opened.get(window.number)
+        if found is None:
+            samples = self._samples(window)
+            drawn = np.random.default_rng([self.seed, window.turn, window.index]).permutation(len(samples))
+            found = self._opened[window.number] = samples, drawn
+            for number in sorted(self._opened)[:-OPENED]:
+                self._opened.pop(number, None)
+            with self._adding:
+                if window.number == len(self.known):
+                    self.known.append(replace(window, samples=len(samples)))
+        return found
+
+    def remove_before(self, position: int) -> None:
+        """Remove the files of windows whose samples are all before a position."""
+        for window in reversed(self.known):
+            if window.end <= position:
+                if not self._folder(window).exists():
+                    return
+                shutil.rmtree(self._folder(window), ignore_errors=True)
+
+    def write_table(self) -> None:
+        """Write down the windows that are known, for a resumed run. One process of the run does."""
+        with self._adding, atomic_file(self.table) as file:
+            file.writelines(json.dumps(line) + "\n" for line in (self.made_of, *map(asdict, self.known)))
+
+    def _folder(self, window: Window) -> Path:
+        return self.folder / f"window-{window.number:06d}"
+
+    def _samples(self, window: Window) -> SampleSet:
+        folder = self._folder(window)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            folder.mkdir(exist_ok=True)
+            records = folder / "records.arrow"
+            if not records.exists():
+                self._read(window, records)
+            shard = self.shards.names[self._order(window.turn)[window.shard]]
+            name = f"the window of the stream from record {window.record + 1} of {shard} on"
+            table = set_fingerprint(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
+            return self.prepare(table, name, folder)
+
+    def _read(self, window: Window, file: Path) -> None:
+        place = Place(window.shard, window.record)
+        table, following = read_window(self.shards, self._order(window.turn), place, self.size)
+        if not len(table):
+            raise UserError(f"streaming: {self.shards.names[0]} and the other shards hold no record")
+        with atomic_file(file.with_name("next.json")) as written:
+            json.dump(following and asdict(following), written)
+        with atomic_file(file, "wb") as written, pa.ipc.new_stream(written, table.schema) as stream:
+            stream.write_table(table)
+
+    def _order(self, turn: int) -> list[int]:
+        """The numbers of the shards as a pass reads them."""
+        draw = np.random.default_rng([self.seed, turn, len(self.shards.names), 1])
+        return draw.permutation(len(self.shards.names)).tolist()
+
+    def _read_table(self) -> list[Window]:
+        if not self.table.is_file():
+            return []
+        made_of, *windows = [json.loads(text) for text in self.table.read_text().splitlines()]
+        if made_of != self.made_of:
+            differing = ", ".join(name for name, value in self.made_of.items() if made_of.get(name) != value)
+            raise UserError(f"{self.table} is of a run with another {differing}. Choose another output_dir")
+        return [Window(**window) for window in windows]
+
+
+class StreamedSamples:
+    """The samples of a stream, numbered by their place in the run; their order at the same time.
+
+    Args:
+        total: samples of the run.
+        lag: updates after which no process reads a sample any more.
+    """
+
+    lengths = None
+    sort_key = None
+
+    def __init__(self, store: WindowStore, total: int, lag: int):
+        self.store, self.total, self.lag = store, total, lag
+        newest = store.known[-1] if store.known else Window()
+        self.stats = store.open(newest)[0].stats  # of one window; those of all are not known
+        self._ahead: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> Sample:
+        window = self.store.at(index)
+        samples, drawn = self.store.open(window)
+        return samples[int(drawn[index - window.first])]
+
+    def places(self, start: int, stop: int) -> np.ndarray:
+        """The places themselves. The windows that hold them are there from now on, and the next one is read ahead."""
+        before = len(self.store.known)
+        last = self.store.at(stop - 1)
+        window = self.store.at(start)
+        while window.number < last.number:
+            self.store.open(window)
+            window = self.store.known[window.number + 1]
+        self.store.open(last)
+        self.store.remove_before(start - self.lag * (stop - start))
+        if self._ahead is None or not self._ahead.is_alive():
+            self._ahead = threading.Thread(target=self._read_ahead, args=(last,), daemon=True)
+            self._ahead.start()
+        if os.environ.get("RANK", "0") == "0" and (len(self.store.known) > before or not self.store.table.exists()):
+            self.store.write_table()
+        return np.arange(start, stop)
+
+    def _read_ahead(self, window: Window) -> None:
+        with suppress(Exception):  # it is raised again where the window is needed
+            self.store.open(self.store.after(window))
