@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import launch, updates
+from helpers import launch, updates, write_records
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.model.configuration import load_configuration
@@ -31,6 +31,12 @@ def resumes(folder, flags: list, strategy: str, another: tuple[str, int]) -> lis
     return whole
 
 
+def write_shards(folder, material) -> list[str]:
+    """Instructions in three files."""
+    records = json.loads((material / "instruct" / "english.json").read_text())
+    return [str(write_records(folder / f"{number}.jsonl", records[number::3])) for number in range(3)]
+
+
 @pytest.mark.long
 def test_a_run_by_tokens_resumes_in_mid_epoch_under_another_strategy(llama, material, cache, tmp_path):
     flags = [
@@ -42,6 +48,27 @@ def test_a_run_by_tokens_resumes_in_mid_epoch_under_another_strategy(llama, mate
     sizes = {len(batch) for batch in samples(tmp_path / "whole").values()}
     assert whole[-1]["epoch"] < 1
     assert len(sizes) > 1
+
+
+def test_a_stream_resumes_with_another_number_of_processes(llama, material, cache, tmp_path):
+    """In another folder, without the file of windows: they are read again up to the one in which the run stopped."""
+    flags = [
+        "--model_name_or_path", llama, "--train_file", *write_shards(tmp_path, material), "--validation_file",
+        material / "instruct" / "english.json", "--chat_template", "instruction", "--block_size", "160", "--streaming",
+        "1KiB", "--max_eval_samples", "9", "--cache_dir", cache, "--global_batch_size", "24",
+    ]  # fmt: skip
+    resumes(tmp_path, flags, "ddp", ("single", 1))
+    windows = (tmp_path / "whole" / "stream.jsonl").read_text().splitlines()
+    assert len(windows) > 3
+
+
+@pytest.mark.long
+def test_a_stream_resumes_under_another_strategy(llama, material, cache, tmp_path):
+    flags = [
+        "--model_name_or_path", llama, "--train_file", *write_shards(tmp_path, material), "--chat_template",
+        "instruction", "--block_size", "160", "--streaming", "1KiB", "--cache_dir", cache, "--global_batch_size", "24",
+    ]  # fmt: skip
+    resumes(tmp_path, flags, "zero3", ("fsdp2", 4))
 
 
 @pytest.mark.long
