@@ -64,7 +64,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed")
+SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
     "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
@@ -103,6 +103,11 @@ CASES = {
         "instruction", "--block_size", "192", "--packing", "none", "--max_train_samples", "120",
         "--max_eval_samples", "17", "--tokens_per_batch", "1536",
     ), ("ddp",)),
+    "streamed": Case("clm", 12, (  # the run reads its shard more than once, in several windows
+        "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--validation_file",
+        "{material}/instruct/english.json", "--chat_template", "instruction", "--block_size", "160",
+        "--max_eval_samples", "9", "--streaming", "1KiB",
+    )),
     "tokens of pairs": Case("seq2seq", 12, (
         "--model_name_or_path", "{t5}", *PAIRS, "--tokens_per_batch", "576",
     )),

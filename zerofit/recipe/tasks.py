@@ -10,7 +10,6 @@ from zerofit.recipe.causal_options import (
     MixtureOptions,
     PreferenceOptions,
     SampleOptions,
-    StreamOptions,
     TextOptions,
     WritingOptions,
 )
@@ -18,6 +17,7 @@ from zerofit.recipe.data_options import PaddingOptions, RecordOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.stream_options import StreamOptions
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 GLUE_ON_THE_HUB = "nyu-mll/glue"
