@@ -183,7 +183,7 @@ def _prepare_stream(
         block_size,
         [
             *data.notes,
-            f"stream    {counted(len(shards.names), 'shard')}, {stored:,.2f} GiB, in windows of {recipe.streaming}; "
+            f"stream    {counted(len(shards.names), 'shard')}, {stored:,.3g} GiB, in windows of {recipe.streaming}; "
             "`training` is one window here, and an epoch the whole run",
         ],
         data.shown,
