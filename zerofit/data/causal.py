@@ -25,6 +25,7 @@ from zerofit.data.windows import LAG_UPDATES, StreamedSamples, WindowStore
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.recipe.words import counted
 
@@ -157,7 +158,7 @@ def _prepare_stream(
 ) -> TextData:
     """Shards that are read while training goes on, a window at a time; the held-out data are read as ever."""
     shards, size = find_shards(recipe.train_file), parse_bytes(recipe.streaming)
-    table = Path(recipe.output_dir).absolute() / "stream.jsonl"
+    table = output_folder("clm", recipe).absolute() / "stream.jsonl"
     digest = sha256(repr((str(table), shards.key, size, recipe.seed)).encode()).hexdigest()[:16]
     made: list[TextData] = []
 
