@@ -168,7 +168,8 @@ def _prepare_stream(
         made[1:] = [data]  # the first, and the latest
         return data.train
 
-    store = WindowStore(shards, options.cache.folder / f"stream-{digest}", size, recipe.seed, prepare, table)
+    folder, resumes = options.cache.folder / f"stream-{digest}", recipe.resume != "never"
+    store = WindowStore(shards, folder, size, recipe.seed, prepare, table, resumes)
     total = consumed(recipe.max_train_steps)
     train = StreamedSamples(store, total, LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0))
     data, held_out = made[0], None

@@ -73,14 +73,24 @@ class WindowStore:
         prepare: (records, what they are called in messages, folder for tables) -> their samples. Repeated in each
             process, which finds the tables that the first one has made.
         table: the file of the windows that are known.
+        resumes: whether the run may continue that of the table.
 
     Raises:
-        UserError: the file is of other shards, another seed or size.
+        UserError: the table is of other shards.
     """
 
-    def __init__(self, shards: Shards, folder: Path, size: int, seed: int, prepare: Prepare, table: Path):
+    def __init__(
+        self,
+        shards: Shards,
+        folder: Path,
+        size: int,
+        seed: int,
+        prepare: Prepare,
+        table: Path,
+        resumes: bool = True,
+    ):
         self.shards, self.folder, self.size, self.seed = shards, folder, size, seed
-        self.prepare, self.table = prepare, table
+        self.prepare, self.table, self.resumes = prepare, table, resumes
         self.made_of = {"shards": shards.key, "seed": seed, "window": size}
         self.known = self._read_table()
         self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
@@ -166,9 +176,13 @@ class WindowStore:
         if not self.table.is_file():
             return []
         made_of, *windows = [json.loads(text) for text in self.table.read_text().splitlines()]
-        if made_of != self.made_of:
-            differing = ", ".join(name for name, value in self.made_of.items() if made_of.get(name) != value)
-            raise UserError(f"{self.table} is of a run with another {differing}. Choose another output_dir")
+        if made_of["shards"] != self.made_of["shards"] and self.resumes:
+            raise UserError(
+                f"train_file: the shards are others (names, sizes) than those of {self.table}. Restore them, or begin "
+                "again with --resume never"
+            )
+        if made_of != self.made_of:  # of a run that this one replaces
+            return []
         return [Window(**window) for window in windows]
 
 
