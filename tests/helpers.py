@@ -6,6 +6,7 @@ import os
 import pty
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -20,6 +21,7 @@ import torch
 import yaml
 from ranks import RankServer, rank_environments
 
+from zerofit.health import shutdown
 from zerofit.strategy.named import find_strategies
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,8 +193,20 @@ def recipe_of(**options):
 
 
 def main_of(task: str) -> Callable[[list[str]], int]:
-    """What a script of train/ runs, in this process."""
-    return runpy.run_path(str(ROOT / "train" / f"{task}.py"))["main"]
+    """What a script of train/ runs, in this process, which has its signals' own meaning again afterwards: it may fork
+    processes that others end by SIGTERM."""
+    main = runpy.run_path(str(ROOT / "train" / f"{task}.py"))["main"]
+
+    def run(arguments: list[str]) -> int:
+        try:
+            return main(arguments)
+        finally:
+            shutdown._RECEIVERS.clear()
+            signal.set_wakeup_fd(-1)
+            for number in shutdown.SIGNALS:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    return run
 
 
 def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:

@@ -161,7 +161,7 @@ CASES = {
         "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--lora",
         "--chat_template", "instruction", "--max_train_samples", "200", "--max_eval_samples", "17",
         "--block_size", "256", "--save_strategy", "epoch", "--save_total_limit", "2",
-    ), ("zero3",), 4e-3),
+    ), ("zero2",), 4e-3),
 }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def test_a_run_by_tokens_resumes_in_mid_epoch_under_another_strategy(llama, mate
     assert len(sizes) > 1
 
 
+@pytest.mark.long
 def test_a_stream_resumes_with_another_number_of_processes(llama, material, cache, tmp_path):
     """In another folder, without the file of windows: they are read again up to the one in which the run stopped."""
     flags = [

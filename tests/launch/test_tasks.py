@@ -118,7 +118,7 @@ def test_evaluation_alone_gives_the_figures_of_the_run(trained, tmp_path, strate
     flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--evaluate_only")
     (line,) = launch(tmp_path / "again", *flags, strategy=strategy, processes=processes, task="cls")
     figures = {name: value for name, value in lines[-1].items() if name.startswith("eval_")}
-    assert len(figures) == 4
+    assert len(figures) == 5
     assert {name: line[name] for name in figures} == pytest.approx(figures, abs=1e-6)
     assert alike(predictions(tmp_path / "again"), predictions(output))
 
