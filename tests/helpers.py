@@ -6,7 +6,6 @@ import os
 import pty
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import termios
@@ -201,10 +200,9 @@ def main_of(task: str) -> Callable[[list[str]], int]:
         try:
             return main(arguments)
         finally:
+            del shutdown._RECEIVERS[1:]
+            shutdown._stop_listening()
             shutdown._RECEIVERS.clear()
-            signal.set_wakeup_fd(-1)
-            for number in shutdown.SIGNALS:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     return run
 

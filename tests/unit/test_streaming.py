@@ -11,7 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import recipe_of, refusal
+from helpers import recipe_of, refusal, write_records
 
 from zerofit.data import stream_reader
 from zerofit.data.causal import prepare_causal_data
@@ -61,6 +61,7 @@ def prepared(tmp_path, byte_tokenizer):
             cache_dir=str(tmp_path / "cache"),
             **options,
         )
+        stream_reader.find_shards.cache_clear()  # a launch lists the shards once
         return prepare_causal_data(recipe, load_configuration(recipe), lambda updates: 8 * updates)
 
     (tmp_path / "run").mkdir()
@@ -107,6 +108,47 @@ def test_a_place_is_one_number(prepared, tmp_path):
     assert [row for at in range(60, 150, 3) for row in samples_at(resumed, at, at + 3)] == expected[60:]
     table.unlink()
     assert samples_at(prepared(folder / "*.jsonl", **how).train, 140, 150) == expected[140:]
+
+
+def test_the_file_has_all_windows_so_far(prepared, tmp_path):
+    """Also those that were read ahead, between two updates."""
+    folder = write_shards(tmp_path / "data")
+    train = prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=999).train
+    for place in range(0, 100, 4):
+        samples_at(train, place, place + 4)
+        train._ahead.join()
+        written = [json.loads(line) for line in train.store.table.read_text().splitlines()[1:]]
+        assert written[-1]["first"] + written[-1]["samples"] >= place + 4
+
+
+def test_a_window_is_prepared_once_while_it_is_read(prepared, tmp_path):
+    """Also after a rewind, when later windows are open."""
+    folder = write_shards(tmp_path / "data")
+    train = prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=999).train
+    samples_at(train, 150, 160)
+    train._ahead.join()
+    train.reads_ahead, calls, prepare = False, [], train.store.prepare
+    train.store.prepare = lambda *how: calls.append(how) or prepare(*how)
+    samples_at(train, 0, 10)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("column", ["text", "prompt"])
+def test_templates_are_not_run_in_a_thread(prepared, tmp_path, column):
+    file = write_records(tmp_path / "a.jsonl", [{column: text, "completion": "yes"} for text in TEXTS])
+    how = {"chat_template": "none"} if column == "prompt" else {}
+    train = prepared(file, streaming="2KiB", max_train_steps=99, **how).train
+    samples_at(train, 0, 4)
+    assert (train._ahead is None) == (column == "prompt")
+
+
+def test_evaluating_reads_no_shard(prepared, tmp_path):
+    held_out = write_records(tmp_path / "held_out.jsonl", [{"text": text} for text in TEXTS[:9]])
+    how = {"streaming": "1MiB", "evaluate_only": True}
+    data = prepared("s3://no-bucket/*.jsonl", validation_file=[str(held_out)], **how)
+    assert data.train is None
+    assert data.validation.stats.documents == 9
+    assert "validation_file" in " ".join(recipe_of(train_file=["a.jsonl"], **how).problems())
 
 
 def test_the_disk_holds_a_few_windows(prepared, tmp_path):

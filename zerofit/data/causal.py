@@ -17,7 +17,7 @@ from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source, not_utf8
-from zerofit.data.stream_reader import StreamSource, find_shards
+from zerofit.data.stream_reader import find_shards
 from zerofit.data.tables import columns_present
 from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.data.token_tables import TableCache, one_process_at_a_time
@@ -57,7 +57,7 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         return read_causal_prompts(recipe, options, form, config, block_size)
     try:
         with one_process_at_a_time(options.cache.folder):
-            if recipe.streaming and recipe.trains:
+            if recipe.streaming:
                 data = _prepare_stream(recipe, options, form, config, block_size, consumed)
             else:
                 prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
@@ -157,30 +157,31 @@ def _prepare_stream(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
     """Shards that are read while training goes on, a window at a time; the held-out data are read as ever."""
-    shards, size = find_shards(recipe.train_file), parse_bytes(recipe.streaming)
+    held_out = None
+    if recipe.validation_file:
+        own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
+        held_out = _prepare_text_or_chat(recipe, own, form, config, block_size)
+    if not recipe.trains:
+        return held_out
+    shards, size = find_shards(tuple(recipe.train_file)), parse_bytes(recipe.streaming)
     table = output_folder("clm", recipe).absolute() / "stream.jsonl"
     digest = sha256(repr((str(table), shards.key, size, recipe.seed)).encode()).hexdigest()[:16]
-    made: list[TextData] = []
+    prepared: list[TextData] = []  # the latest window
 
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
         own = replace(options, held_out_fraction=0.0, cache=TableCache(folder))
-        data = _prepare_source(recipe, own, form, config, block_size, StreamSource({"train": records}, {}, name))
-        made[1:] = [data]  # the first, and the latest
-        return data.train
+        prepared[:] = [_prepare_source(recipe, own, form, config, block_size, Source({"train": records}, {}, name))]
+        return prepared[0].train
 
     folder, resumes = options.cache.folder / f"stream-{digest}", recipe.resume != "never"
     store = WindowStore(shards, folder, size, recipe.seed, prepare, table, resumes)
     total = consumed(recipe.max_train_steps)
     train = StreamedSamples(store, total, LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0))
-    data, held_out = made[0], None
-    if recipe.validation_file:
-        patterns = {"validation": options.patterns["validation"]}
-        own = replace(options, patterns=patterns, trains=False)
-        held_out = _prepare_text_or_chat(recipe, own, form, config, block_size).validation
-    stored = sum(shards.sizes) / 2**30
+    data, stored = prepared[0], sum(shards.sizes) / 2**30
+    train.reads_ahead = not data.is_chat  # templates
     return TextData(
         train,
-        held_out,
+        held_out and held_out.validation,
         data.tokenizer,
         block_size,
         [

@@ -20,8 +20,9 @@ from zerofit.data.file_formats import (
 )
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
+from zerofit.data.stream_reader import find_shards
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.paths import FILE_OPTIONS, find_files, is_address
+from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.recipe.words import counted
 
@@ -38,6 +39,7 @@ class Source:
 
     parts: dict[str, Dataset]
     files: dict[str, list[Path]]  # of each part; empty if no option names files
+    name: str = ""  # of data that are in no file of their own, in messages
 
     @property
     def first(self) -> Dataset:
@@ -48,7 +50,7 @@ class Source:
         """The name of a part in messages. Records are numbered through all of its files."""
         files = self.files.get(part)
         if not files:
-            return f"the {part} split"
+            return self.name or f"the {part} split"
         return str(files[0]) + (
             f" and {counted(len(files) - 1, 'more file')}, counted as one" if len(files) > 1 else ""
         )
@@ -171,10 +173,12 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
 def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:
     """{option that names data: the number of its files, their bytes, and a hash of their names and sizes}."""
     named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
-    on_disk = {option: [word for word in words or [] if not is_address(word)] for option, words in named.items()}
-    files = {option: find_files(option, patterns) for option, patterns in on_disk.items() if patterns}
-    corpora = [Path(prefix + ending) for _, prefix in getattr(recipe, "blend", []) for ending in (".bin", ".idx")]
     summaries = {}
+    if recipe.trains and getattr(recipe, "streaming", None):
+        shards = find_shards(tuple(named.pop("train_file")))
+        summaries["train_file"] = f"{len(shards.names):,} shards of {sum(shards.sizes):,} bytes ({shards.key})"
+    files = {option: find_files(option, patterns) for option, patterns in named.items() if patterns}
+    corpora = [Path(prefix + ending) for _, prefix in getattr(recipe, "blend", []) for ending in (".bin", ".idx")]
     for option, paths in {**files, **({"data_path": corpora} if corpora else {})}.items():
         sizes = [(path.name, path.stat().st_size) for path in paths]
         digest = sha256(repr(sizes).encode()).hexdigest()[:8]

@@ -6,6 +6,7 @@ after a whole batch, and a connection that is lost is opened again at the next r
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import pyarrow as pa
 from aiohttp import ClientError
 from datasets import IterableDataset, load_dataset
 
-from zerofit.data.sources import Source
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import find_files, is_address
@@ -58,8 +58,9 @@ class Place:
     record: int = 0
 
 
-def find_shards(patterns: list[str]) -> Shards:
-    """The shards that paths, addresses and globs name.
+@functools.cache
+def find_shards(patterns: tuple[str, ...]) -> Shards:
+    """The shards that paths, addresses and globs name. A process lists them once: new ones may come meanwhile.
 
     Raises:
         UserError: something is missing, or of another format.
@@ -143,8 +144,6 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
             if pause is None:
                 raise UserError(f"train_file: {name} cannot be read, tried for minutes: {first_line(error)}") from None
             time.sleep(pause)
-        except UserError:
-            raise
         except Exception as error:  # the library raises a dozen types
             raise UserError(f"{name}, after record {record}: {first_line(error.__cause__ or error)}") from None
 
@@ -152,17 +151,3 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
 def _open(reader: str, name: str) -> IterableDataset:
     stream = load_dataset(reader, data_files={"train": [name]}, split="train", streaming=True)
     return stream if reader == "webdataset" else stream.with_format("arrow")  # whose tables differ in their columns
-
-
-@dataclass
-class StreamSource(Source):
-    """One window of the training data, as a source of its own.
-
-    Args:
-        name: of the window, in messages.
-    """
-
-    name: str = ""
-
-    def where(self, part: str) -> str:
-        return self.name or super().where(part)

@@ -93,6 +93,7 @@ class WindowStore:
         self.prepare, self.table, self.resumes = prepare, table, resumes
         self.made_of = {"shards": shards.key, "seed": seed, "window": size}
         self.known = self._read_table()
+        self._written = len(self.known)
         self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
         self._adding = threading.Lock()
 
@@ -121,7 +122,7 @@ class WindowStore:
             samples = self._samples(window)
             drawn = np.random.default_rng([self.seed, window.turn, window.index]).permutation(len(samples))
             found = self._opened[window.number] = samples, drawn
-            for number in sorted(self._opened)[:-OPENED]:
+            for number in list(self._opened)[:-OPENED]:  # those opened first
                 self._opened.pop(number, None)
             with self._adding:
                 if window.number == len(self.known):
@@ -137,9 +138,13 @@ class WindowStore:
                 shutil.rmtree(self._folder(window), ignore_errors=True)
 
     def write_table(self) -> None:
-        """Write down the windows that are known, for a resumed run. One process of the run does."""
-        with self._adding, atomic_file(self.table) as file:
-            file.writelines(json.dumps(line) + "\n" for line in (self.made_of, *map(asdict, self.known)))
+        """Write down the windows that are known, where there are new ones, for a resumed run. One process of the run
+        does."""
+        known = list(self.known)
+        if len(known) > self._written:
+            with atomic_file(self.table) as file:
+                file.writelines(json.dumps(line) + "\n" for line in (self.made_of, *map(asdict, known)))
+            self._written = len(known)
 
     def _folder(self, window: Window) -> Path:
         return self.folder / f"window-{window.number:06d}"
@@ -192,6 +197,10 @@ class StreamedSamples:
     Args:
         total: samples of the run.
         lag: updates after which no process reads a sample any more.
+
+    Attributes:
+        reads_ahead: whether the next window is prepared in a thread. Not where that takes code which may only run
+            under the limits of the main thread (zerofit/recipe/limits.py).
     """
 
     lengths = None
@@ -201,6 +210,7 @@ class StreamedSamples:
         self.store, self.total, self.lag = store, total, lag
         newest = store.known[-1] if store.known else Window()
         self.stats = store.open(newest)[0].stats  # of one window; those of all are not known
+        self.reads_ahead = True
         self._ahead: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -213,18 +223,14 @@ class StreamedSamples:
 
     def places(self, start: int, stop: int) -> np.ndarray:
         """The places themselves. The windows that hold them are there from now on, and the next one is read ahead."""
-        before = len(self.store.known)
         last = self.store.at(stop - 1)
-        window = self.store.at(start)
-        while window.number < last.number:
+        for window in self.store.known[self.store.at(start).number : last.number + 1]:
             self.store.open(window)
-            window = self.store.known[window.number + 1]
-        self.store.open(last)
         self.store.remove_before(start - self.lag * (stop - start))
-        if self._ahead is None or not self._ahead.is_alive():
+        if self.reads_ahead and (self._ahead is None or not self._ahead.is_alive()):
             self._ahead = threading.Thread(target=self._read_ahead, args=(last,), daemon=True)
             self._ahead.start()
-        if os.environ.get("RANK", "0") == "0" and (len(self.store.known) > before or not self.store.table.exists()):
+        if os.environ.get("RANK", "0") == "0":
             self.store.write_table()
         return np.arange(start, stop)
 

@@ -47,8 +47,9 @@ def open_address(option: str, address: str) -> tuple[AbstractFileSystem, str]:
 
 
 def fetch_inputs(recipe: Recipe) -> None:
-    """Download what the recipe names by addresses to the cache of prepared data, and let it name the copies; but not
-    what is streamed.
+    """Download what the recipe names by addresses to the cache of prepared data, and let it name the copies. What is
+    streamed is not downloaded.
+
     `recipe.to_dict()` keeps the addresses. What is there already, with the same size and etag, is not read again.
 
     Raises:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
 from zerofit.recipe.growth import growth_problems
+from zerofit.recipe.parsing import parse_number
 from zerofit.recipe.paths import is_weight
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
@@ -92,7 +93,7 @@ class CorpusOptions(Recipe):
     def blend(self) -> list[tuple[float | None, str]]:
         """(weight, prefix) of each corpus; all weights are None where none was given."""
         words = self.data_path or []
-        weights = [_number(word) for word in words]
+        weights = [parse_number(word) for word in words]
         if len(words) % 2 or any(weight is None for weight in weights[::2]):
             return [(None, word) for word in words]
         return list(zip(weights[::2], words[1::2]))
@@ -118,14 +119,14 @@ class CorpusOptions(Recipe):
     def _split_is_sound(self) -> bool:
         if not re.fullmatch(r"[\d.]+([,/][\d.]+){0,2}", self.split.replace(" ", "")):
             return False
-        proportions = [_number(text) for text in re.split("[,/]", self.split)]
+        proportions = [parse_number(text) for text in re.split("[,/]", self.split)]
         training, evaluation = proportions[0], sum(proportions[1:2]) if None not in proportions else None
         return None not in proportions and (training > 0 or (not self.trains and evaluation > 0))
 
     def _problems_of_the_blend(self) -> list[str]:
         shown = f"data_path = {' '.join(self.data_path)}"
         blend = self.blend
-        misplaced = [prefix for weight, prefix in blend if weight is None and _number(prefix) is not None]
+        misplaced = [prefix for weight, prefix in blend if weight is None and parse_number(prefix) is not None]
         if misplaced:
             return [
                 f"{shown}: {misplaced[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..., "
@@ -139,13 +140,6 @@ class CorpusOptions(Recipe):
         if 0 in weights:
             return [f"{shown}: a corpus of weight 0 would not be read. Remove it"]
         return [] if all(prefix for _, prefix in blend) else [f"{shown}: a corpus has no name"]
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 @dataclass

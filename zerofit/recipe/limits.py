@@ -19,19 +19,17 @@ class BeyondLimits(Exception):
 def limited() -> Iterator[None]:
     """End the block once it takes too much. Raises BeyondLimits.
 
-    Memory is limited on Linux only; in a thread nothing is, as the limit would be that of the others too.
+    Time is limited in the main thread only, where Python handles signals, and memory on Linux only.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    statm = Path("/proc/self/statm")
+    is_main, statm = threading.current_thread() is threading.main_thread(), Path("/proc/self/statm")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if statm.exists():
         used = int(statm.read_text().split()[5]) * resource.getpagesize()
         limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([used + LARGEST_BYTES, *limits]), hard))
-    handler = signal.signal(signal.SIGVTALRM, _stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S, LONGEST_S)
+    if is_main:
+        handler = signal.signal(signal.SIGVTALRM, _stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S, LONGEST_S)
     try:
         yield
     except _Stop:
@@ -39,8 +37,9 @@ def limited() -> Iterator[None]:
     except MemoryError:
         raise BeyondLimits(f"takes more than {LARGEST_BYTES / 2**30:g} GiB of memory") from None
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 

@@ -1,4 +1,4 @@
-"""YAML and JSON of others: what is nested too deeply, or grows as it is read, is refused. Sizes in bytes."""
+"""YAML and JSON of others: what is nested too deeply, or grows as it is read, is refused. Numbers and sizes."""
 
 import json
 import re
@@ -52,6 +52,14 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
+
+
+def parse_number(text: str) -> float | None:
+    """The number that a text is; None: it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def parse_bytes(text: str) -> int:

@@ -12,6 +12,7 @@ NOT_STREAMED = (  # options that need all records, or a tokenizer that is not th
     "preprocessing_num_workers", "tokens_per_batch", "difficulty_warmup", "train_tokenizer_vocab_size",
     "document_separator", "mixture_temperature", "preference_loss",
 )  # fmt: skip
+NO_HELD_OUT = "nothing is held out of a stream. Name the data to evaluate with validation_file"
 
 
 @dataclass
@@ -27,8 +28,10 @@ class StreamOptions(Recipe):
 
     def problems(self) -> list[str]:
         problems, stated = super().problems(), f"streaming = {self.streaming}"
-        if self.streaming is None or not self.trains:
+        if self.streaming is None:
             return problems
+        if not self.trains:
+            return problems if self.validation_file or self.predict_file else [*problems, f"{stated}: {NO_HELD_OUT}"]
         try:
             parse_bytes(self.streaming)
         except ValueError:

@@ -17,6 +17,7 @@ from zerofit.recipe.data_options import PaddingOptions, RecordOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parsing import parse_number
 from zerofit.recipe.stream_options import StreamOptions
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
@@ -138,28 +139,23 @@ class ClassLossOptions(Recipe):
         return [f"{name} = {shown[name]}" for name, value in values.items() if value]
 
     @property
-    def weight_of_class(self) -> dict[str, float]:
-        """{class: weight} of the words NAME=WEIGHT; nan where there is no number."""
+    def weight_of_class(self) -> dict[str, float | None]:
+        """{class: weight} of the words NAME=WEIGHT; None where there is no number."""
         pairs = (word.rpartition("=") for word in self.class_weights or [])
-        return {name: _number(weight) for name, _, weight in pairs}
+        return {name: parse_number(weight) for name, _, weight in pairs}
 
     def problems(self) -> list[str]:
         problems = super().problems() + _smoothing_problems(self.label_smoothing)
         if self.class_weights and self.class_weights != [BALANCED]:
-            wrong = [name for name, weight in self.weight_of_class.items() if not (name and 0 < weight < math.inf)]
+            wrong = [
+                name for name, weight in self.weight_of_class.items() if not (name and 0 < (weight or 0) < math.inf)
+            ]
             if wrong or len(self.weight_of_class) < len(self.class_weights):
                 problems.append(
                     f"class_weights = {' '.join(self.class_weights)}: expected {BALANCED}, or words NAME=WEIGHT, each "
                     "class once and each weight above 0"
                 )
         return problems
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 @dataclass

@@ -36,9 +36,7 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
     return [given.get(name, 1.0) for name in names]
 
 
-def describe_weights(weights: list[float] | None, names: tuple[str, ...] | None) -> str | None:
+def describe_weights(weights: list[float], names: tuple[str, ...]) -> str:
     """For the log: the heaviest and the lightest class."""
-    if weights is None:
-        return None
     low, high = int(np.argmin(weights)), int(np.argmax(weights))
     return f"loss      class weights from {weights[low]:.4g} ({names[low]}) to {weights[high]:.4g} ({names[high]})"
