@@ -92,6 +92,9 @@ SCRATCH = ("--train_tokenizer_vocab_size", "301", "--train_file", "{material}/te
 PACKED = ("--model_name_or_path", "{llama}", "--train_file", "{material}/text/train.txt", "--max_eval_samples", "17",
           "--block_size", "128", "--packing", "documents", "--save_steps", "8", "--record_samples", "true",
           "--global_batch_warmup", "4@12", "--block_size_warmup", "32@12")  # fmt: skip
+CLASSES = ("--model_name_or_path", "{deberta}", "--train_file", "{classes}", "--max_length", "64",
+           "--max_train_samples", "100", "--max_eval_samples", "101", "--save_steps", "8",
+           "--record_samples", "true")  # fmt: skip
 CASES = {
     "packed": Case("clm", 22, PACKED, ("ddp", "tp", "pp")),
     "padded": Case("clm", 22, (  # the run spans two epochs
@@ -140,10 +143,9 @@ CASES = {
         "--max_eval_samples", "101",
     ), ("zero3",)),
     "classes": Case("cls", 22, (
-        "--model_name_or_path", "{deberta}", "--train_file", "{classes}", "--max_length", "64", "--max_train_samples",
-        "100", "--max_eval_samples", "101", "--class_weights", "balanced", "--label_smoothing", "0.1", "--focal_gamma",
-        "2", "--save_steps", "8", "--record_samples", "true",
+        *CLASSES, "--class_weights", "balanced", "--label_smoothing", "0.1", "--focal_gamma", "2",
     ), ("zero2",)),
+    "layers": Case("cls", 22, (*CLASSES, "--layer_decay", "0.7")),
     "choices": Case("cls", 12, (  # drawn so large that the gradients of its choices do not cancel each other
         "--model_type", "bert", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,"
         "intermediate_size=64,hidden_dropout_prob=0,attention_probs_dropout_prob=0,initializer_range=0.2",
@@ -431,6 +433,8 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("smoothed", "tp", [(8, "zero3", 2), (16, "single", 1)]),
     ("classes", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
+    ("layers", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
+    ("layers", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
 )
 LEGS = [("packed", "tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 

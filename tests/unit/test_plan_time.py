@@ -68,7 +68,7 @@ def sums(exchanges: list[Exchange]) -> dict[str, float]:
 
 def test_volumes_are_those_of_the_papers():
     """Rajbhandari et al. 2020, ZeRO, section 7: 2 P elements in DDP, ZeRO-1 and ZeRO-2, 3 P in ZeRO-3."""
-    weights = Weights(tuple(Weight(name, 8 * MILLION, True, True) for name in "abcd"))
+    weights = Weights(tuple(Weight(name, 8 * MILLION) for name in "abcd"))
     size = 32 * MILLION
     ddp = torch_exchanges(weights, 8, on_gpu=True)
     assert sums(ddp.last_backward) == {ALL_REDUCE: 4 * size}

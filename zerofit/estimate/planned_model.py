@@ -25,6 +25,7 @@ from zerofit.model.parameters import hidden_matrices
 from zerofit.model.rows import ends_of
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.optimizers import parameter_groups
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -124,12 +125,14 @@ class PlannedModel:
     @cached_property
     def weights(self) -> Weights:
         muon = hidden_matrices(self.full) if self.recipe.optim == "muon" else {}
+        groups = enumerate(parameter_groups(self.full, self.recipe))
+        numbers = {id(parameter): number for number, group in groups for parameter in group["params"]}
         every = tuple(
             Weight(
                 name,
                 parameter.numel(),
                 parameter.requires_grad,
-                parameter.dim() > 1,
+                -1 if name in muon else numbers.get(id(parameter), 0),
                 len(parameter) if parameter.dim() else 1,
                 tuple(parameter.shape),
                 name in muon,

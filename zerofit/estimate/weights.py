@@ -16,21 +16,16 @@ ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter. `size` is in elements, `rows` of its first dimension; the optimizer has a group of matrices and one
-    of vectors (decay_groups), and before them one of those that take Muon. `shape` is that of the full parameter."""
+    """A parameter. `size` is in elements, `rows` of its first dimension; `group` is the number of the group that the
+    optimizer has it in. `shape` is that of the full parameter."""
 
     name: str
     size: int
     trained: bool = True
-    is_matrix: bool = True
+    group: int = 0
     rows: int = 1
     shape: tuple[int, ...] = ()
     takes_muon: bool = False
-
-    @property
-    def group(self) -> int:
-        """The number of its group."""
-        return 0 if self.takes_muon else 1 if self.is_matrix else 2
 
     @property
     def moments_bytes(self) -> int:
@@ -107,8 +102,8 @@ class Weights:
     def groups(self) -> list[list[Weight]]:
         """The optimizer's groups of what is trained."""
         trained = [weight for weight in self.all if weight.trained]
-        groups = [[weight for weight in trained if weight.group == number] for number in range(3)]
-        return [group for group in groups if group]
+        numbers = sorted({weight.group for weight in trained})
+        return [[weight for weight in trained if weight.group == number] for number in numbers]
 
     def shared(self, shares: dict[str, int]) -> "Weights":
         """Those of one rank of several that share each layer.

@@ -4,6 +4,7 @@ Under ZeRO-3 `shape` is empty and `ds_shape` is the true one; under tensor paral
 """
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -41,6 +42,35 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
     vectors = [parameter for parameter in trainable if len(true_shape(parameter)) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float) -> list[dict]:
+    """The groups of `decay_groups` of the head, of each block from the last one on, and of the embeddings.
+
+    `lr_scale` of a group multiplies its learning rate: layer_decay to the power of its distance from the head (Clark
+    et al. 2020, ELECTRA). Of what is in no block, the head is what follows the first block and is no embedding.
+
+    Raises:
+        UserError: the model has no blocks.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        kind = type(model).__name__
+        raise UserError(f"layer_decay = {layer_decay:g}: the code of a {kind} names no blocks. Remove it")
+    head = len(blocks) + 1
+    depths = {id(each): depth for depth, block in enumerate(blocks, 1) for each in block.parameters()}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            for each in module.parameters():
+                depths.setdefault(id(each), 0)
+    parameters = list(model.parameters())
+    for each in takewhile(lambda each: not depths.get(id(each)), parameters):
+        depths[id(each)] = 0
+    return [
+        {**group, "lr_scale": layer_decay ** (head - depth)}
+        for depth in reversed(range(head + 1))
+        for group in decay_groups((each for each in parameters if depths.get(id(each), head) == depth), weight_decay)
+    ]
 
 
 def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -48,6 +48,7 @@ FOREIGN_NAMES = {
     ("target_column",): "target_lang",
     ("label_column",): "label_column_name label_key",
     ("z_loss",): "z_loss_coefficient z_loss_multiplier lm_z_loss logit_z_loss",
+    ("layer_decay",): "layerwise_lr_decay layer_wise_lr_decay llrd lr_layer_decay layer_lr_decay",
     ("class_weights",): "class_weight pos_weight loss_weights",
     ("chat_template",): "template conversation_template",
     ("train_on_prompt",): "train_on_inputs train_on_input",

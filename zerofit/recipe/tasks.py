@@ -159,6 +159,27 @@ class ClassLossOptions(Recipe):
 
 
 @dataclass
+class LayerOptions(Recipe):
+    """The learning rates of layers"""
+
+    layer_decay: float = option(
+        1.0,
+        "Multiply a layer's learning rate by X for each layer above it, and for the head; 1: all learn alike.",
+        positive=True,
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.layer_decay > 1:
+            problems.append(f"layer_decay = {self.layer_decay:g}: it must be at most 1, such as 0.9")
+        if self.layer_decay != 1 and getattr(self, "optim", "adamw") == "muon":
+            problems.append(
+                f"layer_decay = {self.layer_decay:g} does not go together with optim = muon. Use --optim adamw"
+            )
+        return problems
+
+
+@dataclass
 class PairOptions(Recipe):
     """Sources and targets"""
 
@@ -233,7 +254,7 @@ class ClmRecipe(
 
 
 @dataclass
-class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, ClassLossOptions, LabelOptions):
+class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLossOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
     def __post_init__(self):

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from accelerate.utils import DummyOptim
 
-from zerofit.model.parameters import decay_groups
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
 from zerofit.strategy.disk import DiskState, keeps_optimizer_on_disk, own_folder, remove
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import initializing_deepspeed
-from zerofit.strategy.optimizers import make_optimizer
+from zerofit.strategy.optimizers import make_optimizer, parameter_groups
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
 
 
@@ -34,7 +33,7 @@ class DeepSpeedEngine(Engine):
             self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
             zero["offload_optimizer"]["nvme_path"] = str(self._folder)
         if "optimizer" in config:  # DeepSpeed builds it from the JSON
-            groups = decay_groups(model.parameters(), recipe.weight_decay)
+            groups = parameter_groups(model, recipe)
             optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
         else:
             optimizer = make_optimizer(model, recipe, self.device)

@@ -119,7 +119,7 @@ class Engine:
         """Give the optimizer the schedule's rate of update `index`, counted from 0."""
         assert self.torch_optimizer is not None
         for group in self.torch_optimizer.param_groups:
-            group["lr"] = self.schedule(index)
+            group["lr"] = self.schedule(index) * group.get("lr_scale", 1.0)
 
     def gradient_norm(self) -> float:
         """The 2-norm of the update's gradients over all ranks, before clipping; after `run`, once for each update, on
@@ -137,9 +137,10 @@ class Engine:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the optimizer holds now."""
+        """The rate that the optimizer holds now, of the head where layers have their own."""
         assert self.torch_optimizer is not None
-        rate: float = self.torch_optimizer.param_groups[0]["lr"]
+        group = self.torch_optimizer.param_groups[0]
+        rate: float = group["lr"] / group.get("lr_scale", 1.0)
         return rate
 
     def _state(self) -> OptimizerState | None:

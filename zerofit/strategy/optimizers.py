@@ -7,10 +7,11 @@ relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 ele
 import math
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
-from zerofit.model.parameters import decay_groups
+from zerofit.model.parameters import decay_groups, layer_groups
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions, TrainingRecipe
 from zerofit.strategy.devices import has_fused_adamw
@@ -33,7 +34,7 @@ def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: tor
         return adamw(model, recipe, device)
     if recipe.optim == "muon":
         return Muon(model, recipe, has_fused_adamw(device))
-    groups, rate = decay_groups(model.parameters(), recipe.weight_decay), recipe.learning_rate
+    groups, rate = parameter_groups(model, recipe), recipe.learning_rate
     if recipe.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -45,10 +46,18 @@ def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: tor
     raise NotImplementedError(recipe.optim)
 
 
+def parameter_groups(model: torch.nn.Module, recipe: OptimizerOptions) -> list[dict[str, Any]]:
+    """Those of all optimizers but Muon, in the same order under every strategy."""
+    layer_decay = getattr(recipe, "layer_decay", 1.0)  # an option of cls
+    if layer_decay == 1:
+        return decay_groups(model.parameters(), recipe.weight_decay)
+    return layer_groups(model, recipe.weight_decay, layer_decay)
+
+
 def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.AdamW:
     """The recipe's AdamW, fused where torch has it for this device."""
     return torch.optim.AdamW(
-        decay_groups(model.parameters(), recipe.weight_decay),
+        parameter_groups(model, recipe),
         lr=recipe.learning_rate,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
