@@ -38,6 +38,7 @@ NORM_BYTES = 8
 
 # Adam: two moments in fp32, and under DeepSpeed a copy of the weights in fp32. Source: Rajbhandari et al. 2020, ZeRO.
 MOMENTS_BYTES, MASTER_BYTES = 8, 4
+AVERAGE_BYTES = 4  # of the mean of the weights, with ema_decay
 
 # What a step of Adafactor makes of each parameter on its way: its squared gradient, or the update and its negative.
 # Source: transformers/optimization.py 5.23, Adafactor.step, where `update` lives on while the next one is made.

@@ -255,6 +255,7 @@ def _first_stages(
     def part_of(size: int) -> int:
         return min(size, max(shards))
 
+    optimizer = MASTER_BYTES * shard + sum(group.moments_bytes * group.partition for group in groups)
     common: dict[str, Any] = {
         "weights": held,
         "load": held,
@@ -263,7 +264,7 @@ def _first_stages(
     }
     if offloads:
         host = {
-            "optimizer": _pinned((MASTER_BYTES + MOMENTS_BYTES) * shard, offload, on_gpu, parts=3),
+            "optimizer": _pinned(optimizer, offload, on_gpu, parts=3),
             "gradients": _pinned(4 * shard, offload, on_gpu) + (width * shard if accumulates else 0),
             "buffers": _pinned(width * (shard + weights.largest), offload, on_gpu),
         }
@@ -275,7 +276,7 @@ def _first_stages(
     if not on_gpu:  # gloo gathers into a tensor of its own, after gradients are gone
         moments.append(width * max(shards) * world_size - kept)
     return States(
-        optimizer=MASTER_BYTES * shard + sum(group.moments_bytes * group.partition for group in groups),
+        optimizer=optimizer,
         step={"gradients": kept, "workspace": max(moments)},
         **common,
     )
@@ -292,7 +293,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gp
 
     groups = [shard_of(group) for group in weights.groups]
     shard, trained = shard_of(weights.all), sum(groups)
-    moments = sum(group[0].moments_bytes * size for group, size in zip(weights.groups, groups))
+    optimizer = sum((MASTER_BYTES + group[0].moments_bytes) * size for group, size in zip(weights.groups, groups))
     offloads_weights = offload_device(zero.offload_param) != "none"
     copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
     persistent = weights.persistent(int(zero.param_persistence_threshold)) if copies else 0
@@ -308,7 +309,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gp
         host["optimizer"] = int(zero.offload_optimizer.buffer_count) * MASTER_BYTES * brought
         host["gradients"] = _pinned(width * trained, zero.offload_optimizer, on_gpu)
     elif offloads:
-        host["optimizer"] = _pinned((MASTER_BYTES + MOMENTS_BYTES) * trained, zero.offload_optimizer, on_gpu, 3)
+        host["optimizer"] = _pinned(optimizer, zero.offload_optimizer, on_gpu, 3)
         host["gradients"] = _pinned((4 + width) * trained, zero.offload_optimizer, on_gpu, 2)
     within = int(zero.zero_hpz_partition_size)  # ZeRO++'s copies: _partition_param_sec
     copied = sum(-(-weight.size // within) for weight in weights.all) if within > 1 else 0
@@ -316,7 +317,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gp
     sub_group = max((min(int(zero.sub_group_size), group) for group in groups), default=0)
     return States(
         weights=width * (persistent + copied + (0 if offloads_weights else shard)),
-        optimizer=0 if offloads else MASTER_BYTES * trained + moments,
+        optimizer=0 if offloads else optimizer,
         engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,

@@ -136,6 +136,7 @@ class PlannedModel:
                 len(parameter) if parameter.dim() else 1,
                 tuple(parameter.shape),
                 name in muon,
+                self.recipe.ema_decay > 0,
             )
             for name, parameter in self.full.named_parameters()
         )

@@ -7,7 +7,7 @@ nothing is read. `zerofit plan`, whose command the report ends with, searches la
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.estimate.memory_constants import MASTER_BYTES, MOMENTS_BYTES, NF4_BYTES
+from zerofit.estimate.memory_constants import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES, NF4_BYTES
 from zerofit.model.parameters import true_numel
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.engine import Engine
@@ -49,7 +49,7 @@ class StateSetup:
         optimizer_bytes: what the optimizer keeps of what is trained, before it is sharded.
         stage: of ZeRO; 3 of FSDP2.
         ranks: the states are sharded over.
-        spared: bytes of AdamW's second moments that Muon has not, before they are sharded.
+        spared: bytes of AdamW's second moments that Muon has not, less those of averages, before they are sharded.
     """
 
     trained: int
@@ -101,11 +101,12 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
         trained, frozen, trained_width = 0 if recipe.lora else of_rank, of_rank if recipe.lora else 0, width
         shapes = [] if recipe.optim == "adafactor" else [(trained,)]  # means of rows and columns are next to nothing
         matrices = {}  # not known yet
-    spared = MOMENTS_BYTES // 2 * sum(each.shape.numel() for each in matrices.values())
+    averages = AVERAGE_BYTES * trained if recipe.ema_decay else 0
+    spared = MOMENTS_BYTES // 2 * sum(each.shape.numel() for each in matrices.values()) - averages
     if recipe.optim in SHARDED:
         kept = (MOMENTS_BYTES + MASTER_BYTES * with_deepspeed) * trained - spared
     else:
-        kept = sum(state_bytes(recipe.optim, shape) for shape in shapes)
+        kept = sum(state_bytes(recipe.optim, shape) for shape in shapes) + averages
     quantised = {"load_in_4bit": NF4_BYTES, "load_in_8bit": 1.0}.get(recipe.quantised or "")
     zero = strategy.deepspeed["zero_optimization"] if strategy.deepspeed else {}
     sections = (zero.get(f"offload_{part}") or {} for part in ("optimizer", "param"))

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from zerofit.estimate.memory_constants import MOMENTS_BYTES, NF4_BYTES
+from zerofit.estimate.memory_constants import AVERAGE_BYTES, MOMENTS_BYTES, NF4_BYTES
 from zerofit.strategy.optimizers import state_bytes
 
 ENDS = "ends"
@@ -26,11 +26,12 @@ class Weight:
     rows: int = 1
     shape: tuple[int, ...] = ()
     takes_muon: bool = False
+    is_averaged: bool = False  # with ema_decay
 
     @property
     def moments_bytes(self) -> int:
-        """Of the optimizers that shards are enough for, for each element."""
-        return MOMENTS_BYTES // 2 if self.takes_muon else MOMENTS_BYTES
+        """Of the optimizers that shards are enough for, for each element; with its mean."""
+        return (MOMENTS_BYTES // 2 if self.takes_muon else MOMENTS_BYTES) + AVERAGE_BYTES * self.is_averaged
 
     def padded(self, world_size: int) -> int:
         """Its elements with rows filled up, so that each rank has as many."""
@@ -75,6 +76,7 @@ class Weights:
         rest = "adamw" if optim == "muon" else optim
         return sum(
             state_bytes(optim if weight.takes_muon else rest, weight.shape or (weight.size,))
+            + AVERAGE_BYTES * weight.size * weight.is_averaged
             for weight in self.all
             if weight.trained
         )
@@ -85,12 +87,14 @@ class Weights:
         return [weight for weight in self.all if weight.trained and weight.takes_muon]
 
     def late_states(self, held_of: Callable[[Weight], int]) -> tuple[int, ...]:
-        """Bytes of the moments that torch's AdamW makes in its first step, tensor by tensor; Muon makes one.
+        """Bytes of the moments that torch's AdamW makes in its first step, tensor by tensor; Muon makes one. With
+        averages all are made before the first pass.
 
         Args:
             held_of: (weight) -> elements of it that a rank has.
         """
-        held = [(held_of(weight), 1 if weight.takes_muon else 2) for weight in self.all if weight.trained]
+        late = [weight for weight in self.all if weight.trained and not weight.is_averaged]
+        held = [(held_of(weight), 1 if weight.takes_muon else 2) for weight in late]
         return tuple(MOMENTS_BYTES // 2 * size for size, number in held for _ in range(number))
 
     @cached_property

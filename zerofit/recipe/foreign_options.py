@@ -26,6 +26,7 @@ FOREIGN_NAMES = {
     ("warmup_ratio", "num_warmup_steps"): "warmup_steps warmup",
     ("lr_scheduler_type",): "lr_scheduler scheduler",
     ("optim",): "optimizer optimizer_type",
+    ("ema_decay",): "model_ema_decay use_ema model_ema ema",
     ("max_grad_norm",): "gradient_clipping grad_clip",
     ("precision",): "mixed_precision fp32 torch_dtype dtype half_precision_backend",
     ("gradient_checkpointing",): "use_gradient_checkpointing activation_checkpointing",

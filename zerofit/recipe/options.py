@@ -35,6 +35,12 @@ class OptimizerOptions(Recipe):
     adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0)
     adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0)
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",))
+    ema_decay: float = option(
+        0.0,
+        "Also keep a mean of the weights, which begins at the first ones: each update leaves X of it, and adds 1 - X "
+        "of the new weights. It is exported to model/ema. 0: none.",
+        minimum=0,
+    )
     max_grad_norm: float = option(
         1.0, "Maximum norm of the gradient, which is clipped to it. 0: no clipping.", minimum=0, aliases=("clip_grad",)
     )
@@ -75,12 +81,11 @@ class OptimizerOptions(Recipe):
                 f"num_warmup_steps = {self.num_warmup_steps} and warmup_ratio = {self.warmup_ratio:g}: "
                 "keep one of the two"
             )
-        for name in ("adam_beta1", "adam_beta2", "warmup_ratio", "min_lr_ratio", "wsd_decay_ratio"):
+        below = ("adam_beta1", "adam_beta2", "ema_decay")
+        for name in (*below, "warmup_ratio", "min_lr_ratio", "wsd_decay_ratio"):
             value = getattr(self, name)
-            if (value is not None and value > 1) or (value == 1 and name.startswith("adam")):
-                problems.append(
-                    f"{name} = {value:g}: it must be {'below' if name.startswith('adam') else 'at most'} 1"
-                )
+            if (value is not None and value > 1) or (value == 1 and name in below):
+                problems.append(f"{name} = {value:g}: it must be {'below' if name in below else 'at most'} 1")
         return problems
 
 

@@ -58,6 +58,9 @@ class Engine:
         self.state: Any = self._state()  # an OptimizerState; None where nothing is trained
         if isinstance(self.torch_optimizer, Muon):
             self.torch_optimizer.locate(self.state, self._sharing_group())
+        self.ema_decay = recipe.ema_decay
+        if self.ema_decay and self.state is not None:
+            self.state.start_average()
 
     def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
         """Make the optimizer, and what `model` is: the module, wrapped, sharded and on its device."""
@@ -134,6 +137,11 @@ class Engine:
     def discard(self) -> None:
         """Drop the gradients in place of `apply`: weights, optimizer state and loss scale stay."""
         raise NotImplementedError
+
+    def average(self) -> None:
+        """Move the mean of the weights, after an update that has moved these."""
+        if self.ema_decay:
+            self.state.average(self.ema_decay)
 
     @property
     def learning_rate(self) -> float:

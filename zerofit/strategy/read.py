@@ -14,6 +14,7 @@ from zerofit.strategy.degrees import (
     idle_note,
     take_degrees,
 )
+from zerofit.strategy.disk import keeps_optimizer_on_disk
 from zerofit.strategy.fsdp import ALONE, EXPERTS, IGNORED, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
@@ -111,6 +112,12 @@ def _read_deepspeed(
             },
         )
         _check_compiled(resolved, source, recipe)
+        if recipe.ema_decay and keeps_optimizer_on_disk(resolved["zero_optimization"]):
+            raise UserError(
+                f"{source}: zero_optimization.offload_optimizer.device = nvme does not go together with ema_decay "
+                f"({recipe.source('ema_decay')}): DeepSpeed brings moments from the disk, and no other tensors. Use "
+                "--strategy zero3_offload"
+            )
     if problems.found:
         return None
     recipe.precision = precision

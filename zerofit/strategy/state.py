@@ -1,9 +1,10 @@
 """What an optimizer holds, in pieces of whole parameters: the same form under every strategy.
 
-A checkpoint keeps for each trained parameter its value in fp32 (`weight`) and AdamW's two moments, or Muon's one. Each
-rank holds pieces of these: all of them under DDP, a shard under ZeRO. A piece is named by its parameter, by the share
-of it that tensor parallelism has cut out, if it has, and by the range of the flattened share (or parameter) that it
-covers. So what N ranks wrote under one strategy, M ranks read under another.
+A checkpoint keeps for each trained parameter its value in fp32 (`weight`), AdamW's two moments, or Muon's one, and
+with `ema_decay` the mean of its values (`ema`), which lies beside the moments. Each rank holds pieces of these: all of
+them under DDP, a shard under ZeRO. A piece is named by its parameter, by the share of it that tensor parallelism has
+cut out, if it has, and by the range of the flattened share (or parameter) that it covers. So what N ranks wrote under
+one strategy, M ranks read under another.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ import torch
 
 from zerofit.model.parameters import true_numel, true_shape
 from zerofit.model.rows import rows_of
-from zerofit.strategy.muon import Muon
+from zerofit.strategy.muon import Muon, flat
 from zerofit.strategy.pieces import Piece
 
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
 # (ReplicatedOptimizerState) has not, and is not cut.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+AVERAGE = "ema"
 
 
 ReadWhole = Callable[[str], torch.Tensor]  # (name) -> what `whole_tensors` had of that name
@@ -42,7 +44,7 @@ class OptimizerState:
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
         """What is kept of a parameter."""
-        return self.kinds[:2] if name in self.matrices else self.kinds
+        return tuple(kind for kind in self.kinds if kind != "exp_avg_sq" or name not in self.matrices)
 
     def bytes_of_own(self) -> int:
         """What this rank writes."""
@@ -117,7 +119,7 @@ class OptimizerState:
         self._take(read)
         self._load_whole(read_whole)
         self._set_steps(steps)
-        self._weights_follow(read)
+        self._weights_follow()
 
     def _take(self, read: Read) -> None:
         for piece in self.held():
@@ -171,8 +173,28 @@ class OptimizerState:
     def _load_whole(self, read_whole: ReadWhole | None) -> None:
         """Take what `whole_tensors` had."""
 
-    def _weights_follow(self, read: Read) -> None:
-        """Give the model the weights that were read, where it has its own copy of them."""
+    def _weights_follow(self) -> None:
+        """Give the model the weights that the optimizer has now, where it has its own copy of them."""
+
+    def start_average(self) -> None:
+        """Keep a mean of the weights from now on, beside the moments: these come first, since an optimizer makes them
+        where it finds nothing."""
+        self.kinds = (*self.kinds, AVERAGE)
+        self.start()
+        for tensor in self._optimized():
+            self.optimizer.state[tensor][AVERAGE] = tensor.detach().clone()
+
+    def average(self, decay: float) -> None:
+        """Move the mean: `decay` of it stays."""
+        for tensor in self._optimized():
+            flat(self.optimizer.state[tensor][AVERAGE]).lerp_(flat(tensor), 1 - decay)
+
+    @torch.no_grad()
+    def take_average(self) -> None:
+        """Put the mean in the place of the weights, at the end of training."""
+        for tensor in self._optimized():
+            flat(tensor).copy_(flat(self.optimizer.state[tensor][AVERAGE]))
+        self._weights_follow()
 
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -250,7 +272,7 @@ class RowState(OptimizerState):
         held = parameter if kind == "weight" else self.optimizer.state[parameter][kind]
         return held.detach().to_local().view(-1)
 
-    def _weights_follow(self, read: Read) -> None:
+    def _weights_follow(self) -> None:
         self.engine.forget_gathered()
 
 
@@ -279,9 +301,8 @@ class FlatState(OptimizerState):
         self.engine.engine.optimizer._hp_optimizer_states_linked = False
         self.engine.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _weights_follow(self, read: Read) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(read("weight", self.piece(name, 0, parameter.numel())).view(parameter.shape))
+    def _weights_follow(self) -> None:
+        self.engine.engine.optimizer.update_lp_params()
 
 
 class ShardedState(OptimizerState):
@@ -326,12 +347,12 @@ class ShardedState(OptimizerState):
         for number in range(len(self._optimized())):
             self.engine.engine.optimizer._optimizer_step(number)
 
-    def _weights_follow(self, read: Read) -> None:
+    def _weights_follow(self) -> None:
         optimizer = self.engine.engine.optimizer
         self.engine.engine.empty_partition_cache()
         for piece in self.held():
             shard = self.parameters[piece.name].ds_tensor
-            shard[: piece.stop - piece.start].copy_(read("weight", piece))
+            shard[: piece.stop - piece.start].copy_(self.get("weight", piece))
         optimizer.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -20,6 +20,7 @@ from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
+from zerofit.model.export import Weights
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.last_message import print_last
 from zerofit.record.environment import describe_environment
@@ -30,6 +31,7 @@ from zerofit.record.recorder import RunRecorder
 from zerofit.record.terminal import Bar, duration
 from zerofit.record.trackers import publish_results, start_trackers
 from zerofit.strategy.machines import check_same
+from zerofit.strategy.state import AVERAGE
 from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
 from zerofit.training.evaluation import timed_evaluation
 from zerofit.training.loop import train
@@ -197,6 +199,8 @@ def export(result: TrainResult) -> None:
     weights = () if loads_best else result.exporter.weights()
     if not session.is_main:
         deque(weights, maxlen=0)  # takes part in gathering them
+        if recipe.ema_decay:
+            deque(_averaged(result), maxlen=0)
         return
     with folder.writing():
         folder.metrics.close()
@@ -209,6 +213,8 @@ def export(result: TrainResult) -> None:
                 review = result.exporter.read_back(place)
             else:
                 review = result.exporter.write(weights, state.held_out, place)
+            if recipe.ema_decay:
+                result.exporter.write(_averaged(result), {}, place / AVERAGE)
         with folder.new_file("loss.png", "wb") as picture:
             plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
     session.say(*publish_results(result.prepared.engine.accelerator, folder, state.updates))
@@ -222,6 +228,12 @@ def export(result: TrainResult) -> None:
         *([compiled()] if recipe.torch_compile else []),
         *(f"export      {line}" for line in review),
     )
+
+
+def _averaged(result: TrainResult) -> Weights:
+    """The mean of the weights, which takes their place in the engine."""
+    result.prepared.engine.state.take_average()
+    return result.exporter.weights()
 
 
 def finish(result: TrainResult) -> int:

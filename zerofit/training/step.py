@@ -1,5 +1,6 @@
 """One update: forward and backward over its micro-batches, the decision about it, and one step of the optimizer."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -190,6 +191,8 @@ class TrainStep:
             anomaly = Anomaly(update, reason, decisive, batches.micro_batches, parts)
         else:
             engine.apply()
+            if math.isfinite(decisive["grad_norm"]):  # else fp16 has left the weights where they were
+                engine.average()
         return StepResult(
             update,
             **decisive,
