@@ -57,6 +57,9 @@ class Engine:
         self.moved.append(self.update)
         self.model.zero_grad()
 
+    def average(self):
+        pass
+
     def discard(self):
         self.model.zero_grad()
 

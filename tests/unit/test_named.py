@@ -82,6 +82,11 @@ def test_where_it_would_be_another_optimizer_it_is_refused(torchrun, strategy, m
     assert why in message
 
 
+def test_a_mean_of_the_weights_is_refused_on_a_disk(torchrun):
+    options = recipe("--ema_decay", "0.9", "--strategy", "zero3_offload_nvme")
+    assert "does not go together with ema_decay" in refusal(read_strategy, options)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "sp"])
 def test_it_goes_with_other_strategies(torchrun, strategy):
     config = read_strategy(recipe("--optim", "muon", "--strategy", strategy)).deepspeed

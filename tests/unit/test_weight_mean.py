@@ -1,0 +1,78 @@
+"""ema_decay: the mean of the weights, beside each optimizer's state. Strategies: tests/launch/test_averages.py."""
+
+import pytest
+import torch
+from helpers import refusal
+from test_loop import Engine, run, task_of
+from test_muon import Alternating
+from test_optimizers import Other
+from test_plan_layouts import GPT2, model_of
+from test_resuming import recipe
+from test_saving import Alone, save, saver_of
+
+from zerofit.estimate.fully_sharded import FullyShards
+from zerofit.estimate.planned_strategy import PlannedStrategy
+from zerofit.strategy.layout import ParallelLayout
+
+ENGINES = {"adamw": Alone, "muon": Alternating, "adafactor": lambda seed=0: Other("adafactor", seed)}
+
+
+def average(engine: Alone, updates: range) -> list[list[torch.Tensor]]:
+    """Train, and move the mean after each update; returns the weights of each."""
+    seen = []
+    for update in updates:
+        engine.train(range(update, update + 1))
+        engine.state.average(0.7)
+        seen.append([each.detach().clone() for each in engine.module.parameters()])
+    return seen
+
+
+@pytest.mark.parametrize("optim", ENGINES)
+def test_it_is_the_mean_of_what_there_was_and_resumes_to_the_bit(tmp_path, optim):
+    engine, undisturbed = ENGINES[optim](), ENGINES[optim]()
+    by_hand = [each.detach().clone() for each in engine.module.parameters()]
+    engine.state.start_average()
+    weights = average(engine, range(3))
+    saver = saver_of(engine, tmp_path, asynchronous=False)
+    save(saver, engine, 3)
+    assert not saver.wait()
+    weights += average(engine, range(3, 6))
+    undisturbed.train(range(6))
+    assert all(map(torch.equal, weights[-1], undisturbed.module.parameters())), "training is as it was"
+    again = ENGINES[optim](seed=5)
+    again.state.start_average()
+    folder, _ = saver.choose("auto")
+    saver_of(again, tmp_path).load(folder)
+    average(again, range(3, 6))
+    for of_update in weights:
+        by_hand = [0.7 * mean + 0.3 * weight for mean, weight in zip(by_hand, of_update)]
+    for each in (engine, again):
+        each.state.take_average()
+    for mean, ours, resumed in zip(by_hand, engine.module.parameters(), again.module.parameters()):
+        torch.testing.assert_close(ours, mean, rtol=1e-6, atol=1e-7)
+        assert torch.equal(ours, resumed)
+
+
+def test_an_update_that_is_not_made_leaves_it():
+    engine = Engine(spoilt=(2, 4))
+    engine.average = lambda: engine.moved.append("mean")
+    run(task_of(on_anomaly="skip"), engine)
+    assert engine.moved == [1, "mean", 3, "mean", 5, "mean"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_the_plan_counts_four_bytes_of_each_weight(stage, optim):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models = [model_of(*GPT2, "--optim", optim, *more) for more in ((), ("--ema_decay", "0.9"))]
+    sharding = FullyShards(True) if stage == "fsdp2" else DeepSpeedZeroConfig(stage=stage) if stage else None
+    ranks = 2 if stage else 1
+    planned = PlannedStrategy("", ParallelLayout(ranks), "fp32", sharding)
+    without, with_mean = (planned.states(each, False).optimizer for each in models)
+    assert with_mean - without == pytest.approx(4 * models[0].weights.trained / ranks, rel=2e-3)
+    assert models[1].checkpoint_bytes - models[0].checkpoint_bytes == 4 * models[0].weights.trained
+
+
+def test_a_mean_that_never_moves_is_refused():
+    assert "ema_decay" in refusal(recipe, "--ema_decay", "1")
