@@ -12,8 +12,14 @@ from test_saving import Alone, save, saver_of
 from zerofit.checkpoint.resume import EarlierRuns, differences_from
 from zerofit.recipe.options import OPTIMIZERS
 from zerofit.record.run_folder import identity
-from zerofit.strategy.optimizers import KEPT, SHARDED, check_optimizer, make_optimizer, state_bytes
-from zerofit.strategy.state import ReplicatedOptimizerState
+from zerofit.strategy.optimizers import (
+    KEPT,
+    SHARDED,
+    ReplicatedOptimizerState,
+    check_optimizer,
+    make_optimizer,
+    state_bytes,
+)
 
 CPU = torch.device("cpu")
 SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
@@ -111,7 +117,7 @@ class Other(Alone):
     def __init__(self, optim: str, seed: int = 0, width: int = 640):
         super().__init__(seed, width)
         self.torch_optimizer = optimizer_of(self.module, "--optim", optim, "--learning_rate", "1e-2")
-        self.state = ReplicatedOptimizerState(self, KEPT[optim], lambda shape: state_bytes(optim, shape))
+        self.state = ReplicatedOptimizerState(self, optim)
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])

@@ -1,11 +1,11 @@
-"""The recipe's optimizer: AdamW, Muon (muon.py), or one that keeps less of each parameter.
+"""The recipe's optimizer: AdamW, Muon (muon.py), or one that keeps less of each parameter, and its state.
 
 Adafactor is that of transformers: its learning rate is absolute, as AdamW's is and the schedule says. In torch's it is
 relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 elements, each with a scale).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +16,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions, TrainingRecipe
 from zerofit.strategy.devices import has_fused_adamw
 from zerofit.strategy.muon import Muon
+from zerofit.strategy.state import ReadWhole, ReplicatedState
 
 # {optim: what it keeps of a parameter, beside the count of its steps}. AdamW's moments have the parameter's own shape.
 KEPT = {
@@ -77,6 +78,39 @@ def state_bytes(optim: str, shape: Sequence[int]) -> int:
     if optim in ("adamw", "adamw_8bit"):
         return 8 * size
     raise NotImplementedError(optim)
+
+
+class ReplicatedOptimizerState(ReplicatedState):
+    """The state of one that is not SHARDED: what it keeps is the same on all ranks, and the first one writes it."""
+
+    kinds = ("weight",)
+
+    def __init__(self, engine: Any, optim: str) -> None:
+        super().__init__(engine)
+        self.optim = optim
+
+    def bytes_of_own(self) -> int:
+        return super().bytes_of_own() + (self._kept_bytes() if self.engine.layout.is_main else 0)
+
+    def bytes_of_all(self) -> int:
+        return super().bytes_of_all() + self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        return sum(state_bytes(self.optim, parameter.shape) for parameter in self.parameters.values())
+
+    def whole_tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self._tensors()) if self.engine.layout.is_main else {}
+
+    def _load_whole(self, read_whole: ReadWhole | None) -> None:
+        assert read_whole is not None  # a checkpoint of such an optimizer has whole tensors
+        for name, tensor in self._tensors():
+            tensor.copy_(read_whole(name))
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.parameters.items():
+            for kind, tensor in self.optimizer.state[parameter].items():
+                if kind in KEPT[self.optim]:
+                    yield f"{kind}/{name}", tensor
 
 
 def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> None:

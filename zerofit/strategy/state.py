@@ -18,7 +18,7 @@ from zerofit.strategy.muon import Muon, flat
 from zerofit.strategy.pieces import Piece
 
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
-# (ReplicatedOptimizerState) has not, and is not cut.
+# (optimizers.py) has not, and is not cut.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 AVERAGE = "ema"
 
@@ -216,44 +216,6 @@ class ReplicatedState(OptimizerState):
         parameter = self.parameters[piece.name]
         whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
         return whole.view(-1)[piece.start : piece.stop]
-
-
-class ReplicatedOptimizerState(ReplicatedState):
-    """The same of an optimizer other than AdamW: what it keeps is the same on all ranks, and the first one writes it.
-
-    Args:
-        kept: the names of the tensors in the optimizer's state of a parameter, where it has them.
-        bytes_of: (shape of a parameter) -> their bytes.
-    """
-
-    kinds = ("weight",)
-
-    def __init__(self, engine: Any, kept: tuple[str, ...], bytes_of: Callable[[torch.Size], int]) -> None:
-        super().__init__(engine)
-        self._kept, self._bytes_of = kept, bytes_of
-
-    def bytes_of_own(self) -> int:
-        return super().bytes_of_own() + (self._kept_bytes() if self.engine.layout.is_main else 0)
-
-    def bytes_of_all(self) -> int:
-        return super().bytes_of_all() + self._kept_bytes()
-
-    def _kept_bytes(self) -> int:
-        return sum(self._bytes_of(parameter.shape) for parameter in self.parameters.values())
-
-    def whole_tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self._tensors()) if self.engine.layout.is_main else {}
-
-    def _load_whole(self, read_whole: ReadWhole | None) -> None:
-        assert read_whole is not None  # a checkpoint of such an optimizer has whole tensors
-        for name, tensor in self._tensors():
-            tensor.copy_(read_whole(name))
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.parameters.items():
-            for kind, tensor in self.optimizer.state[parameter].items():
-                if kind in self._kept:
-                    yield f"{kind}/{name}", tensor
 
 
 class RowState(OptimizerState):

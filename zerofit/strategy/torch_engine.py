@@ -8,8 +8,8 @@ import torch
 
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.optimizers import KEPT, SHARDED, make_optimizer, state_bytes
-from zerofit.strategy.state import OptimizerState, ReplicatedOptimizerState, ReplicatedState
+from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState, make_optimizer
+from zerofit.strategy.state import OptimizerState, ReplicatedState
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -82,7 +82,7 @@ class TorchEngine(Engine):
     def _state(self) -> OptimizerState | None:
         if self.optim in SHARDED:
             return ReplicatedState(self)
-        return ReplicatedOptimizerState(self, KEPT[self.optim], lambda shape: state_bytes(self.optim, shape))
+        return ReplicatedOptimizerState(self, self.optim)
 
     def loss_scale(self) -> dict[str, Any]:
         return self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else {}
