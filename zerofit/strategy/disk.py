@@ -120,6 +120,11 @@ class DiskState(ShardedState):
                     for kind in self.kinds:
                         self.set(kind, piece, read(kind, piece))
 
+    def _shards_follow(self, pieces: list[Piece]) -> None:
+        for number, several in self._by_sub_group(pieces):
+            with self._swapped_in(number):
+                super()._shards_follow(several)
+
     def _step(self) -> None:
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             with self._swapped_in(number, written=True):

@@ -312,9 +312,12 @@ class ShardedState(OptimizerState):
     def _weights_follow(self) -> None:
         optimizer = self.engine.engine.optimizer
         self.engine.engine.empty_partition_cache()
-        for piece in self.held():
-            shard = self.parameters[piece.name].ds_tensor
-            shard[: piece.stop - piece.start].copy_(self.get("weight", piece))
+        self._shards_follow(self.held())
         optimizer.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    def _shards_follow(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            shard = self.parameters[piece.name].ds_tensor
+            shard[: piece.stop - piece.start].copy_(self.get("weight", piece))
