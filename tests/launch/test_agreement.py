@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from folders import tools_in_this_process
 from helpers import (
     ROOT,
@@ -36,6 +38,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BlenderbotTokenizer
 
 from zerofit.cli import main as zerofit
+from zerofit.data.distilled import TABLE, vocabulary_key
 from zerofit.data.tables import hold_out
 from zerofit.recipe import ClmRecipe
 
@@ -64,7 +67,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed")
+SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed", "distilled")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
     "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
@@ -132,6 +135,10 @@ CASES = {
     ), ("zero3",)),
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon"), ("zero2",)),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01"), ("tp",)),
+    "distilled": Case("clm", 22, (  # the run spans two epochs
+        "--model_name_or_path", "{llama}", "--train_file", "{taught}", "--distill_divergence", "reverse",
+        "--distill_temperature", "1.5", "--max_eval_samples", "17", "--save_steps", "8", "--record_samples", "true",
+    )),
     "mixture": Case("clm", 12, (
         "--model_name_or_path", "{llama}", "--train_file", "3", "{material}/text/train.txt", "1",
         "{material}/instruct/english.json", "--chat_template", "instruction", "--block_size", "160",
@@ -196,7 +203,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     train_blenderbot(folder / "blenderbot", material)
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material)}
-    made |= {"pairs": pairs_of_answers(folder, material)}
+    made |= {"pairs": pairs_of_answers(folder, material), "taught": taught_samples(folder / "taught.parquet", llama)}
     return {"llama": llama, "material": material, **made}
 
 
@@ -230,6 +237,24 @@ def pairs_of_answers(folder: Path, material: Path) -> Path:
     answers = ((record["output"], other) for record, other in zip(records, others))
     pairs = [{**prompt, "chosen": good, "rejected": bad} for prompt, (good, bad) in zip(asked, answers) if good != bad]
     return write_records(folder / "pairs.jsonl", pairs)
+
+
+def taught_samples(path: Path, llama: Path) -> Path:
+    """Rows of two packed documents, as a teacher of random opinions would write them."""
+    tokenizer, draw = AutoTokenizer.from_pretrained(llama), np.random.default_rng(0)
+    documents, rows = np.array([64, 96]), []
+    for _ in range(150):
+        ids = draw.integers(3, len(tokenizer), 160)
+        labels = np.where(np.isin(np.arange(160), [0, 64, 65, 66]), -100, ids)
+        likeliest = draw.permuted(np.tile(np.arange(len(tokenizer)), (156, 1)), axis=1)[:, :8]
+        opinions = np.log(draw.dirichlet(np.ones(9), 156)[:, :8])  # the ninth is all other tokens
+        rows.append({
+            "input_ids": ids, "labels": labels, "position_ids": np.concatenate(list(map(np.arange, documents))),
+            "teacher_ids": likeliest.ravel(), "teacher_log_probabilities": opinions.ravel(), "num_tokens": 160,
+            "vocabulary": vocabulary_key(tokenizer),
+        })  # fmt: skip
+    Dataset.from_list(rows, features=TABLE).to_parquet(path)
+    return path
 
 
 def train_blenderbot(folder: Path, material: Path) -> None:
@@ -431,6 +456,7 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("muon", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("muon", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("smoothed", "tp", [(8, "zero3", 2), (16, "single", 1)]),
+    ("distilled", "zero2", [(8, "fsdp2", 2), (16, "sp", 2)]),
     ("classes", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("layers", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),

@@ -10,6 +10,7 @@ from datasets import Dataset
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
 from zerofit.data.chat.preferences import find_preferences, prepare_preferences
 from zerofit.data.chat.prepare import prepare_chat
+from zerofit.data.distilled import read_distilled
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
 from zerofit.data.mixture import MixedSamples, MixtureOrder, samples_of_a_pass, shares
@@ -57,7 +58,9 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         return read_causal_prompts(recipe, options, form, config, block_size)
     try:
         with one_process_at_a_time(options.cache.folder):
-            if recipe.streaming:
+            if recipe.distill_divergence:
+                data = _prepare_distilled(recipe, options, form, config, block_size)
+            elif recipe.streaming:
                 data = _prepare_stream(recipe, options, form, config, block_size, consumed)
             else:
                 prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
@@ -159,8 +162,7 @@ def _prepare_stream(
     """Shards that are read while training goes on, a window at a time; the held-out data are read as ever."""
     held_out = None
     if recipe.validation_file:
-        own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
-        held_out = _prepare_text_or_chat(recipe, own, form, config, block_size)
+        held_out = _held_out_data(recipe, options, form, config, block_size)
     if not recipe.trains:
         return held_out
     shards, size = find_shards(tuple(recipe.train_file)), parse_bytes(recipe.streaming)
@@ -194,6 +196,22 @@ def _prepare_stream(
         order=train,
         samples_per_epoch=total,
     )
+
+
+def _prepare_distilled(
+    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
+) -> TextData:
+    """Samples with a teacher's likeliest tokens; the data of validation_file are read as ever."""
+    held_out = _held_out_data(recipe, options, form, config, block_size) if recipe.validation_file else None
+    if not recipe.train_file:
+        return held_out
+    return read_distilled(replace(options, patterns={"train": recipe.train_file}), config, held_out)
+
+
+def _held_out_data(recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int) -> TextData:
+    """Those of validation_file alone."""
+    own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
+    return _prepare_text_or_chat(recipe, own, form, config, block_size)
 
 
 def is_packed(recipe: ClmRecipe) -> bool:

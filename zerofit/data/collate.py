@@ -87,6 +87,8 @@ class CausalCollator:
             "position_ids": 0,
             "attention_mask": 0,
             "documents": 0,
+            "teacher_ids": 0,
+            "teacher_log_probabilities": 0,
         }
         same_length = len(set(lengths)) == 1
         width = lengths[0] if same_length else round_up(max(lengths), self.multiple)
@@ -106,7 +108,7 @@ class CausalCollator:
         if self.flatten and packed:
             if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
                 targets[:, 0] = IGNORE
-            inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+            inputs = {name: tensor.flatten(0, 1)[None] for name, tensor in inputs.items()}
             inputs |= document_lengths(inputs["position_ids"])
         several = packed and bool((inputs["position_ids"].diff() != 1).any())
         return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices, packed=several)
@@ -289,9 +291,11 @@ def within_documents(documents: torch.Tensor) -> torch.Tensor:
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:
-    """(B, width) one column of the rows, padded on the right."""
+    """(B, width) one column of the rows, padded on the right; (B, width, K) of K values each."""
     return torch.from_numpy(np.stack([_padded(row[name], width, filler) for row in rows]))
 
 
 def _padded(values: np.ndarray, width: int, filler: int) -> np.ndarray:
-    return np.pad(values, (0, width - len(values)), constant_values=filler) if len(values) < width else values
+    if len(values) == width:
+        return values
+    return np.pad(values, [(0, width - len(values)), *[(0, 0)] * (values.ndim - 1)], constant_values=filler)

@@ -82,7 +82,8 @@ class SampleSet(Protocol):
 class Documents:
     """The token ids of all documents as one long row, read from the memory-mapped Arrow file.
 
-    `offsets` (int64, documents + 1) is the start of each document. `column` is the column of ids to read.
+    `offsets` (int64, documents + 1) is the start of each document. `column` is the column of ids, or of numbers of
+    other types, to read.
     """
 
     def __init__(self, dataset: "Dataset", column: str = "input_ids"):
@@ -111,12 +112,13 @@ class Documents:
         return np.diff(self.offsets)
 
     def row(self, index: int) -> np.ndarray:
-        """The ids of one document, a copy (int64)."""
+        """The ids of one document, a copy (int64; numbers that are no integers keep their type)."""
         return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Ids [start, stop) of the long row, a copy (int64)."""
-        out = np.empty(stop - start, dtype=np.int64)
+        """Ids [start, stop) of the long row, a copy as of `row`."""
+        stored = self._chunks[0].dtype
+        out = np.empty(stop - start, dtype=np.int64 if stored.kind == "i" else stored)
         chunk = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
             begin = self._starts[chunk]

@@ -12,6 +12,7 @@ TASKS = {
     "cls": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
+TOP_K = 64  # tokens of a teacher a position; the data say how many
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
 
 
@@ -76,12 +77,15 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
             (zerofit/strategy/sequence.py).
 
     Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or
-        (B, 1, T, T).
+        (B, 1, T, T), a teacher's tokens (B, T, TOP_K).
     """
     shape = (batch_size * rows.per_sample, rows.length)
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     if rows.task == "clm":
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
+        if rows.terms.distillation is not None:
+            inputs["teacher_ids"] = torch.zeros((*shape, TOP_K), dtype=torch.int64)
+            inputs["teacher_log_probabilities"] = torch.zeros((*shape, TOP_K))
         if rows.masked or not (makes_masks or rows.per_sample == 2):
             inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
         if rows.masked and not makes_masks:

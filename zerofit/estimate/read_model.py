@@ -8,7 +8,7 @@ import transformers
 
 from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, TASKS, Rows
-from zerofit.model.chunked_loss import TokenLoss
+from zerofit.model.chunked_loss import terms_of
 from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
 from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
@@ -86,7 +86,7 @@ def rows_of(recipe: Any, task: str, config: Any, full: Any) -> Rows:
         return Rows(task, recipe.max_length)
     head = full.get_output_embeddings()
     whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
-    kind, terms = "full" if whole else "chunked", TokenLoss(recipe.label_smoothing, recipe.z_loss)
+    kind, terms = "full" if whole else "chunked", terms_of(recipe)
     if task == "seq2seq":
         return Rows(task, recipe.max_source_length, recipe.max_target_length, loss_kind=kind, terms=terms)
     positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from zerofit.model.distillation import Distillation, TeacherTokens, with_rest
+from zerofit.recipe.tasks import LossOptions
+
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
@@ -19,13 +22,29 @@ class TokenLoss(NamedTuple):
     Args:
         label_smoothing: this part of the target is divided among the whole vocabulary.
         z_loss: what the square of the logits' logsumexp is multiplied by (Chowdhery et al. 2022, PaLM: 1e-4).
+        distillation: how a teacher's distribution enters the loss, where a batch has one.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    distillation: Distillation | None = None
+
+    @property
+    def hard_weight(self) -> float:
+        """What the loss of the next token itself is multiplied by."""
+        return 1.0 if self.distillation is None else 1 - self.distillation.weight
 
 
 PLAIN = TokenLoss()
+
+
+def terms_of(recipe: LossOptions) -> TokenLoss:
+    """What the recipe adds to the cross entropy of tokens."""
+    divergence = getattr(recipe, "distill_divergence", None)  # of train/clm.py
+    distillation = None
+    if divergence:
+        distillation = Distillation(recipe.distill_weight, recipe.distill_temperature, divergence == "reverse")
+    return TokenLoss(recipe.label_smoothing, recipe.z_loss, distillation)
 
 
 def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
@@ -42,17 +61,20 @@ def chunk_starts(num_rows: int, rows: int) -> Iterable[int]:
 
 
 @torch.compiler.disable  # it would unroll the loop
-def chunked_loss(hidden, weight, bias, targets, share=None, terms: TokenLoss = PLAIN) -> torch.Tensor:
+def chunked_loss(
+    hidden, weight, bias, targets, share=None, terms: TokenLoss = PLAIN, teacher: TeacherTokens | None = None
+) -> torch.Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
 
     Args:
         share: under tensor parallelism the rows of the vocabulary that weight and bias have here (VocabularyShare).
         terms: what is added to the cross entropy.
+        teacher: of each token; needed where `terms` distil.
     """
     rows = _rows_of_chunk(hidden, weight, share)
     tensors = (hidden, weight, bias)
     needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
-    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share, terms)
+    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share, terms, teacher)
 
 
 def _rows_of_chunk(hidden, weight, share) -> int:
@@ -75,13 +97,13 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share, terms):
+    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share, terms, teacher):
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(tensor, dtype=dtype) if needed else None
             for tensor, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
         )
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        loss, divergence = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
         vocab_size = weight.shape[0] if share is None else sum(share.sizes)
         if not has_half_matmul(hidden.device):
             weight = weight.float()
@@ -90,11 +112,15 @@ class _Chunked(torch.autograd.Function):
             is_ignored = (target == IGNORE)[:, None]
             log_probabilities, target, at_target, log_sums = _log_probabilities(chunk, weight, bias, target, share)
             loss += _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size, terms)
+            soft = None
+            if terms.distillation is not None:
+                of_chunk = teacher.rows(start, start + rows)
+                soft = _distil(log_probabilities, of_chunk, share, vocab_size, terms.distillation)
+                divergence += soft.losses.masked_fill(is_ignored[:, 0], 0).sum()
+            at_target = at_target * (terms.hard_weight * (1 - terms.label_smoothing))
             if not any(needs_grad):
                 continue
-            gradient = _gradient_of_logits(
-                log_probabilities, target, at_target * (1 - terms.label_smoothing), log_sums, vocab_size, terms
-            )
+            gradient = _gradient_of_logits(log_probabilities, target, at_target, log_sums, vocab_size, terms, soft)
             if weight.dtype == torch.float32:
                 gradient = gradient.to(hidden.dtype).float()
             else:
@@ -107,6 +133,8 @@ class _Chunked(torch.autograd.Function):
                 grad_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
         if share is not None:
             loss = share.summed(loss)
+        if terms.distillation is not None:  # every rank has the whole divergence
+            loss = terms.hard_weight * loss + terms.distillation.weight * divergence
         ctx.gradients = grad_hidden, grad_weight, grad_bias
         return loss
 
@@ -118,7 +146,7 @@ class _Chunked(torch.autograd.Function):
             None if gradient is None else gradient.float().mul_(scale).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes)
         )
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 class _ChunkedTokens(torch.autograd.Function):
@@ -192,15 +220,60 @@ def _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size: 
     return loss
 
 
+class _SoftChunk(NamedTuple):
+    """Some rows of a student against its teacher.
+
+    Attributes:
+        losses: (N,) T^2 KL of each token; the same on all ranks that share the vocabulary.
+        ids: (N, K) the teacher's tokens, as columns that this rank has.
+        at_ids: (N, K) the gradient of their logits, less what `others` gives them.
+        others: (N, 1) the gradient of all logits, divided by the tokens' probabilities.
+    """
+
+    losses: torch.Tensor
+    ids: torch.Tensor
+    at_ids: torch.Tensor
+    others: torch.Tensor
+
+
+def _distil(log_probabilities, teacher: TeacherTokens, share, vocab_size: int, how: Distillation) -> _SoftChunk:
+    """With g the gradient of the classes' log-probabilities, which adds up to 0, that of the logit of token k is g_k,
+    and of each other token j it is g_rest p_j / p_rest."""
+    ids, is_own = (teacher.ids, None) if share is None else share.own(teacher.ids)
+    found = log_probabilities.gather(1, ids)
+    if share is not None:
+        found = share.summed(found.masked_fill_(~is_own, 0))
+    student = with_rest(found, vocab_size)
+    losses, gradient = how.with_gradient(student, with_rest(teacher.log_probabilities, vocab_size))
+    gradient *= how.weight
+    at_ids, others = gradient[:, : ids.shape[1]], torch.zeros_like(gradient[:, :1])
+    if ids.shape[1] < vocab_size:
+        others = gradient[:, -1:] / student[:, -1:].exp()
+        at_ids = at_ids - found.exp() * others
+    if share is not None:
+        at_ids = at_ids.masked_fill(~is_own, 0)
+    return _SoftChunk(losses, ids, at_ids, others)
+
+
 def _gradient_of_logits(
-    log_probabilities, target, at_target, log_sums=None, vocab_size: int = 1, terms: TokenLoss = PLAIN
+    log_probabilities,
+    target,
+    at_target,
+    log_sums=None,
+    vocab_size: int = 1,
+    terms: TokenLoss = PLAIN,
+    soft: _SoftChunk | None = None,
 ) -> torch.Tensor:
-    """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` add theirs."""
+    """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` and teacher add theirs."""
     target, gradient = target[:, None], log_probabilities.exp_()
-    if terms.z_loss:
-        gradient.mul_(1 + 2 * terms.z_loss * log_sums)
+    if terms.z_loss or soft is not None:
+        factor = terms.hard_weight * (1 + 2 * terms.z_loss * log_sums)
+        gradient.mul_(factor if soft is None else factor + soft.others)
     gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
-    return gradient.sub_(terms.label_smoothing / vocab_size) if terms.label_smoothing else gradient
+    if soft is not None:
+        gradient.scatter_add_(1, soft.ids, soft.at_ids)
+    smoothing = terms.hard_weight * terms.label_smoothing / vocab_size
+    return gradient.sub_(smoothing) if smoothing else gradient
 
 
 @functools.cache

@@ -20,8 +20,11 @@ import torch.nn.functional as F
 
 from zerofit.model.attention import packed_rows
 from zerofit.model.chunked_loss import IGNORE, PLAIN, TokenLoss, chunked_loss, chunked_token_losses
+from zerofit.model.distillation import TeacherTokens, with_rest
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
+
+TEACHER = ("teacher_ids", "teacher_log_probabilities")  # of a batch
 
 
 def install_loss(model: torch.nn.Module, kind: str, terms: TokenLoss = PLAIN) -> None:
@@ -32,6 +35,8 @@ def install_loss(model: torch.nn.Module, kind: str, terms: TokenLoss = PLAIN) ->
     encoder-decoder model labels are the target (B, U), and the decoder reads it shifted right. A model with experts
     takes `is_token` (B, T), too, 0 where packed rows are filled up; its `routing` counts in training (experts.py).
     With `of_rows` (B,) in place of a scalar, without the routers' auxiliary loss.
+    `teacher_ids` and `teacher_log_probabilities` (B, T, K) are a teacher's likeliest next tokens at each position;
+    read in training where `terms` distil.
     Without labels the model works as before. Can be called again to change the kind.
     """
     model.loss_kind, model.loss_terms = kind, terms
@@ -53,6 +58,9 @@ def _forward_with_loss(
     **inputs,
 ):
     is_token, mask = inputs.pop("is_token", None), inputs.get("attention_mask")
+    teacher = None
+    if "teacher_ids" in inputs:
+        teacher = TeacherTokens(*(inputs.pop(name).flatten(0, 1) for name in TEACHER))
     if labels is None and next_tokens is None:
         return self.original_forward(*args, **inputs)
     if next_tokens is not None:
@@ -66,17 +74,17 @@ def _forward_with_loss(
         routers = {} if self.routing is None else {"output_router_logits": False}
         return _token_losses(self, targets, *args, **inputs, **routers).view(rows, -1).sum(dim=1)
     if self.routing is None:
-        return _summed_loss(self, targets, *args, **inputs)
+        return _summed_loss(self, targets, *args, teacher=teacher, **inputs)
     if is_token is None and mask is not None and mask.dim() == 2:
         is_token = mask
     if not self.training:
         return _summed_loss(self, targets, *args, **inputs, output_router_logits=False)
     with self.routing.watched() as router_logits:
-        loss = _summed_loss(self, targets, *args, **inputs, output_router_logits=False)
+        loss = _summed_loss(self, targets, *args, teacher=teacher, **inputs, output_router_logits=False)
     return self.routing.observe(loss, router_logits, is_token)
 
 
-def _summed_loss(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
+def _summed_loss(self, targets: torch.Tensor, *args, teacher: TeacherTokens | None = None, **inputs) -> torch.Tensor:
     terms = self.loss_terms if self.training else PLAIN
     if self.loss_kind == "full":
         logits = self.original_forward(*args, **inputs).logits.flatten(0, 1).float()
@@ -85,9 +93,14 @@ def _summed_loss(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
         )
         if terms.z_loss:
             loss = loss + terms.z_loss * logits.logsumexp(-1).masked_fill(targets == IGNORE, 0).square().sum()
+        if (distillation := terms.distillation) is not None:
+            student = with_rest(logits.log_softmax(-1).gather(1, teacher.ids), logits.shape[1])
+            losses = distillation.losses(student, with_rest(teacher.log_probabilities, logits.shape[1]))
+            divergence = losses.masked_fill(targets == IGNORE, 0).sum()
+            loss = terms.hard_weight * loss + distillation.weight * divergence
         return loss
     hidden = self.base_model(*args, **inputs).last_hidden_state
-    return self.get_output_embeddings()(hidden.flatten(0, 1), targets, terms=terms)
+    return self.get_output_embeddings()(hidden.flatten(0, 1), targets, terms=terms, teacher=teacher)
 
 
 def _token_losses(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
@@ -124,6 +137,7 @@ def _head_forward(
     targets: torch.Tensor | None = None,
     of_tokens: bool = False,
     terms: TokenLoss = PLAIN,
+    teacher: TeacherTokens | None = None,
 ):
     if targets is None:
         return self.original_forward(hidden)
@@ -135,7 +149,7 @@ def _head_forward(
     with torch.autocast(hidden.device.type, enabled=False):
         if of_tokens:
             return chunked_token_losses(hidden, weight, bias, targets, share)
-        return chunked_loss(hidden, weight, bias, targets, share, terms)
+        return chunked_loss(hidden, weight, bias, targets, share, terms, teacher)
 
 
 def loss_of_examples(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from zerofit.model.attention import choose_attention, takes_lengths, use_masks
-from zerofit.model.chunked_loss import TokenLoss
+from zerofit.model.chunked_loss import terms_of
 from zerofit.model.compilation import uncompiled
 from zerofit.model.families import family_of
 from zerofit.model.loss import has_separate_body, install_loss
@@ -43,7 +43,7 @@ def safe_precision(strategy, config) -> tuple[str, str | None]:
 
 def install_chosen_loss(model, recipe: LossOptions) -> None:
     """Install the loss that the recipe names and the model can have."""
-    install_loss(model, _choose(model, recipe)[0], TokenLoss(recipe.label_smoothing, recipe.z_loss))
+    install_loss(model, _choose(model, recipe)[0], terms_of(recipe))
 
 
 def choose_packed_attention(model, recipe: ModelOptions, precision: str) -> str:

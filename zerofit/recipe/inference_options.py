@@ -20,7 +20,8 @@ TRAINING_OPTIONS = (
     "record_samples", "with_tracking", "report_to", "report_name", "run_name", "sample_tokens", "sample_prompt",
     "length_grouping", "global_batch_warmup", "block_size_warmup", "difficulty_warmup", "peak_tflops",
     "tokens_per_batch", "class_weights", "focal_gamma", "label_smoothing", "z_loss", "profile", "profile_ranks",
-    "profile_memory", "layer_decay", "ema_decay", "mirror", "push_to_hub", "hub_strategy",
+    "profile_memory", "layer_decay", "ema_decay", "distill_weight", "distill_temperature", "mirror", "push_to_hub",
+    "hub_strategy",
 )  # fmt: skip
 DATA_OPTIONS = (  # of the data that predict_file replaces
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",

@@ -14,6 +14,7 @@ from zerofit.recipe.causal_options import (
     WritingOptions,
 )
 from zerofit.recipe.data_options import PaddingOptions, RecordOptions
+from zerofit.recipe.distillation_options import DistillationOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.options import TrainingRecipe
@@ -244,6 +245,7 @@ class ClmRecipe(
     StreamOptions,
     MixtureOptions,
     PreferenceOptions,
+    DistillationOptions,
     ChatOptions,
     RecordOptions,
     CorpusOptions,
