@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.training.preferences import held_out_pairs, measure_reference, preference_loss
     from zerofit.training.prepare import prepare, start
     from zerofit.training.task import Task
+    from zerofit.training.teacher import load_teacher
 
     timeline.mark("imports")
 
@@ -87,8 +88,13 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         notes.append(check_loss(engine, recipe))
         check_split_rows(engine, collate, is_packed(recipe))
 
+    # A teacher beside the student: both read each micro-batch, and the loss compares them.
+    loss_sum = model_loss
+    if recipe.teacher and recipe.trains:
+        loss_sum = load_teacher(session, model, data, collate, engine.device)
+
     # Pairs of answers: another loss, of two rows a sample. The reference is the model as it is now.
-    loss_sum, preference, figures, unit = model_loss, None, ("loss", "perplexity"), "token"
+    preference, figures, unit = None, ("loss", "perplexity"), "token"
     if recipe.preference_loss and not recipe.predict_file:
         loss_sum = preference = preference_loss(recipe)
         collate = PreferenceCollator(padding_token(data.tokenizer), multiple_for(engine.device))

@@ -34,7 +34,7 @@ from helpers import (
     write_records,
 )
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BlenderbotTokenizer
 
 from zerofit.cli import main as zerofit
@@ -136,8 +136,11 @@ CASES = {
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon"), ("zero2",)),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01"), ("tp",)),
     "distilled": Case("clm", 22, (  # the run spans two epochs
-        "--model_name_or_path", "{llama}", "--train_file", "{taught}", "--distill_divergence", "reverse",
+        "--model_name_or_path", "{llama}", "--train_file", "{taught}", "--distill_divergence", "forward",
         "--distill_temperature", "1.5", "--max_eval_samples", "17", "--save_steps", "8", "--record_samples", "true",
+    )),
+    "teacher": Case("clm", 12, (  # which each process holds beside the student
+        *PACKED, "--teacher", "{teacher}", "--distill_divergence", "forward",
     )),
     "mixture": Case("clm", 12, (
         "--model_name_or_path", "{llama}", "--train_file", "3", "{material}/text/train.txt", "1",
@@ -182,6 +185,8 @@ def table(*names: str, layouts: Iterable[str] = OTHERS) -> list:
 
 def _is_possible(name: str, layout: str) -> bool:
     strategy = LAYOUTS[layout][0]
+    if name == "teacher" and strategy.startswith(("zero3", "fsdp2", "hsdp")):
+        return False
     if name == "muon" and "offload" in strategy:
         return False
     return strategy[:2] not in SPLIT or name in SPLIT[strategy[:2]][1]
@@ -204,6 +209,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material)}
     made |= {"pairs": pairs_of_answers(folder, material), "taught": taught_samples(folder / "taught.parquet", llama)}
+    made |= {"teacher": another_model(folder / "teacher", llama)}
     return {"llama": llama, "material": material, **made}
 
 
@@ -251,10 +257,20 @@ def taught_samples(path: Path, llama: Path) -> Path:
         rows.append({
             "input_ids": ids, "labels": labels, "position_ids": np.concatenate(list(map(np.arange, documents))),
             "teacher_ids": likeliest.ravel(), "teacher_log_probabilities": opinions.ravel(), "num_tokens": 160,
-            "vocabulary": vocabulary_key(tokenizer),
+            "top_k": 8, "vocabulary": vocabulary_key(tokenizer),
         })  # fmt: skip
     Dataset.from_list(rows, features=TABLE).to_parquet(path)
     return path
+
+
+def another_model(folder: Path, llama: Path) -> Path:
+    """The same with other weights."""
+    shutil.copytree(llama, folder)
+    (file,) = folder.glob("*.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: one + 0.02 * torch.randn(one.shape, generator=generator) for name, one in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    return folder
 
 
 def train_blenderbot(folder: Path, material: Path) -> None:

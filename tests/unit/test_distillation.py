@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.cli import main as zerofit
 from zerofit.data.causal import prepare_causal_data
+from zerofit.data.collate import Batch
+from zerofit.estimate.read_model import read_planned_model
 from zerofit.model.chunked_loss import TokenLoss
 from zerofit.model.configuration import load_configuration
 from zerofit.model.distillation import Distillation
@@ -22,6 +26,8 @@ from zerofit.model.loss import install_loss
 from zerofit.recipe.errors import UserError
 from zerofit.tools.generate import logprobs
 from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.training.configuration import check_teacher
+from zerofit.training.teacher import Teacher
 
 VOCABULARY = 97
 
@@ -96,6 +102,40 @@ def test_a_student_that_is_its_teacher_has_no_divergence():
         assert losses.abs().max() < 1e-6
         assert gradient.abs().max() < 1e-6
         assert (how.losses(student, student.roll(1, dims=0)) > 0.1).all()
+
+
+@pytest.mark.parametrize("kind", ["full", "chunked"])
+def test_a_teacher_beside_the_student_is_one_of_whom_all_is_stored(kind, monkeypatch):
+    monkeypatch.setattr(chunked_module, "chunk_rows", lambda vocab_size, on_gpu: 7)
+    model, other = tiny_model("gpt_neox"), tiny_model("llama")
+    inputs = {name: batch(1)[0][name] for name in ("input_ids", "labels")}
+    install_loss(model, kind, TokenLoss(distillation=Distillation(0.7, 2.0, head=other.get_output_embeddings())))
+    with torch.no_grad():
+        found, ids = other(input_ids=inputs["input_ids"]).logits.log_softmax(-1).sort(dim=-1)
+    stored = model.train()(**inputs, teacher_ids=ids, teacher_log_probabilities=found)
+    expected = torch.autograd.grad(stored, list(model.parameters()))
+    whole = Batch(inputs, 0, 0, 0, [])
+    loss = Teacher(other)(model, whole)
+    torch.testing.assert_close(loss, stored, rtol=1e-6, atol=0)
+    for ours, right in zip(torch.autograd.grad(loss, list(model.parameters())), expected):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
+
+
+def test_a_plan_counts_the_teacher(byte_tokenizer, teacher):
+    """Its weights and its logits; and refuses it where a process does not hold what it computes with."""
+    recipe = recipe_of(
+        config_name="gpt2", tokenizer_name=str(teacher), distill_divergence="forward", teacher=str(teacher),
+        config_overrides="n_layer=2,n_head=2,n_embd=32,vocab_size=304",
+    )  # fmt: skip
+    model = read_planned_model(recipe, "clm", on_gpu=True)
+    assert model.teacher_weights == sum(
+        each.numel() for each in AutoModelForCausalLM.from_pretrained(teacher).parameters()
+    )
+    for strategy, refused in (({}, False), ({"tensor": 2}, True), ({"shards_parameters": True}, True)):
+        defaults = {"tensor": 1, "pipeline": 1, "sequence": 1, "shards_parameters": False, "fully_shards": False}
+        made = SimpleNamespace(**defaults | strategy, source="the pair")
+        with pytest.raises(UserError, match="teacher") if refused else nullcontext():
+            check_teacher(recipe, made)
 
 
 # ------------------------------------------------------------------------------------------------ from file to file
@@ -179,6 +219,11 @@ def test_files_that_do_not_belong_together_are_refused(teacher, records, tmp_pat
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(UserError, match="vocabulary"):
         read(teacher, tmp_path / "files", tokenizer_name=str(tmp_path / "tokenizer"))
+    with pytest.raises(UserError, match="block_size"):
+        read(teacher, tmp_path / "files", block_size=64)
+    write(teacher, records, tmp_path / "others", top_k=6)
+    with pytest.raises(UserError, match="--logprobs"):
+        read(teacher, tmp_path / "*", train_file=[f"{tmp_path}/*/*.parquet"])
     with pytest.raises(UserError, match="--logprobs"):
         read(teacher, tmp_path / "files", train_file=[str(records)])
 
@@ -188,10 +233,10 @@ def test_files_that_do_not_belong_together_are_refused(teacher, records, tmp_pat
     [
         ({"distill_weight": 0.3}, "distill_weight"),
         ({"distill_temperature": 2.0}, "distill_temperature"),
+        ({"teacher": "gpt2-xl"}, "teacher"),
         ({"distill_divergence": "forward", "distill_weight": 1.5}, "distill_weight"),
         ({"distill_divergence": "forward", "preference_loss": "dpo"}, "preference_loss"),
         ({"distill_divergence": "forward", "streaming": "1MiB", "max_train_steps": 3}, "streaming"),
-        ({"distill_divergence": "forward", "block_size": 64}, "block_size"),
         ({"distill_divergence": "forward", "packing": "none"}, "packing"),
     ],
 )

@@ -58,7 +58,7 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         return read_causal_prompts(recipe, options, form, config, block_size)
     try:
         with one_process_at_a_time(options.cache.folder):
-            if recipe.distill_divergence:
+            if recipe.distill_divergence and not recipe.teacher:
                 data = _prepare_distilled(recipe, options, form, config, block_size)
             elif recipe.streaming:
                 data = _prepare_stream(recipe, options, form, config, block_size, consumed)
@@ -202,10 +202,15 @@ def _prepare_distilled(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
 ) -> TextData:
     """Samples with a teacher's likeliest tokens; the data of validation_file are read as ever."""
-    held_out = _held_out_data(recipe, options, form, config, block_size) if recipe.validation_file else None
     if not recipe.train_file:
-        return held_out
-    return read_distilled(replace(options, patterns={"train": recipe.train_file}), config, held_out)
+        return _held_out_data(recipe, options, form, config, block_size)
+    fraction = 0.0 if recipe.validation_file else options.held_out_fraction
+    own = replace(options, patterns={"train": recipe.train_file}, held_out_fraction=fraction)
+    data = read_distilled(own, config, recipe.block_size)
+    if not recipe.validation_file:
+        return data
+    held_out = _held_out_data(recipe, options, form, config, data.block_size)
+    return replace(data, validation=held_out.validation, report=[])
 
 
 def _held_out_data(recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int) -> TextData:

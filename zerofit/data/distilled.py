@@ -22,7 +22,7 @@ from zerofit.recipe.errors import UserError
 COLUMNS = ("input_ids", "labels", "position_ids", "teacher_ids")
 TABLE = Features(
     {**dict.fromkeys(COLUMNS, IDS), "teacher_log_probabilities": List(Value("float32")),
-     "num_tokens": Value("int32"), "vocabulary": Value("string")}
+     "num_tokens": Value("int32"), "top_k": Value("int32"), "vocabulary": Value("string")}
 )  # fmt: skip
 
 
@@ -40,19 +40,18 @@ class DistilledSamples:
     """The samples of a table of TABLE; `teacher_ids` and `teacher_log_probabilities` of one are (T, K)."""
 
     def __init__(self, table: Dataset):
-        self.columns = {name: Documents(table, name) for name in TABLE if name not in ("num_tokens", "vocabulary")}
+        self.columns = {name: Documents(table, name) for name in (*COLUMNS, "teacher_log_probabilities")}
         self.num_tokens = np.asarray(table.with_format("numpy")["num_tokens"][:])
         self.lengths = self.sort_key = None
         widths, tokens = self.columns["input_ids"].lengths, int(self.num_tokens.sum())
-        targets = sum(int(targets_of(self.columns["labels"].row(row)).sum()) for row in range(len(table)))
-        self.top_k = self.columns["teacher_ids"].num_tokens // targets
+        self.top_k = int(table[0]["top_k"])
         self.block_size = int(widths.max())
         self.stats = DatasetStats(
             documents=len(table),
             tokens=tokens,
             samples=len(table),
             truncated=0,
-            trained=targets,
+            trained=self.columns["teacher_ids"].num_tokens // self.top_k,
             padding=1 - tokens / int(widths.sum()),
         )
 
@@ -69,12 +68,12 @@ class DistilledSamples:
         return {**sample, "num_tokens": np.array(self.num_tokens[index])}
 
 
-def read_distilled(options: DataOptions, config, held_out: TextData | None) -> TextData:
+def read_distilled(options: DataOptions, config, block_size: int | None) -> TextData:
     """The samples of train_file, and a held-out part of them.
 
     Args:
         config: the student's.
-        held_out: the data of validation_file, where there is one.
+        block_size: the option, which the samples decide where it is None.
 
     Raises:
         UserError: the files were not written by `zerofit generate --logprobs`, or by one with another K, or for
@@ -93,13 +92,19 @@ def read_distilled(options: DataOptions, config, held_out: TextData | None) -> T
             f"distill_divergence: the teacher of {where} has another vocabulary than {tokenizer.name_or_path!r}. Name "
             "the teacher's with tokenizer_name, or take another teacher"
         )
+    if len(table.unique("top_k")) > 1:
+        raise UserError(
+            f"distill_divergence: {where}: not all files have the same --logprobs. Name those of one teacher"
+        )
     table = first_records(table.select_columns([*TABLE]), options.max_train_samples)
     parts = {"train": table}
-    if held_out is None and options.held_out_fraction > 0:
+    if options.held_out_fraction > 0:
         parts["train"], parts["validation"] = hold_out(table, options.held_out_fraction)
         parts["validation"] = first_records(parts["validation"], options.max_eval_samples)
     sets = {name: DistilledSamples(part.flatten_indices()) for name, part in parts.items()}
-    block_size = choose_length("block_size", sets["train"].block_size, f"of {where}", config)
+    width = choose_length("block_size", sets["train"].block_size, f"of {where}", config)
+    if block_size not in (None, width):
+        raise UserError(f"block_size = {block_size}: the samples of {where} have {width} tokens. Leave it out")
     notes = [f"teacher   the {sets['train'].top_k} likeliest tokens of each position"]
-    validation = sets.get("validation") if held_out is None else held_out.validation
-    return TextData(sets["train"] if options.trains else None, validation, tokenizer, block_size, notes)
+    train = sets["train"] if options.trains else None
+    return TextData(train, sets.get("validation"), tokenizer, width, notes)

@@ -38,6 +38,7 @@ class PlannedModel:
         recipe: the training recipe.
         full: the model with its adapter, on "meta".
         cpu_kernels: see TraceSettings.
+        teacher: of transformers, on "meta": what each process holds beside the student; None without one.
     """
 
     recipe: Any
@@ -47,6 +48,7 @@ class PlannedModel:
     rows: Rows
     on_gpu: bool
     cpu_kernels: bool = False
+    teacher: Any = None
 
     def __post_init__(self) -> None:
         self._tracers: dict[tuple[Any, ...], Any] = {}
@@ -57,6 +59,11 @@ class PlannedModel:
         other = replace(self, recipe=recipe, rows=rows)
         other._shares, other._tracers = self._shares, self._tracers
         return other
+
+    @property
+    def teacher_weights(self) -> int:
+        """Their number."""
+        return sum(each.numel() for each in self.teacher.parameters()) if self.teacher is not None else 0
 
     def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
         """Those of the rank that has most, or of a stage; before ZeRO shards them."""

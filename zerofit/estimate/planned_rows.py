@@ -1,7 +1,7 @@
 """The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss of them."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,16 @@ TASKS = {
 }
 TOP_K = 64  # tokens of a teacher a position; the data say how many
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
+
+
+class PlannedHead(NamedTuple):
+    """In place of the head of a teacher that is held beside the student: logits of the right size."""
+
+    width: int
+    vocab_size: int
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.new_zeros((*hidden.shape[:-1], self.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,15 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
             (zerofit/strategy/sequence.py).
 
     Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or
-        (B, 1, T, T), a teacher's tokens (B, T, TOP_K).
+        (B, 1, T, T), a teacher's tokens (B, T, TOP_K) or hidden states.
     """
     shape = (batch_size * rows.per_sample, rows.length)
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     if rows.task == "clm":
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
-        if rows.terms.distillation is not None:
+        if rows.terms.distillation is not None and rows.terms.distillation.head:
+            inputs["teacher_hidden"] = torch.zeros((*shape, rows.terms.distillation.head.width))
+        elif rows.terms.distillation is not None:
             inputs["teacher_ids"] = torch.zeros((*shape, TOP_K), dtype=torch.int64)
             inputs["teacher_log_probabilities"] = torch.zeros((*shape, TOP_K))
         if rows.masked or not (makes_masks or rows.per_sample == 2):

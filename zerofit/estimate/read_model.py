@@ -1,5 +1,6 @@
 """From a recipe to the model of a plan: its configuration and rows, without a weight."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import torch
 import transformers
 
 from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
-from zerofit.estimate.planned_rows import LONGEST_BLOCK, TASKS, Rows
+from zerofit.estimate.planned_rows import LONGEST_BLOCK, TASKS, PlannedHead, Rows
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
+from zerofit.model.pretrained_io import read_config
 from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.paths import is_missing_folder
@@ -45,7 +47,22 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     add_lora(full, recipe, task)
     if recipe.gradient_checkpointing:
         check_recomputation(full, recipe.gradient_checkpointing)
-    return PlannedModel(recipe, task, config, full, rows_of(recipe, task, config, full), on_gpu)
+    rows, teacher = rows_of(recipe, task, config, full), _teacher_of(recipe)
+    if teacher is not None:
+        assert rows.terms.distillation is not None, "the recipe names a divergence"
+        head = PlannedHead(teacher.config.get_text_config().hidden_size, teacher.config.get_text_config().vocab_size)
+        distillation = rows.terms.distillation._replace(head=head)
+        rows = replace(rows, terms=rows.terms._replace(distillation=distillation))
+    return PlannedModel(recipe, task, config, full, rows, on_gpu, teacher=teacher)
+
+
+def _teacher_of(recipe: Any) -> Any:
+    """The teacher on "meta" that each process holds beside the student; None without one."""
+    if not getattr(recipe, "teacher", None):
+        return None
+    config = read_config("teacher", recipe.teacher, recipe.trust_remote_code)
+    with torch.device("meta"):
+        return make_model(config, "clm", torch.float32, None, traced=False)
 
 
 def _shape_only(recipe: Any) -> Any:

@@ -4,7 +4,7 @@ import bisect
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from zerofit.estimate.exchanges import (
@@ -195,7 +195,13 @@ class Timing:
         """Of the whole model, or of the stage that takes longest: the others wait for it."""
         stages = self.model.stages(resolved.layout)
         times = (self._passes_of(resolved, micro_batch, stage) for stage in stages)
-        return max(times, key=lambda one: one.forward + one.backward)
+        slowest = max(times, key=lambda one: one.forward + one.backward)
+        if not self.model.teacher_weights:
+            return slowest
+        own = sum(each.numel() for each in self.model.full.parameters())
+        teacher = slowest.forward * self.model.teacher_weights / own  # its forward pass
+        parts = slowest.parts | {"teacher": teacher}
+        return replace(slowest, forward=slowest.forward + teacher, parts=parts)
 
     def _passes_of(self, resolved: PlannedStrategy, micro_batch: int, stage: Stage) -> PassTime:
         """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""

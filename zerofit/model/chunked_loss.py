@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from zerofit.model.distillation import Distillation, TeacherTokens, with_rest
+from zerofit.model.distillation import AnyTeacher, Distillation, TeacherTokens, with_rest
 from zerofit.recipe.tasks import LossOptions
 
 IGNORE = -100
@@ -62,7 +62,13 @@ def chunk_starts(num_rows: int, rows: int) -> Iterable[int]:
 
 @torch.compiler.disable  # it would unroll the loop
 def chunked_loss(
-    hidden, weight, bias, targets, share=None, terms: TokenLoss = PLAIN, teacher: TeacherTokens | None = None
+    hidden,
+    weight,
+    bias,
+    targets,
+    share=None,
+    terms: TokenLoss = PLAIN,
+    teacher: AnyTeacher | None = None,
 ) -> torch.Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
 

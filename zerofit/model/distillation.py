@@ -10,7 +10,7 @@ probability is what the K leave, for teacher and student alike. A student that s
 teacher finds unlikely is so corrected, and with K = V the loss is that of the whole vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,13 @@ SMALLEST_REST = 1e-7  # below, the probability of all other tokens is rounding
 
 
 class Distillation(NamedTuple):
-    """How a teacher's distribution enters the loss: a, T and the direction of the KL divergence."""
+    """How a teacher's distribution enters the loss: a, T and the direction of the KL divergence; and the teacher's
+    head, where it is held beside the student."""
 
     weight: float
     temperature: float = 1.0
     reverse: bool = False
+    head: Any = None
 
     def losses(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """(N,) T^2 KL of log-probabilities (N, C) of the same classes."""
@@ -49,6 +51,22 @@ class TeacherTokens(NamedTuple):
     def rows(self, start: int, stop: int) -> "TeacherTokens":
         """Those of some tokens."""
         return TeacherTokens(self.ids[start:stop], self.log_probabilities[start:stop])
+
+
+class TeacherStates(NamedTuple):
+    """A teacher's last hidden states (N, H) and its head; its logits are made for some tokens at a time."""
+
+    hidden: torch.Tensor
+    head: Any
+
+    def rows(self, start: int, stop: int) -> TeacherTokens:
+        """The whole vocabulary for some tokens."""
+        log_probabilities = self.head(self.hidden[start:stop]).float().log_softmax(-1)
+        ids = torch.arange(log_probabilities.shape[1], device=log_probabilities.device)
+        return TeacherTokens(ids.expand(log_probabilities.shape), log_probabilities)
+
+
+AnyTeacher = TeacherTokens | TeacherStates
 
 
 def with_rest(log_probabilities: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -84,6 +84,8 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
         if recipe.quantised:
             check_quantisation(recipe, strategy)
     with problems.collected():
+        check_teacher(recipe, strategy)
+    with problems.collected():
         plan = earlier.plan(recipe, strategy.batches.global_batch, folder)
     problems.raise_found()
     if recipe.dataloader_num_workers is None:
@@ -135,6 +137,20 @@ def check_task(task: str, strategy: Strategy) -> None:
         raise UserError(
             f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a pair without it, "
             "such as zero3"
+        )
+
+
+def check_teacher(recipe: Any, strategy: Strategy) -> None:
+    """Check that a teacher can be held beside the student (`--teacher`).
+
+    Raises:
+        UserError: the strategy shards or splits what a process computes; the teacher would be in full on each.
+    """
+    splits = strategy.tensor * strategy.pipeline * strategy.sequence > 1
+    if getattr(recipe, "teacher", None) and (strategy.shards_parameters or strategy.fully_shards or splits):
+        raise UserError(
+            f"teacher = {recipe.teacher!r} and {strategy.source}: a teacher is held in full by each process, which "
+            "this strategy does not do. Store what it says with `zerofit generate --logprobs`, or use zero2"
         )
 
 

@@ -102,5 +102,6 @@ def _record(model, data: TextData, sample: Sample, collate: CausalCollator, top_
         "teacher_ids": ids.flatten().cpu().numpy(),
         "teacher_log_probabilities": found.flatten().cpu().numpy(),
         "num_tokens": int(sample.get("num_tokens", np.array(len(sample["input_ids"])))),
+        "top_k": len(ids[0]),
         "vocabulary": vocabulary_key(data.tokenizer),
     }

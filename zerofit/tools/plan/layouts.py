@@ -22,7 +22,7 @@ from zerofit.recipe.places import place
 from zerofit.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.rank_environment import strategy_of_a_launch
-from zerofit.training.configuration import check_layout, check_task
+from zerofit.training.configuration import check_layout, check_task, check_teacher
 
 FILE = "deepspeed_config_file"  # of an accelerate YAML
 
@@ -165,6 +165,7 @@ def resolve(name: str, recipe, model: PlannedModel, world_size: int, gpus_per_no
     recipe.per_device_train_batch_size = 1
     strategy = strategy_of_a_launch(recipe, name, "--strategies", world_size, min(world_size, gpus_per_node))
     check_task(model.task, strategy)
+    check_teacher(recipe, strategy)
     check_layout(model.config, strategy)
     if recipe.lora:
         check_quantised_sharding(recipe, strategy)

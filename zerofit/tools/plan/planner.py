@@ -111,6 +111,8 @@ class Planner:
     def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
         model, layout = self.model, resolved.layout
         states = resolved.states(model, accumulation > 1, stage)
+        teacher = model.teacher_weights * DTYPES[resolved.precision].itemsize
+        states = replace(states, buffers=states.buffers + teacher)
         about = resolved.precision, resolved.sharding, layout, stage
         training = model.steps(*about, micro_batch)
         in_flight = None

@@ -1,0 +1,84 @@
+"""A teacher beside the student: each process holds all of its weights, and reads the micro-batches it trains on."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from zerofit.data.causal import is_packed
+from zerofit.data.collate import Batch
+from zerofit.data.distilled import vocabulary_key
+from zerofit.data.lengths import choose_length
+from zerofit.data.pack import TextData
+from zerofit.model.attention import packed_rows
+from zerofit.model.loss import HIDDEN, TEACHER, has_separate_body, model_loss
+from zerofit.model.preflight import choose_packed_attention, documents_leak, random_tokens
+from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
+from zerofit.recipe.errors import UserError
+from zerofit.training.session import Session
+
+NOT_READ = ("labels", "next_tokens", "is_token", *TEACHER)
+STORE = "Store what it says with `zerofit generate --logprobs`"
+
+
+class Teacher:
+    """A frozen model whose distribution the student learns; as a loss: (student, batch) -> the summed loss."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.head = model.eval().requires_grad_(False), model.get_output_embeddings()
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """(B, T, H) what the head makes logits of."""
+        inputs = {name: value for name, value in batch.inputs.items() if name not in NOT_READ}
+        with packed_rows(batch.packed):
+            hidden: torch.Tensor = self.model.base_model(**inputs).last_hidden_state
+        return hidden
+
+    def __call__(self, student: Any, batch: Batch) -> torch.Tensor:
+        return model_loss(student, replace(batch, inputs={**batch.inputs, HIDDEN: self.hidden(batch)}))
+
+
+def load_teacher(session: Session, student: Any, data: TextData, collate: Any, device: torch.device) -> Teacher:
+    """Load the recipe's teacher, and give the student's loss its head.
+
+    Args:
+        collate: lays rows out as in training.
+
+    Raises:
+        UserError: it cannot be loaded, has another vocabulary, makes logits in another way than its head, or mixes the
+            documents of a packed row.
+    """
+    recipe: Any = session.recipe  # a ClmRecipe
+    name, trust, precision = recipe.teacher, recipe.trust_remote_code, session.strategy.precision
+    config, stated = read_config("teacher", name, trust), f"teacher = {name!r}"
+    rows, own = config.vocab_size, student.config.vocab_size
+    if rows != own:
+        raise UserError(f"{stated}: its vocabulary has {rows:,} rows, and the student's {own:,}. {STORE}")
+    if vocabulary_key(read_tokenizer("teacher", name, config, trust)) != vocabulary_key(data.tokenizer):
+        raise UserError(f"{stated} has another vocabulary than the student. Name the teacher's with tokenizer_name")
+    choose_length("block_size", data.block_size, stated, config)
+    config.use_cache = False
+    model, missing = read_model(
+        AutoModelForCausalLM, "teacher", name, config, precision=precision, trust_remote_code=trust
+    )
+    if missing:
+        raise UserError(f"{stated} lacks {len(missing)} weights, such as {missing[0]}. Name a folder with all of them")
+    if is_packed(recipe):
+        choose_packed_attention(model, recipe, precision)
+    teacher = Teacher(model.to(device))
+    if not has_separate_body(model) or not _makes_logits_of_its_head(teacher, random_tokens(rows, device)):
+        raise UserError(f"{stated}: a {config.model_type} changes its logits after the head. {STORE}")
+    if is_packed(recipe) and documents_leak(model, collate, rows, device):
+        raise UserError(f"{stated}: a {config.model_type} mixes documents of a packed row. Use --packing none")
+    terms = student.loss_terms
+    student.loss_terms = terms._replace(distillation=terms.distillation._replace(head=teacher.head))
+    return teacher
+
+
+@torch.no_grad()
+def _makes_logits_of_its_head(teacher: Teacher, ids: torch.Tensor) -> bool:
+    logits = teacher.model(input_ids=ids).logits
+    own = teacher.head(teacher.model.base_model(input_ids=ids).last_hidden_state)
+    return torch.allclose(own, logits, rtol=0, atol=1e-2 * float(logits.abs().max()))
