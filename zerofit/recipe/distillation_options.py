@@ -19,7 +19,7 @@ class DistillationOptions(Recipe):
     distill_divergence: str | None = option(
         None,
         "Train on a teacher's distribution, too: forward, KL(teacher || student), or reverse, KL(student || teacher). "
-        "train_file is what `zerofit generate --logprobs` has written, or teacher reads the data.",
+        "train_file is what --logprobs of zerofit generate has written, or teacher reads the data.",
         choices=DIVERGENCES,
     )
     teacher: str | None = option(
