@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     from transformers import AutoModelForCausalLM
 
-    from zerofit.data.causal import is_packed, prepare_causal_data
+    from zerofit.data.causal import prepare_causal_data
     from zerofit.data.collate import CausalCollator, PreferenceCollator, PromptCollator, multiple_for
     from zerofit.data.lengths import growing_blocks
     from zerofit.data.order import easiest_first
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     install_chosen_loss(model, recipe)
     if recipe.preference_loss:
         without_dropout(model)
-    if is_packed(recipe):
+    if recipe.is_packed:
         notes.append(choose_packed_attention(model, recipe, session.strategy.precision))
     timeline.mark("model")
     prepared = prepare(started, model, adapter)
@@ -80,13 +80,13 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     collate = CausalCollator(
         padding_token(data.tokenizer), multiple=multiple_for(engine.device), marks_filling=routing is not None
     )
-    if is_packed(recipe):
+    if recipe.is_packed:
         notes.append(check_packing(engine, recipe, collate))
     elif recipe.reset_attention_mask or recipe.reset_position_ids:
         check_mask_support(engine)
     if not recipe.predict_file:
         notes.append(check_loss(engine, recipe))
-        check_split_rows(engine, collate, is_packed(recipe))
+        notes.append(check_split_rows(engine, collate, recipe.is_packed))
 
     # A teacher beside the student: both read each micro-batch, and the loss compares them.
     loss_sum = model_loss

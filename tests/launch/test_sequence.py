@@ -22,13 +22,15 @@ def found(tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_rows_are_rows_in_full(found, kind):
     """Loss, gradients and logits, of rows that two ranks do not divide."""
-    largest = {name: max(figures[kind].values()) for name, figures in found.items()}
+    largest = {name: max(figures[kind].values()) for name, figures in found.items() if kind in figures}
     assert all(value < 1e-5 for value in largest.values()), largest
 
 
 def test_packed_documents_do_not_see_each_other(found):
     for name, figures in found.items():
         said = figures["checks"]
+        if said is None:  # a ring, in which no documents can be packed
+            continue
         assert not said["isolation"], name
         assert not said["loss"], name
         assert "mixes them" in said["isolation without the mask"], name

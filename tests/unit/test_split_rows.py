@@ -4,6 +4,7 @@ import pytest
 from helpers import check_refusal
 from transformers import AutoConfig
 
+from zerofit.recipe import ClmRecipe
 from zerofit.strategy.sequence import check_model
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
@@ -21,18 +22,27 @@ def config(model_type: str = "llama", heads: int = 8, kv_heads: int = 2, **chang
      (config("mistral", sliding_window=None), 2), (AutoConfig.for_model("gpt2"), 12)],
 )  # fmt: skip
 def test_heads_that_the_ranks_can_share(model, degree):
-    check_model(model, degree, "mine.json")
+    check_model(model, degree, "mine.json", ClmRecipe(), "fp32")
+
+
+def test_more_ranks_pass_keys_and_values_on():
+    plain = ClmRecipe(packing="concatenate")
+    for model in (config(), config(heads=6, kv_heads=2), AutoConfig.for_model("gpt2", attn_pdrop=0.0)):
+        check_model(model, 5, "mine.json", plain, "bf16")
+    words = ["sequence_parallel_size = 5", "ring attention", "packing", "attn_pdrop=0", "Use 2 or 3 or 4 or 6 or 12"]
+    check_refusal(words, check_model, AutoConfig.for_model("gpt2"), 5, "mine.json", ClmRecipe(), "bf16")
 
 
 @pytest.mark.parametrize(
     ("model", "degree", "words"),
     [
-        (config(), 3, ["sequence_parallel_size = 3", "8 attention heads and 2 heads of keys", "Use 2 or 4 or 8"]),
-        (config(heads=6, kv_heads=2), 3, ["6 attention heads and 2 heads", "Use 2 or 6"]),
+        (config(), 3, ["sequence_parallel_size = 3", "packing", "Use 2 or 4 or 8"]),
+        (config(heads=6, kv_heads=2), 3, ["reset_attention_mask", "Use 2 or 6"]),
         (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
         (config(rope_parameters=LONGROPE), 2, ["scales positions by the length of a row"]),
         (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
     ],
 )
 def test_the_others_are_refused_with_the_remedy(model, degree, words):
-    check_refusal(["mine.json: sequence_parallel_size = ", *words], check_model, model, degree, "mine.json")
+    words = ["mine.json: sequence_parallel_size = ", *words]
+    check_refusal(words, check_model, model, degree, "mine.json", ClmRecipe(), "fp32")

@@ -219,15 +219,6 @@ def _held_out_data(recipe: ClmRecipe, options: DataOptions, form: FormOptions, c
     return _prepare_text_or_chat(recipe, own, form, config, block_size)
 
 
-def is_packed(recipe: ClmRecipe) -> bool:
-    """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
-    if recipe.predict_file or recipe.preference_loss:
-        return False
-    if recipe.data_path:
-        return recipe.reset_position_ids and recipe.reset_attention_mask
-    return recipe.packing == "documents"
-
-
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
     """Raises UserError for options that have no effect on what the data was taken for."""
     if form is None:

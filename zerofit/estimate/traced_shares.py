@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
@@ -39,6 +41,8 @@ class Collectives:
     """
 
     ReduceOp = distributed.ReduceOp
+    ProcessGroup = FakeGroup
+    AsyncCollectiveTensor = functional.AsyncCollectiveTensor
 
     def __init__(self, note: Callable[[Operation], None], size: int):
         self.note, self.size = note, size
@@ -54,6 +58,10 @@ class Collectives:
 
     def reduce_scatter_tensor(self, own: torch.Tensor, whole: torch.Tensor, group: Any = None) -> None:
         self._noted(REDUCE_SCATTER, own, whole.nbytes)
+
+    def permute_tensor(self, tensor: torch.Tensor, destinations: list[int], group: Any) -> torch.Tensor:
+        self._noted(ALL_TO_ALL, tensor, tensor.nbytes)
+        return tensor.clone()
 
     def get_world_size(self, group: Any = None) -> int:
         return self.size
@@ -72,7 +80,7 @@ class Collectives:
         if self.size == 1:
             yield
             return
-        places = [(layers, "distributed"), (tokens, "distributed")]
+        places = [(layers, "distributed"), (tokens, "distributed"), (ring, "dist"), (ring, "ft_c")]
         with contextlib.suppress(ImportError):
             from deepspeed.runtime.sequence_parallel import ulysses_sp
             from deepspeed.sequence import layer

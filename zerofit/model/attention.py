@@ -95,7 +95,7 @@ def _use_flash(model, precision: str, device: torch.device) -> str:
     """Set the first flash kernel that works here. Returns its name in words, or why none works."""
     from transformers import utils
 
-    dropout, problems = _has_dropout(model.config.get_text_config()), []
+    dropout, problems = has_attention_dropout(model.config.get_text_config()), []
     for name, version in PACKAGES.items():
         if getattr(utils, f"is_flash_attn_{version}_available")() and (version == "2" or not dropout):
             try:
@@ -111,7 +111,7 @@ def _use_flash(model, precision: str, device: torch.device) -> str:
     return "; ".join([*problems, problem])
 
 
-def _has_dropout(config) -> bool:
+def has_attention_dropout(config) -> bool:
     """Whether there is dropout on attention weights, by the names that configurations have for it."""
     return any(
         getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")

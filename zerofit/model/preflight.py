@@ -109,18 +109,21 @@ def check_packing(engine, recipe: ModelOptions, collate) -> str:
 
 @uncompiled()
 @torch.no_grad()
-def check_split_rows(engine, collate, packed: bool) -> None:
+def check_split_rows(engine, collate, packed: bool) -> str | None:
     """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full.
 
     Args:
         collate: lays rows out as in training.
         packed: rows are of documents that do not see each other.
 
+    Returns:
+        A note for the log.
+
     Raises:
         UserError: the model, or its attention kernel, needs the rows in full.
     """
     if engine.layout.sequence == 1:
-        return
+        return None
     vocab_size, device, length = _sizes(engine)
     width = 2 * length - 1  # to be filled up
     ids = random_tokens(vocab_size, device, width, NUM_ROWS).view(NUM_ROWS, width).cpu().numpy()
@@ -138,6 +141,11 @@ def check_split_rows(engine, collate, packed: bool) -> None:
             f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {config.model_type} with "
             f"attn_implementation = {config._attn_implementation!r} differs. Use a pair without it, such as zero3"
         )
+    if not engine.split_rows.in_a_ring:
+        return None
+    return (
+        f"note      {engine.layout.sequence} ranks cannot share the heads: keys and values go round (ring attention)"
+    )
 
 
 def check_mask_support(engine) -> None:

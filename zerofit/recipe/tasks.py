@@ -254,6 +254,20 @@ class ClmRecipe(
 ):
     """Causal language modelling, from scratch or continued."""
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
+        if self.predict_file or self.preference_loss:
+            return False
+        if self.data_path:
+            return self.reset_position_ids and self.reset_attention_mask
+        return self.packing == "documents"
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a token does not see all that stand before it in its row."""
+        return self.is_packed or self.reset_position_ids or self.reset_attention_mask
+
 
 @dataclass
 class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLossOptions, LabelOptions):

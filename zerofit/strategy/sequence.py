@@ -1,11 +1,12 @@
-"""Sequence parallelism (Ulysses): the ranks of a replica split each row among them.
+"""Sequence parallelism: the ranks of a replica split each row among them.
 
 Each rank runs the model on its part of every row. Attention needs rows in full: an all-to-all gives each rank some of
-the heads of rows in full, and another one gives the parts back (Jacobs et al. 2023, arXiv:2309.14509). To its caller
-the model is what it was: it takes rows in full, and returns the loss of all their tokens, or the logits of all.
+the heads of rows in full, and another one gives the parts back (Ulysses, Jacobs et al. 2023, arXiv:2309.14509). More
+ranks than can share the heads pass keys and values on (ring_attention.py). To its caller the model is what it was: it
+takes rows in full, and returns the loss of all their tokens, or the logits of all.
 
-Only the exchange is DeepSpeed's. What it registers with transformers discards every mask, so that packed documents see
-each other; it knows one micro-batch only; and in evaluation mode a rank attends to its own part only
+Only the exchange of heads is DeepSpeed's. What it registers with transformers discards every mask, so that packed
+documents see each other; it knows one micro-batch only; and in evaluation mode a rank attends to its own part only
 (runtime/sequence_parallel/ulysses_sp.py, 0.19).
 """
 
@@ -18,18 +19,26 @@ import torch
 import torch.nn.functional as F
 
 from zerofit.data.collate import within_documents
-from zerofit.model.attention import added_mask
+from zerofit.model.attention import added_mask, has_attention_dropout
 from zerofit.model.families import family_of
 from zerofit.model.loss import IGNORE, TEACHER
 from zerofit.model.tensor_parallel.layers import Summed
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
+from zerofit.strategy.ring_attention import RingAttention, pieces_of, rows_of
 
 FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0, **dict.fromkeys(TEACHER, 0)}
 BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
 
 
-def check_model(config: Any, degree: int, source: str) -> None:
+def shares_heads(config: Any, degree: int) -> bool:
+    """Whether so many ranks can share the heads of a model; otherwise keys and values go round."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def check_model(config: Any, degree: int, source: str, recipe: Any, precision: str) -> None:
     """Before data is read: check that `degree` ranks can split the rows of such a model.
 
     Raises:
@@ -45,15 +54,22 @@ def check_model(config: Any, degree: int, source: str) -> None:
         problems.append(f"{stated}: layers of this {config.model_type} do not attend to the row in full. {without}")
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in BY_LENGTH:
         problems.append(f"{stated}: this {config.model_type} scales positions by the length of a row. {without}")
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    possible = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if not problems and degree not in possible:
+    if not problems and not shares_heads(config, degree):
+        possible = [n for n in range(2, config.num_attention_heads + 1) if shares_heads(config, n)]
         remedy = f"Use {' or '.join(map(str, possible))}" if possible else without
-        problems.append(
-            f"{stated}: the model has {heads} attention heads and {kv_heads} heads of keys and values, which "
-            f"{degree} processes cannot share alike. {remedy}"
-        )
+        reasons = {
+            "knows no mask of documents (packing, reset_attention_mask, reset_position_ids)": recipe.is_masked,
+            "has no dropout (remove it: --config_overrides attn_pdrop=0, or attention_dropout=0)": (
+                recipe.trains and has_attention_dropout(config)
+            ),
+            "has no kernel in fp32 on a GPU": precision == "fp32" and torch.cuda.is_available(),
+        }
+        problems += [
+            f"{stated}: the ranks cannot share {config.num_attention_heads} attention heads, and ring attention "
+            f"{reason}. {remedy}"
+            for reason, is_so in reasons.items()
+            if is_so
+        ]
     if problems:
         raise UserError(problems)
 
@@ -70,6 +86,7 @@ class SplitRows:
 
         self.model, self.size, self.rank, self.active = model, layout.sequence, layout.sequence_rank, True
         self.group = sequence_groups(layout).get_sequence_parallel_group()
+        self.in_a_ring = not shares_heads(model.config.get_text_config(), self.size)
         self._exchanges: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._forward_in_full = model.forward
         model.forward = self._forward
@@ -100,7 +117,7 @@ class SplitRows:
     def _part(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of the rows, filled up to a length that the ranks divide, and the mask of rows in full."""
         rows, width = inputs["input_ids"].shape
-        fill = -width % self.size
+        fill = -width % (2 * self.size if self.in_a_ring else self.size)
         inputs, mask = dict(inputs), inputs.get("attention_mask")
         packed = mask is None and "position_ids" in inputs and "cu_seq_lens_q" not in inputs
         if "labels" in inputs:  # shifted before the cut: the next token may be in the next rank's part
@@ -111,7 +128,8 @@ class SplitRows:
         for name in FILLERS.keys() & inputs.keys():
             beyond = (0, 0) * (inputs[name].dim() - 2)  # of a teacher (B, T, K)
             row = F.pad(inputs[name], (*beyond, 0, fill), value=FILLERS[name])
-            inputs[name] = row.chunk(self.size, dim=1)[self.rank].contiguous()
+            part = pieces_of(row, self.rank, self.size) if self.in_a_ring else row.chunk(self.size, dim=1)[self.rank]
+            inputs[name] = part.contiguous()
         if fill and "cu_seq_lens_q" in inputs:
             inputs |= _with_filler(inputs, width + fill, fill)
         inputs["attention_mask"] = self._mask(mask, positions, packed, fill)
@@ -132,7 +150,7 @@ class SplitRows:
         """All ranks' parts (B, T / ranks, ...) as (B, T, ...), without a gradient."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         torch.distributed.all_gather(parts, part.detach().contiguous(), group=self.group)
-        return torch.cat(parts, dim=1)
+        return rows_of(parts) if self.in_a_ring else torch.cat(parts, dim=1)
 
     def _attend(
         self,
@@ -151,6 +169,9 @@ class SplitRows:
         """
         if not self.active:
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
+        if self.in_a_ring:
+            output = RingAttention.apply(query, key, value, self.group, kwargs.get("scaling"))
+            return output.transpose(1, 2).contiguous(), None
         rows, heads, width, _ = query.shape
         if kwargs.get("position_ids") is None:  # GPT-2 does not pass them on
             first = self.rank * width

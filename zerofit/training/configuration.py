@@ -1,6 +1,7 @@
 """A run's configuration, resolved once: recipe, launch environment, strategy pair and earlier run."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
     config, problems = load_configuration(recipe, auto_class), Problems()
     with problems.collected():
         if strategy is not None:
-            check_layout(config, strategy)
+            check_layout(config, strategy, recipe)
     for option, default in LENGTHS[task].items():
         with problems.collected():
             asked: int = getattr(recipe, option) or default
@@ -154,7 +155,7 @@ def check_teacher(recipe: Any, strategy: Strategy) -> None:
         )
 
 
-def check_layout(config: Any, strategy: Strategy) -> None:
+def check_layout(config: Any, strategy: Strategy, recipe: TaskRecipe) -> None:
     """Check that a model can be laid out as the strategy says.
 
     Args:
@@ -165,7 +166,7 @@ def check_layout(config: Any, strategy: Strategy) -> None:
     """
     experts = strategy.launch.world_size if strategy.divides_experts else 1
     checks = (
-        (strategy.sequence, check_rows),
+        (strategy.sequence, partial(check_rows, recipe=recipe, precision=strategy.precision)),
         (strategy.tensor, check_split),
         (strategy.pipeline, check_stages),
         (experts, check_experts),

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from zerofit.data.causal import is_packed
 from zerofit.data.collate import Batch
 from zerofit.data.distilled import vocabulary_key
 from zerofit.data.lengths import choose_length
@@ -65,12 +64,12 @@ def load_teacher(session: Session, student: Any, data: TextData, collate: Any, d
     )
     if missing:
         raise UserError(f"{stated} lacks {len(missing)} weights, such as {missing[0]}. Name a folder with all of them")
-    if is_packed(recipe):
+    if recipe.is_packed:
         choose_packed_attention(model, recipe, precision)
     teacher = Teacher(model.to(device))
     if not has_separate_body(model) or not _makes_logits_of_its_head(teacher, random_tokens(rows, device)):
         raise UserError(f"{stated}: a {config.model_type} changes its logits after the head. {STORE}")
-    if is_packed(recipe) and documents_leak(model, collate, rows, device):
+    if recipe.is_packed and documents_leak(model, collate, rows, device):
         raise UserError(f"{stated}: a {config.model_type} mixes documents of a packed row. Use --packing none")
     terms = student.loss_terms
     student.loss_terms = terms._replace(distillation=terms.distillation._replace(head=teacher.head))

@@ -166,7 +166,7 @@ def resolve(name: str, recipe, model: PlannedModel, world_size: int, gpus_per_no
     strategy = strategy_of_a_launch(recipe, name, "--strategies", world_size, min(world_size, gpus_per_node))
     check_task(model.task, strategy)
     check_teacher(recipe, strategy)
-    check_layout(model.config, strategy)
+    check_layout(model.config, strategy, recipe)
     if recipe.lora:
         check_quantised_sharding(recipe, strategy)
         targets = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]

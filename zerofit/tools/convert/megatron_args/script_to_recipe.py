@@ -141,7 +141,7 @@ def check(done: ConvertedScript, name: str) -> None:
             strategy = strategy_of_a_launch(recipe, str(folder / "accelerate.yaml"), "--strategy", layout.world, local)
             check_task("clm", strategy)
             if not model or Path(model).is_dir():
-                check_layout(load_configuration(recipe), strategy)
+                check_layout(load_configuration(recipe), strategy, recipe)
         except UserError as error:
             of_script = done.flags.text("deepspeed_config") or "deepspeed.json"
             problems = (problem.replace(str(folder / "deepspeed.json"), of_script) for problem in error.problems)
