@@ -1,5 +1,6 @@
 r"""Classification and regression of sentences and pairs: DeBERTa, BERT, RoBERTa, Llama and every other model with an
-AutoModelForSequenceClassification; and multiple choice, with an AutoModelForMultipleChoice.
+AutoModelForSequenceClassification; multiple choice, with an AutoModelForMultipleChoice; and words of
+sentences (named entities, parts of speech), with an AutoModelForTokenClassification.
 
     accelerate launch train/cls.py --config recipes/cls/stdlib-packages.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
@@ -29,7 +30,11 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     recipe = session.recipe  # every option with the value that holds
 
     import torch
-    from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification
+    from transformers import (
+        AutoModelForMultipleChoice,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
     from zerofit.data.collate import ExampleCollator, multiple_for
     from zerofit.data.labelled.class_weights import class_weights, describe_weights
@@ -71,9 +76,13 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         had = len(pretrained_head(config, pretrained) or ())  # of a classifier; choices have a head of one output
         other = had + 1
     else:
+        if data.labels.of_words:
+            auto_class = AutoModelForTokenClassification
+            check_task(recipe, config, auto_class)
         notes.append(renamed_head(config, data.labels, pretrained))
         had = other = configure_labels(config, data.labels, pretrained, recipe.ignore_mismatched_sizes)
-    replaced = head_weights(AutoModelForSequenceClassification, config, other) if had else []
+    headed = AutoModelForSequenceClassification if data.labels.choices else auto_class
+    replaced = head_weights(headed, config, other) if had else []
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
     set_padding_token(config, data.tokenizer)
@@ -116,7 +125,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         evaluate=evaluate if data.held_out else None,
         num_held_out=sum(len(part.samples) for part in data.held_out),
         figures=figures_of(data.labels, data.held_out, recipe.task_name),
-        unit="example" if data.labels.names else "number",
+        unit="word" if data.labels.of_words else "example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
         easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),

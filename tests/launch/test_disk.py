@@ -38,7 +38,8 @@ def test_updates_and_checkpoints_are_those_of_zero3(cache, tmp_path):
     assert len(updates(expected)) == 6
 
     def check(output: Path, strategy: str | Path) -> None:
-        check_alike(launch(output, *run, strategy=str(strategy), processes=2), expected)
+        lines = launch(output, *run, strategy=str(strategy), processes=2)
+        check_alike(lines, expected, rel=1e-4)  # Adam on the CPU rounds in another way
 
     check(tmp_path / "disk_run", on_disk)
     left = list((tmp_path / "disk").iterdir())

@@ -34,7 +34,9 @@ class Batch:
     num_tokens: int
     num_positions: int
     indices: list[int]
-    labels: torch.Tensor | None = None  # (B,) of examples, if the model does not compute the loss; of pairs (B, 2)
+    labels: torch.Tensor | None = (
+        None  # if the model does not compute the loss: (B,) or (B, T) of words; (B, 2) of pairs
+    )
     packed: bool | None = None  # whether a row has several documents; None: not known
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -118,6 +120,7 @@ class CausalCollator:
 class ExampleCollator:
     """Pad rows on the right and stack their labels: one label per sample, a class (int64) or a number (float32).
 
+    Samples with `tags` have a class per word, which stands at the word's first token: their labels are (B, T).
     Samples with `sizes` hold several rows, one per choice. Their inputs are (B, C, T): C is the largest number of
     choices, a missing choice is a row of one token.
 
@@ -125,7 +128,7 @@ class ExampleCollator:
         fillers: {column of a sample that the model reads: value that pads it}.
         width: pad every batch to this many tokens; None: to its longest row.
         multiple: widths are rounded up to a multiple of this.
-        class_weights: what an example of each class counts as a target; None: 1.
+        class_weights: what an example (a word) of each class counts as a target; None: 1.
     """
 
     fillers: dict[str, int]
@@ -148,12 +151,16 @@ class ExampleCollator:
         inputs["attention_mask"] = mask(lengths, width)
         if "sizes" in samples[0][0]:
             inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in inputs.items()}
-        labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
+        if "tags" in samples[0][0]:
+            labels = torch.from_numpy(np.stack([labels_of_words(sample, width) for sample, _ in samples]))
+        else:
+            labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
         labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
         tokens = total([len(sample["input_ids"]) for sample, _ in samples], indices)  # without missing choices
-        num_targets: float = int(counted(indices).sum())
+        targets = labels[(labels != IGNORE) & ~labels.isnan()]
+        num_targets: float = len(targets)
         if self.class_weights is not None:
-            num_targets = sum(self.class_weights[label] for label in labels[counted(indices)].tolist())
+            num_targets = sum(self.class_weights[label] for label in targets.tolist())
         return Batch(inputs, num_targets, tokens, len(rows) * width, indices, labels)
 
 
@@ -288,6 +295,13 @@ def within_documents(documents: torch.Tensor) -> torch.Tensor:
     """
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+
+
+def labels_of_words(sample: Sample, width: int) -> np.ndarray:
+    """(width,) the tag of each word at its first token, IGNORE elsewhere."""
+    labels, is_read = np.full(width, IGNORE), sample["starts"] >= 0
+    labels[sample["starts"][is_read]] = sample["tags"][is_read]
+    return labels
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:

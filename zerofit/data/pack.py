@@ -215,7 +215,8 @@ class TokenizedDataset:
 
     Args:
         table: columns of token ids, `truncated`, the number of tokens cut from each row, and perhaps `label`.
-        columns: of the token ids of a sample; `sizes` are the lengths of the rows that a sample holds (choices).
+        columns: of the token ids of a sample; `sizes` are the lengths of the rows that a sample holds (choices),
+            `tags` those of its words, and `starts` the place of each word's first token, or -1.
         scores: how difficult each is, where a column of the records says so.
     """
 
@@ -231,6 +232,9 @@ class TokenizedDataset:
         if "sizes" in columns:
             sizes = [self.columns["sizes"].row(index) for index in range(len(table))]
             self.lengths = self.sort_key = np.array([row.max() * len(row) for row in sizes])  # as padded
+        if "tags" in columns:
+            tags, starts = (self.columns[name].tokens(0, self.columns[name].num_tokens) for name in ("tags", "starts"))
+            self.labels = tags[starts >= 0]
         truncated = int(np.sum(numbers["truncated"][:]))
         self.stats = DatasetStats(
             documents=len(table),
@@ -245,7 +249,7 @@ class TokenizedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         sample = {name: column.row(index) for name, column in self.columns.items()}
-        return sample if self.labels is None else {**sample, "label": self.labels[index]}
+        return sample if self.labels is None or "tags" in sample else {**sample, "label": self.labels[index]}
 
     @property
     def widths(self) -> np.ndarray:

@@ -169,9 +169,9 @@ def loss_of_examples(
     the probability of its class (Lin et al. 2017).
 
     Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for padding;
-    class_weights (classes,).
+    of words (B, T, classes) and (B, T); class_weights (classes,).
     """
-    logits = logits.float()
+    logits, labels = logits.flatten(0, -2).float(), labels.flatten()
     if labels.dtype == torch.int64:
         losses = F.cross_entropy(
             logits, labels, class_weights, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing
@@ -185,8 +185,8 @@ def loss_of_examples(
 
 
 def logits_of_examples(model, batch) -> torch.Tensor:
-    """(B, classes) of a batch of examples; of multiple choice (B, choices). A choice that an example does not have is
-    a row of one token, and is never chosen."""
+    """(B, classes) of a batch of examples; of words (B, T, classes); of multiple choice (B, choices).
+    A choice that an example does not have is a row of one token, and is never chosen."""
     logits = model(**batch.inputs).logits
     mask = batch.inputs["attention_mask"]
     return logits if mask.dim() == 2 else logits.masked_fill(mask.sum(-1) == 1, torch.finfo(logits.dtype).min)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from zerofit.model.configuration import from_hub_or_folder, overrides_of
@@ -230,6 +231,23 @@ def end_with_eos(tokenizer) -> None:
         backend.post_processor = TemplateProcessing(
             single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
         )
+
+
+def read_by_words(tokenizer) -> None:
+    """Let the tokenizer read lists of words, each as it would be read after a space (of RoBERTa and GPT-2:
+    add_prefix_space); the exported tokenizer then does so, too.
+
+    Raises:
+        UserError: it cannot say which word a token is of.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"tokenizer_name = {tokenizer.name_or_path!r}: {type(tokenizer).__name__} cannot say which word a token "
+            "is of, as tags need it. Name a fast tokenizer (one with a tokenizer.json)"
+        )
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    if isinstance(splitter, ByteLevel):
+        splitter.add_prefix_space = tokenizer.add_prefix_space = True
 
 
 def set_decoder_start_token(config, tokenizer) -> None:

@@ -37,7 +37,7 @@ def model_card(
     shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     options = {name: value for name, value in public.items() if recipe.source(name)}
-    head = "MultipleChoice" if "MultipleChoice" in model_class else HEADS[task]
+    head = next((head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[task])
     return "\n".join(
         [
             *front,

@@ -13,7 +13,7 @@ from zerofit.data.collate import Batch
 from zerofit.data.labelled.glue import TASKS
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
-from zerofit.model.loss import logits_of_examples, loss_of_examples
+from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import screen_width, table
@@ -27,8 +27,10 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
     """The names of the figures that `evaluate_examples` gives, the one that tells the best evaluation in front."""
     if labels.names is None:
         of_part: tuple[str, ...] = ("pearson", "spearmanr", "mse", "loss")
-    elif labels.choices:
+    elif labels.choices or (labels.of_words and not labels.entities):
         of_part = ("accuracy", "loss")
+    elif labels.entities:
+        of_part = ("f1", "precision", "recall", "accuracy", "loss")
     else:
         f1 = ("f1", "f1_macro") if len(labels.names) == 2 else ("f1_macro",)
         of_part = ("accuracy", *f1, "matthews_correlation", "loss")
@@ -45,7 +47,7 @@ def evaluate_examples(
     loss, targets, answers = _answered(engine, batches, labels)
     figures = {"loss": mean_over_replicas(engine, loss, targets)}
     if answers is not None:
-        truth = part.samples.labels.tolist()
+        truth = _truth(part, labels)
         folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)
         predictions = [answer for answer, _ in answers]
         figures |= _measured(predictions, truth, labels)
@@ -79,7 +81,7 @@ def _answered(
         assert batch.labels is not None, "a batch of examples"
         loss += loss_of_examples(logits, batch.labels)
         targets += batch.num_targets
-        answers |= zip(batch.indices, _answers(logits, labels))
+        answers |= zip(batch.indices, _tags(logits, batch.labels) if labels.of_words else _answers(logits, labels))
     return loss, targets, gather_by_index(engine, answers)
 
 
@@ -97,7 +99,9 @@ def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
         else:
             majority = int(np.bincount(truth).argmax())
             answer = labels.names[majority]
-            figures = _measured([majority] * len(truth), truth.tolist(), labels)
+            rows = _truth(part, labels)
+            constant = [[majority] * len(row) for row in rows] if labels.of_words else [majority] * len(rows)
+            figures = _measured(constant, rows, labels)
         shown = ", ".join(f"{name}{part.suffix} {value:.4f}" for name, value in figures.items())
         lines.append(f"baseline    always {answer}: {shown}")
     return lines
@@ -106,8 +110,26 @@ def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
 def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[str, float]:
     if labels.names is None:
         return compute("regression", predictions, truth)
+    if labels.of_words:
+        sentences = ([[labels.names[tag] for tag in row] for row in rows] for rows in (predictions, truth))
+        figures = compute("entities", *sentences)
+        return figures if labels.entities else {"accuracy": figures["accuracy"]}
     figures = compute("classification", predictions, truth, num_labels=len(labels.names))
     return {"accuracy": figures["accuracy"]} if labels.choices else figures
+
+
+def _truth(part: HeldOut, labels: Labels) -> list[Any]:
+    """The label of each example; of words, the tags of those that are read."""
+    if not labels.of_words:
+        return part.samples.labels.tolist()
+    samples = (part.samples[index] for index in range(len(part.samples)))
+    return [sample["tags"][sample["starts"] >= 0].tolist() for sample in samples]
+
+
+def _tags(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[list[int], None]]:
+    """(the predicted tag of each word that is read, None) of each row."""
+    predicted = logits.argmax(dim=-1)  # (B, T)
+    return [(row[target != IGNORE].tolist(), None) for row, target in zip(predicted, targets)]
 
 
 def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | None]]:
@@ -119,9 +141,13 @@ def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | 
 
 
 def _lines(part: HeldOut, truth: list[Any], answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
-    for texts, label, (answer, probability) in zip(part.texts, truth, answers):
+    for index, (texts, label, (answer, probability)) in enumerate(zip(part.texts, truth, answers)):
         if labels.names is None:
             yield {**texts, "label": label, "prediction": answer}
+        elif labels.of_words:
+            sample, predicted = part.samples[index], iter(answer)
+            tags = [labels.names[next(predicted)] if start >= 0 else None for start in sample["starts"]]
+            yield {**texts, "label": [labels.names[tag] for tag in sample["tags"]], "prediction": tags}
         else:
             name, predicted = labels.names[label], labels.names[answer]
             yield {**texts, "label": name, "prediction": predicted, "probability": probability}
@@ -129,8 +155,8 @@ def _lines(part: HeldOut, truth: list[Any], answers: list[Any], labels: Labels) 
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
     """Tables for the log from the run's predictions, one for each held-out part; each part gets a picture in the run's
-    folder (confusion.png). Nothing of numbers and of choices, which are no classes."""
-    if labels.names is None or labels.choices:
+    folder (confusion.png). Nothing of numbers, choices and words, whose labels are no classes of examples."""
+    if labels.names is None or labels.choices or labels.of_words:
         return []
     lines = []
     for part in held_out:

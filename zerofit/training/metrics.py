@@ -17,10 +17,10 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 class _Metric(evaluate.Metric):
     """Predictions and references are values of one type."""
 
-    dtype = ""
+    dtype, feature = "", None
 
     def _info(self) -> evaluate.MetricInfo:
-        features = {name: datasets.Value(self.dtype) for name in ("predictions", "references")}
+        features = {name: self.feature or datasets.Value(self.dtype) for name in ("predictions", "references")}
         return evaluate.MetricInfo(description="", citation="", features=datasets.Features(features))
 
 
@@ -58,6 +58,40 @@ class Regression(_Metric):
         }
 
 
+class Entities(_Metric):
+    """precision, recall and f1 of entities (right are those with the right words and kind), accuracy of tags; as
+    seqeval by default. Predictions and references are the tags of a sentence's words."""
+
+    feature = datasets.List(datasets.Value("string"))
+
+    def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
+        found, there = (
+            {(row, *entity) for row, tags in enumerate(rows) for entity in entities(tags)}
+            for rows in (predictions, references)
+        )
+        right, pairs = len(found & there), [pair for rows in zip(predictions, references) for pair in zip(*rows)]
+        return {
+            "f1": 2 * right / max(len(found) + len(there), 1),
+            "precision": right / max(len(found), 1),
+            "recall": right / max(len(there), 1),
+            "accuracy": sum(ours == theirs for ours, theirs in pairs) / max(len(pairs), 1),
+        }
+
+
+def entities(tags: list[str]) -> list[tuple[str, int, int]]:
+    """(kind, first word, last word) of each entity. One begins at B or S, after O, E or S, and where the kind changes:
+    I needs no B before it, as in conlleval."""
+    found: list[tuple[str, int, int]] = []
+    before, kind_before = "O", ""
+    for place, tag in enumerate(tags):
+        mark, _, kind = tag.partition("-")
+        if mark != "O":
+            begins = mark in "BS" or before in "OES" or kind != kind_before
+            found.append((kind, place if begins else found.pop()[1], place))
+        before, kind_before = mark, kind
+    return found
+
+
 class Generation(_Metric):
     """bleu (sacrebleu's corpus BLEU, 0 to 100) and rouge1, rouge2, rougeL (rouge_score's F-measure, 0 to 100, mean
     over examples). Predictions and references are texts, one reference each."""
@@ -76,4 +110,5 @@ METRICS: dict[str, type[evaluate.Metric]] = {
     "classification": Classification,
     "regression": Regression,
     "generation": Generation,
+    "entities": Entities,
 }

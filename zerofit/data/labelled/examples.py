@@ -10,6 +10,7 @@ from zerofit.data.labelled import glue
 from zerofit.data.labelled.choices import LabelColumns, find_choices, prepare_choices
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
 from zerofit.data.labelled.samples import Example, ExampleData, encode_parts
+from zerofit.data.labelled.tags import find_tags, tagged_words
 from zerofit.data.lengths import choose_length
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, read_parts
@@ -76,9 +77,14 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
             if recipe.lora:
                 raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
             return prepare_choices(options, config, source, held_out, choices, length)
-        texts, label = _columns(named, source.first, task, recipe.task_name)
-        columns = _labelled(options, source, texts, label, task, recipe.regression, config)
-        source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
+        if task is None and (found := find_tags(named.texts, named.label, source.first)):
+            if recipe.lora:
+                raise UserError("lora = true: token classification has no adapters yet. Remove --lora")
+            (*texts, label), columns = found, tagged_words(options, source, *found, config)
+        else:
+            texts, label = _columns(named, source.first, task, recipe.task_name)
+            columns = _labelled(options, source, texts, label, task, recipe.regression, config)
+            source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
         parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
         data = encode_parts(options, config, parts, held_out, columns.labels, length)
     data.notes[:0] = [f"data      texts {' and '.join(texts)}, labels {label}", *notes]
@@ -91,6 +97,8 @@ def _prepare_unlabelled(
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if any("MultipleChoice" in name for name in config.architectures or ()):
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
+    if any("TokenClassification" in name for name in config.architectures or ()):
+        raise UserError("predict_file: a model of token classification needs tags. Use --evaluate_only")
     with one_process_at_a_time(options.cache.folder):
         source = read_source(options, sample_by=lambda files: "line")
         table = source.first

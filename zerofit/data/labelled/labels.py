@@ -1,7 +1,8 @@
 """Labels: the classes, their names, and the label of each record."""
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.data.records import BadRecord
@@ -19,16 +20,30 @@ class Labels:
     Args:
         choices: multiple choice: the classes are the choices of an example, by their numbers.
         number: the name of the label column, and of the number in a regression.
+        of_words: token classification: each word of an example has a class, its tag.
     """
 
     names: tuple[str, ...] | None
     choices: bool = False
     number: str = "number"
+    of_words: bool = False
 
     @property
     def num_outputs(self) -> int:
         """Number of outputs of the model for an example."""
         return len(self.names) if self.names else 1
+
+    @property
+    def head(self) -> str:
+        """What transformers calls the model: AutoModelFor..."""
+        if self.choices:
+            return "MultipleChoice"
+        return "TokenClassification" if self.of_words else "SequenceClassification"
+
+    @property
+    def entities(self) -> bool:
+        """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2 and IOBES)."""
+        return self.of_words and all(name == "O" or re.fullmatch("[BIES]-.+", name) for name in self.names or ())
 
     @property
     def describe(self) -> str:
@@ -37,8 +52,10 @@ class Labels:
             return "each label is a number (regression)"
         if self.choices:
             return f"multiple choice, one of {len(self.names)}"
-        shown = f"{len(self.names)} labels: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
-        return shown + (f" (f1 is that of {self.names[1]})" if len(self.names) == 2 else "")
+        what = "tags of words" if self.of_words else "labels"
+        shown = f"{len(self.names)} {what}: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
+        is_binary = len(self.names) == 2 and not self.of_words
+        return shown + (f" (f1 is that of {self.names[1]})" if is_binary else "")
 
     def encode(self, value: Any, class_names: tuple[str, ...] | None = None) -> int | float:
         """The label of a record: the number of its class, or a number.
@@ -96,7 +113,7 @@ def in_model_order(labels: Labels, config) -> Labels:
     theirs = [name for _, name in sorted(config.id2label.items())]
     ours = {name.lower(): name for name in labels.names or ()}
     if len(theirs) == labels.num_outputs and set(ours) == {str(name).lower() for name in theirs}:
-        return Labels(tuple(ours[str(name).lower()] for name in theirs))
+        return replace(labels, names=tuple(ours[str(name).lower()] for name in theirs))
     return labels
 
 
@@ -131,16 +148,16 @@ def trained_labels(
     return Labels(theirs), theirs
 
 
-def pretrained_head(config, pretrained: str | None) -> list[str] | None:
-    """The labels of the pretrained head; None if the weights have no head."""
-    if not pretrained or not any("SequenceClassification" in name for name in config.architectures or ()):
+def pretrained_head(config, pretrained: str | None, head: str = "SequenceClassification") -> list[str] | None:
+    """The labels of the pretrained head; None if the weights have no such head."""
+    if not pretrained or not any(head in name for name in config.architectures or ()):
         return None
     return [str(name) for _, name in sorted(config.id2label.items())]
 
 
 def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
     """A note if a pretrained head with the same number of labels gets other names for them."""
-    had, names = pretrained_head(config, pretrained), labels.names or ()
+    had, names = pretrained_head(config, pretrained, labels.head), labels.names or ()
     if had is None or len(had) != len(names) or {name.lower() for name in had} == {name.lower() for name in names}:
         return None
     pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, names))
@@ -153,9 +170,16 @@ def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mism
     Returns: the number of outputs of the pretrained head if it must be replaced, else None.
 
     Raises:
-        UserError: the pretrained model's head has another number of classes, and it may not be replaced.
+        UserError: the pretrained model's head has another number of classes, and it may not be replaced; it is one of
+            sentences where words have tags, or the other way round.
     """
-    had, replaced = pretrained_head(config, pretrained), None
+    other = "SequenceClassification" if labels.of_words else "TokenClassification"
+    if pretrained_head(config, pretrained, other):
+        raise UserError(
+            f"model_name_or_path = {pretrained!r} has a head of {other}, and the data needs one of {labels.head}. "
+            "Name the model that it was trained from"
+        )
+    had, replaced = pretrained_head(config, pretrained, labels.head), None
     if had is not None and len(had) != labels.num_outputs:
         if not ignore_mismatched_sizes:
             ours = f"{len(labels.names)} labels ({', '.join(labels.names)})" if labels.names else "one number"

@@ -1,4 +1,4 @@
-"""Samples of labelled data: texts, pairs and choices as rows of token ids, and the held-out parts."""
+"""Samples of labelled data: texts, pairs, choices and words as rows of token ids, and the held-out parts."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
@@ -14,17 +14,16 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import SampleSet, TokenizedDataset
 from zerofit.data.records import Part, limit_parts
 from zerofit.data.token_tables import IDS, TableCache, fingerprint
-from zerofit.model.tokenizer import get_tokenizer, padding_values
+from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 
-Example = tuple[
-    list[tuple[str, ...]], int | float
-]  # the text or the pair of each row (one, or one a choice), the label
+# The text or the pair of each row (one, or one a choice), the label; or words, and the tag of each.
+Example = tuple[list[tuple[str, ...]], int | float] | tuple[list[str], list[int]]
 
 
 class LabelledSamples(SampleSet, Protocol):
     """Samples with a label each."""
 
-    labels: np.ndarray  # (N,) int64 classes or float32 numbers
+    labels: np.ndarray  # (N,) int64 classes or float32 numbers; of words, those of all words that are read
 
 
 @dataclass
@@ -60,9 +59,15 @@ def encode_parts(
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
     columns, sets, notes = tuple(padding_values(tokenizer)), {}, []
+    if labels.of_words:
+        read_by_words(tokenizer)
+    more = ("sizes",) if labels.choices else ("tags", "starts") if labels.of_words else ()
     for name, part in parts.items():
-        table = _encode(part, tokenizer, length, options.cache, labels.names is None)
-        sets[name] = TokenizedDataset(table, (*columns, "sizes") if labels.choices else columns, part.scores)
+        if labels.of_words:
+            table = _encode_words(part, tokenizer, length, options.cache)
+        else:
+            table = _encode(part, tokenizer, length, options.cache, labels.names is None)
+        sets[name] = TokenizedDataset(table, (*columns, *more), part.scores)
         what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())
@@ -112,5 +117,32 @@ def _encode(part: Part, tokenizer, length: int, cache: TableCache, is_number: bo
             **dict.fromkeys(("truncated", "longest"), Value("int32")),
             "label": Value("float32" if is_number else "int64"),
         }
+    )
+    return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)
+
+
+def _encode_words(part: Part, tokenizer, length: int, cache: TableCache) -> Dataset:
+    """Token ids of the words of each record; `tags` are the words' tags, `starts` the place of each one's first token:
+    -1 of a word that is cut off, or has no token."""
+    columns = tuple(padding_values(tokenizer))
+
+    def encode(examples: list[Example], places: list[int]) -> dict[str, list[Any]]:
+        rows = [words for words, _ in examples]
+        whole, kept = (
+            tokenizer(rows, is_split_into_words=True, return_attention_mask=False, verbose=False, **cut)
+            for cut in ({}, {"truncation": True, "max_length": length})
+        )
+        first = [dict(map(reversed, reversed([*enumerate(kept.word_ids(row))]))) for row in range(len(rows))]
+        longest = [len(row) for row in whole["input_ids"]]
+        return {
+            **{name: kept[name] for name in columns},
+            "tags": [tags for _, tags in examples],
+            "starts": [[of_word.get(word, -1) for word in range(len(row))] for of_word, row in zip(first, rows)],
+            "truncated": [size - len(row) for size, row in zip(longest, kept["input_ids"])],
+            "longest": longest,
+        }
+
+    features = Features(
+        {**dict.fromkeys((*columns, "tags", "starts"), IDS), **dict.fromkeys(("truncated", "longest"), Value("int32"))}
     )
     return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)

@@ -1,0 +1,128 @@
+"""Token classification: tags at the first token of each word, their loss, entities as seqeval finds them."""
+
+import json
+import random
+
+import pytest
+import torch
+from helpers import ROOT, launch, launched, refusal, write_records
+
+from zerofit.data.collate import ExampleCollator
+from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.order import FILLER
+from zerofit.model.configuration import load_configuration
+from zerofit.model.loss import IGNORE, loss_of_examples
+from zerofit.model.tokenizer import padding_values, train_tokenizer
+from zerofit.recipe import ClsRecipe, parse_recipe
+from zerofit.training.classification import best_constant, figures_of
+from zerofit.training.evaluation import compute
+from zerofit.training.metrics import entities
+
+WORDS = ["Licensor", "Apache", "is", "unquestionably", "here"]
+TAGS = ["B-WHO", "I-WHO", "O", "O", "B-WHERE"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([(ROOT / "LICENSE").read_text()], 300, "licence", folder, pairs=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe_of(tokenizer, tmp_path):
+    def recipe(records, *flags):
+        path = write_records(tmp_path / "tags.jsonl", records)
+        words = ["--model_type", "bert", "--tokenizer_name", tokenizer, "--train_file", path, "--cache_dir",
+                 tmp_path / "cache", "--validation_split_percentage", "25", *flags]  # fmt: skip
+        return parse_recipe(ClsRecipe, [str(word) for word in words])
+
+    return recipe
+
+
+def test_tags_stand_at_first_tokens(recipe_of):
+    records = [{"tokens": WORDS, "ner_tags": TAGS}] * 7 + [{"tokens": WORDS[:1], "ner_tags": ["O"]}]
+    recipe = recipe_of(records, "--max_length", "16")
+    data = prepare_examples(recipe, load_configuration(recipe))
+    assert data.labels.names == ("B-WHERE", "B-WHO", "I-WHO", "O")
+    assert data.labels.entities
+    assert any("max_length" in note for note in data.notes), "longer sentences are counted"
+    assert figures_of(data.labels, data.held_out, None)[0] == "f1"
+    assert "accuracy" in best_constant(data.labels, data.held_out)[0]
+    sample = next(row for row in map(data.train.__getitem__, range(6)) if len(row["tags"]) == 5)
+    batch = ExampleCollator(padding_values(data.tokenizer))([(sample, 0), (sample, FILLER)])
+    expected = torch.full((16,), IGNORE)
+    encoded = data.tokenizer(WORDS, is_split_into_words=True, truncation=True, max_length=16)
+    for place, word in reversed([*enumerate(encoded.word_ids())]):
+        if word is not None:
+            expected[place] = data.labels.names.index(TAGS[word])
+    for place in range(1, 16):
+        if encoded.word_ids()[place] == encoded.word_ids()[place - 1]:
+            expected[place] = IGNORE
+    assert torch.equal(batch.labels[0], expected)
+    assert (batch.labels[1] == IGNORE).all()
+    assert batch.num_targets == (expected != IGNORE).sum() < 5, "the last word is cut off"
+    logits = torch.randn(2, 16, 4)
+    assert torch.allclose(
+        loss_of_examples(logits, batch.labels),
+        torch.nn.functional.cross_entropy(logits[0], expected, reduction="sum", ignore_index=IGNORE),
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [({"ner_tags": TAGS[:2]}, "2 tags"), ({"tokens": [], "ner_tags": []}, "no words"),
+     ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, "empty word")],
+)  # fmt: skip
+def test_bad_records(recipe_of, bad, said):
+    good = {"tokens": WORDS, "ner_tags": TAGS}
+    recipe = recipe_of([good] * 8 + [good | bad])
+    message = refusal(prepare_examples, recipe, load_configuration(recipe))
+    assert "record 9" in message
+    assert said in message
+
+
+SEQEVAL = {  # of seqeval 1.2.2, get_entities
+    "B-A I-A O I-B": [("A", 0, 1), ("B", 3, 3)],
+    "I-A B-A I-B I-B": [("A", 0, 0), ("A", 1, 1), ("B", 2, 3)],
+    "S-A B-A I-A E-A E-A O": [("A", 0, 0), ("A", 1, 3), ("A", 4, 4)],
+    "B-A-B I-A-B O": [("A-B", 0, 1)],
+}
+
+
+def test_entities_are_those_of_seqeval():
+    for tags, expected in SEQEVAL.items():
+        assert entities(tags.split()) == expected
+    figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
+    assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}
+
+
+@pytest.mark.long
+def test_a_model_learns_tags(tokenizer, tmp_path):
+    draw = random.Random(1)
+    names, others = ["Mary", "John", "Paul"], ["walks", "sees", "the", "river", "slowly"]
+    records = []
+    for _ in range(120):
+        words = [*draw.choices(others, k=draw.randint(2, 6)), draw.choice(names)]
+        draw.shuffle(words)
+        records.append({"tokens": words, "ner_tags": ["B-PER" if word in names else "O" for word in words]})
+    path = write_records(tmp_path / "names.jsonl", records)
+    shape = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64"
+    lines = launch(
+        tmp_path / "run", "--model_type", "bert", "--config_overrides", shape, "--tokenizer_name", tokenizer,
+        "--train_file", path, "--validation_split_percentage", "25", "--per_device_train_batch_size", "8",
+        "--max_train_steps", "300", "--learning_rate", "3e-3", "--cache_dir", tmp_path / "cache", task="cls",
+        strategy="single", processes=1,
+    )  # fmt: skip
+    assert lines[-1]["eval_f1"] > 0.9
+    rows = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    assert len(rows) == 30
+    assert set(rows[0]) == {"tokens", "label", "prediction"}
+    assert all(len(row["tokens"]) == len(row["label"]) == len(row["prediction"]) for row in rows)
+    texts = [{"text": " ".join(row["tokens"]), "label": row["label"][0]} for row in rows]
+    done = launched(
+        tmp_path / "other", "--model_name_or_path", tmp_path / "run" / "model", "--train_file",
+        write_records(tmp_path / "texts.jsonl", texts), task="cls", strategy="single", processes=1,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "TokenClassification" in done.stderr

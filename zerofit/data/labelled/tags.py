@@ -1,0 +1,78 @@
+"""Token classification (named entities, parts of speech): which columns hold words and their tags, and how they are
+read. A tag belongs to a word's first token; the word's other tokens are not trained on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from datasets import Dataset
+
+from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
+from zerofit.data.labelled.samples import Example
+from zerofit.data.options import DataOptions
+from zerofit.data.records import BadRecord
+from zerofit.data.sources import Source
+from zerofit.data.turns import blank
+
+WORDS = ("tokens", "words")  # the columns, by default
+TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
+
+
+@dataclass(frozen=True)
+class TaggedWords:
+    """The columns of a table of words with tags.
+
+    Args:
+        class_names: the names of the data's tag numbers, if it has tag numbers.
+    """
+
+    words: str
+    label: str
+    labels: Labels
+    class_names: tuple[str, ...] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.words, self.label]
+
+    def texts(self, content: Example) -> Iterator[str]:
+        yield " ".join(content[0])
+
+    def read(self, record: dict[str, Any]) -> Example:
+        """(words, the number of each one's tag). Raises BadRecord: there is no word, or not one known tag a word."""
+        words = record[self.words] or []
+        if any(map(blank, words)) or not words:
+            raise BadRecord(f"it has {'an empty word' if words else 'no words'} ({self.words})")
+        tags = record[self.label] or []
+        if len(tags) != len(words):
+            raise BadRecord(f"it has {len(words)} words ({self.words}) and {len(tags)} tags ({self.label})")
+        return words, [self.labels.encode(tag, self.class_names) for tag in tags]
+
+
+def find_tags(texts: tuple[str, ...], label: str | None, table: Dataset) -> tuple[str, str] | None:
+    """(the column of words, that of tags); None for other records."""
+    words = next((name for name in texts or WORDS if _items(table, name) in ("string", "large_string")), None)
+    tags = next((name for name in ([label] if label else TAGS) if name != words and _items(table, name)), None)
+    return (words, tags) if words and tags else None
+
+
+def _items(table: Dataset, name: str) -> str | None:
+    """What the lists of a column hold; None if it has none."""
+    return getattr(getattr(table.features.get(name), "feature", None), "dtype", None)
+
+
+def tagged_words(options: DataOptions, source: Source, words: str, tags: str, config) -> TaggedWords:
+    """The columns, with the tags that are in them.
+
+    Raises:
+        UserError: there are no tags, or only one; the model was trained for others.
+    """
+    inner = source.first.features[tags].feature
+    class_names = tuple(getattr(inner, "names", ()) or ()) or None
+    values = list(chain.from_iterable(row or () for row in source.first[tags][:]))
+    if options.trains:
+        labels = find_labels(values, source.where("train"), inner, False)
+    else:
+        labels, class_names = trained_labels(config, class_names, values)
+    return TaggedWords(words, tags, replace(in_model_order(labels, config), of_words=True, number=tags), class_names)
