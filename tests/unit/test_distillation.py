@@ -178,6 +178,8 @@ def test_a_teacher_s_file_is_what_it_says_of_the_samples(teacher, records, tmp_p
     first = {file: file.stat().st_mtime_ns for file in (tmp_path / "files").iterdir()}
     write(teacher, records, tmp_path / "files")
     assert 0 < len(first) < len([*(tmp_path / "files").iterdir()])
+    with pytest.raises(UserError, match="train_file: 1 of the"):
+        read(teacher, tmp_path / "files", train_file=[str(next(iter(first)))])
     assert all(file.stat().st_mtime_ns == then for file, then in first.items())
     data = read(teacher, tmp_path / "files", validation_split_percentage=0.0)
     plain = recipe_of(

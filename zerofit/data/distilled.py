@@ -4,7 +4,10 @@ A record is a sample as it is trained on: a block of packed documents or convers
 no tokens of the teacher's, so `teacher_ids` and `teacher_log_probabilities` are (targets * K,).
 """
 
+import re
+from collections import Counter
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -68,6 +71,17 @@ class DistilledSamples:
         return {**sample, "num_tokens": np.array(self.num_tokens[index])}
 
 
+def _check_complete(files: list[Path]) -> None:
+    """Raises UserError where files of a set are not there: `zerofit generate` was stopped, or still writes."""
+    names = [re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.parquet", file.name) for file in files]
+    for (stem, total), found in Counter(name.groups() for name in names if name).items():
+        if found < int(total):
+            raise UserError(
+                f"train_file: {found} of the {int(total)} files {stem}-*-of-{total}.parquet. Let `zerofit generate "
+                "--logprobs` write the others, and name all of them"
+            )
+
+
 def read_distilled(options: DataOptions, config, block_size: int | None) -> TextData:
     """The samples of train_file, and a held-out part of them.
 
@@ -77,7 +91,7 @@ def read_distilled(options: DataOptions, config, block_size: int | None) -> Text
 
     Raises:
         UserError: the files were not written by `zerofit generate --logprobs`, or by one with another K, or for
-            another vocabulary; the model has too few positions.
+            another vocabulary, or some are missing; the model has too few positions.
     """
     source = read_source(options)
     table, where = source.parts["train"], source.where("train")
@@ -96,6 +110,7 @@ def read_distilled(options: DataOptions, config, block_size: int | None) -> Text
         raise UserError(
             f"distill_divergence: {where}: not all files have the same --logprobs. Name those of one teacher"
         )
+    _check_complete(source.files["train"])
     table = first_records(table.select_columns([*TABLE]), options.max_train_samples)
     parts = {"train": table}
     if options.held_out_fraction > 0:
