@@ -115,6 +115,8 @@ OWN_LATE = {
     ("zerofit.strategy.gpus", "zerofit.strategy.devices"),
     ("zerofit.strategy.gpus", "zerofit.recipe.errors"),  # scripts/setup.sh runs it before anything is installed
     ("zerofit.strategy.prepare", "zerofit.strategy.pipeline_engine"),  # it loads DeepSpeed
+    ("zerofit.training.entry", "zerofit.recipe.addresses"),  # fsspec
+    ("zerofit.training.entry", "zerofit.checkpoint.mirror_restore"),
     ("zerofit.training.entry", "zerofit.training.session"),
     ("zerofit.training.entry", "zerofit.training.stored_model"),
     ("zerofit.training.evaluation", "zerofit.training.metrics"),  # scipy, sacrebleu, rouge_score
@@ -147,7 +149,7 @@ def test_imports_stand_at_the_top():
     ("modules", "late"),
     [
         ("training.session training.fit training.prepare", ("deepspeed", "peft", "scipy")),
-        ("training.entry", ("torch", "transformers", "huggingface_hub")),  # before the recipe is checked
+        ("training.entry", ("torch", "transformers", "huggingface_hub", "fsspec")),  # before the recipe is checked
     ],
 )
 def test_what_is_not_needed_is_not_loaded(modules, late):

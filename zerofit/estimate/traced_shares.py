@@ -10,18 +10,19 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel
 from zerofit.strategy.layout import replaced
+from zerofit.strategy.ring_attention import RING
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ class Collectives:
         if self.size == 1:
             yield
             return
-        places = [(layers, "distributed"), (tokens, "distributed"), (ring, "dist"), (ring, "ft_c")]
+        places = [(layers, "distributed"), (tokens, "distributed")]
+        with contextlib.suppress(ImportError):
+            ring = import_module(RING)
+            places += [(ring, "dist"), (ring, "ft_c")]
         with contextlib.suppress(ImportError):
             from deepspeed.runtime.sequence_parallel import ulysses_sp
             from deepspeed.sequence import layer

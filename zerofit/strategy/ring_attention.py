@@ -7,12 +7,12 @@ so the functions below it are called. With a causal mask the first ranks would w
 that a rank has two pieces of a row, one from its beginning and one from its end.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed.tensor.experimental import _attention as torch_cp
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
+RING = "torch.distributed.tensor.experimental._context_parallel._attention"  # where a torch has it
 aten = torch.ops.aten
 SEQUENCE = 2  # the dimension of (B, H, T, D)
 CPU, GPU = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention
@@ -43,7 +43,8 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, scale: float | None
     ) -> torch.Tensor:
-        torch_cp.set_rotate_method("alltoall")  # not all keys and values at once
+        ring = import_module(RING)
+        ring.set_rotate_method("alltoall")  # not all keys and values at once
         groups = query.shape[1] // key.shape[1]
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
@@ -59,7 +60,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, sums = ctx.saved_tensors
+        ring, (query, key, value, output, sums) = import_module(RING), ctx.saved_tensors
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
             kernel = GPU_BACKWARD if query.device.type == "cuda" else CPU_BACKWARD

@@ -12,6 +12,7 @@ documents see each other; it knows one micro-batch only; and in evaluation mode 
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from zerofit.model.loss import IGNORE, TEACHER
 from zerofit.model.tensor_parallel.layers import Summed
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
-from zerofit.strategy.ring_attention import RingAttention, pieces_of, rows_of
+from zerofit.strategy.ring_attention import RING, RingAttention, pieces_of, rows_of
 
 FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0, **dict.fromkeys(TEACHER, 0)}
 BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
@@ -62,6 +63,7 @@ def check_model(config: Any, degree: int, source: str, recipe: Any, precision: s
             "has no dropout (remove it: --config_overrides attn_pdrop=0, or attention_dropout=0)": (
                 recipe.trains and has_attention_dropout(config)
             ),
+            f"is not in torch {torch.__version__}": importlib.util.find_spec(RING.rpartition(".")[0]) is None,
             "has no kernel in fp32 on a GPU": precision == "fp32" and torch.cuda.is_available(),
         }
         problems += [

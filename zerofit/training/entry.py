@@ -7,10 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from zerofit.checkpoint.mirror_restore import open_mirror
 from zerofit.health.shutdown import StartingRank, listen
 from zerofit.health.watchdog import Watchdog
-from zerofit.recipe.addresses import fetch_inputs
 from zerofit.recipe.errors import before_leaving, leave, record_codes_with, tell_others_with
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
@@ -50,6 +48,8 @@ def open_session(
         UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
             before torch is imported.
     """
+    from zerofit.recipe.addresses import fetch_inputs
+
     fetch_inputs(recipe)
     check_paths(recipe, output_folder(task, recipe))
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -68,6 +68,8 @@ def open_session(
         stored = StoredModel.open(task, recipe)
     mirror = None
     if recipe.mirror and recipe.trains and measurement is None:
+        from zerofit.checkpoint.mirror_restore import open_mirror
+
         watchdog.phase("mirror", patience=math.inf)
         folder = RunFolder(output_folder(task, recipe))
         mirror, notes = MEETING.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
