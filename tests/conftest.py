@@ -60,6 +60,16 @@ def byte_tokenizer(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def pairs_tokenizer(tmp_path_factory) -> Path:
+    """The same for texts and pairs of them."""
+    from folders import small_tokenizer
+
+    folder = tmp_path_factory.mktemp("pairs_tokenizer")
+    small_tokenizer(folder / "cache", pairs=True).save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+@pytest.fixture(scope="session")
 def llama(material) -> Path:
     """A small Llama that was trained for some seconds: 260,032 parameters, GQA 8/4, a bare tokenizer.model."""
     return material / "models" / "llama" / "hf"

@@ -26,11 +26,12 @@ def tools_in_this_process():
     logging.enable_progress_bar()
 
 
-def small_tokenizer(cache: Path):
-    """A byte-level tokenizer, trained on a text that does not change; <|endoftext|> (0) begins and ends texts."""
+def small_tokenizer(cache: Path, pairs: bool = False):
+    """A byte-level tokenizer, trained on a text that does not change; <|endoftext|> (0) begins and ends texts, or,
+    where they are `pairs`, [CLS] and [SEP] do."""
     from zerofit.model.tokenizer import train_tokenizer
 
-    return train_tokenizer([(ROOT / "LICENSE").read_text()], VOCABULARY, "licence", cache)
+    return train_tokenizer([(ROOT / "LICENSE").read_text()], VOCABULARY, "licence", cache, pairs=pairs)
 
 
 def save_base(folder: Path, tokenizer, family: str = "llama", dtype: torch.dtype = torch.float32, **config):

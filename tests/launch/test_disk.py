@@ -13,7 +13,7 @@ RUN = ["--config_name", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd
        "embd_pdrop=0,attn_pdrop=0", "--train_file", ROOT / "docs" / "measurements" / "plan.md",
        "--document_separator", "line",
        "--train_tokenizer_vocab_size", "400", "--block_size", "64", "--per_device_train_batch_size", "2",
-       "--gradient_accumulation_steps", "2", "--max_train_steps", "6", "--save_steps", "3", "--learning_rate", "1e-3",
+       "--gradient_accumulation_steps", "2", "--max_train_steps", "6", "--save_steps", "3", "--learning_rate", "1e-4",
        "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
 
 
@@ -38,8 +38,7 @@ def test_updates_and_checkpoints_are_those_of_zero3(cache, tmp_path):
     assert len(updates(expected)) == 6
 
     def check(output: Path, strategy: str | Path) -> None:
-        lines = launch(output, *run, strategy=str(strategy), processes=2)
-        check_alike(lines, expected, rel=1e-4)  # Adam on the CPU rounds in another way
+        check_alike(launch(output, *run, strategy=str(strategy), processes=2), expected)
 
     check(tmp_path / "disk_run", on_disk)
     left = list((tmp_path / "disk").iterdir())

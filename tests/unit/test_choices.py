@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, read_data, refusal, write_records
+from helpers import read_data, refusal, write_records
 from transformers import AutoModelForMultipleChoice, BertConfig
 
 from zerofit.data.collate import ExampleCollator
@@ -12,7 +12,7 @@ from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
-from zerofit.model.tokenizer import padding_values, train_tokenizer
+from zerofit.model.tokenizer import padding_values
 from zerofit.recipe import ClsRecipe, parse_recipe
 from zerofit.tools.compare.trial import stretched
 from zerofit.training.classification import best_constant, figures_of
@@ -36,16 +36,9 @@ FORMS = {  # how it is published: (a record, the texts of its choices, which is 
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer([(ROOT / "LICENSE").read_text()], 300, "licence", folder, pairs=True).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def recipe_of(tokenizer, tmp_path):
-    return lambda path, *flags: _recipe(tokenizer, path, tmp_path / "cache", *flags)
+def recipe_of(pairs_tokenizer, tmp_path):
+    return lambda path, *flags: _recipe(pairs_tokenizer, path, tmp_path / "cache", *flags)
 
 
 def _recipe(tokenizer, path, cache, *flags):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from folders import VOCABULARY, save_adapter, save_blenderbot, save_writer, small_tokenizer
+from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer
 from helpers import tiny_deberta
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -157,11 +157,8 @@ def test_an_empty_prompt_begins_with_the_beginning(model, tokenizer, generate, g
 
 def test_what_a_tokenizer_puts_after_a_text_is_not_continued(tmp_path, generate, given):
     """[CLS] a [SEP]: after the end there is nothing to go on with."""
-    from helpers import ROOT
 
-    from zerofit.model.tokenizer import train_tokenizer
-
-    marked = train_tokenizer([(ROOT / "LICENSE").read_text()], VOCABULARY, "licence", tmp_path, pairs=True)
+    marked = small_tokenizer(tmp_path, pairs=True)
     save_writer(tmp_path / "model", marked)
     generate("--model", tmp_path / "model", "--prompt", "the loss", "--max_new_tokens", 3)
     whole = marked("the loss")["input_ids"]

@@ -134,6 +134,8 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
         message = refusal(differences_from, recipe("--resume", str(named), *flags), global_batch, recorded)
         assert text in message
         assert "the data position" in message
+    message = refusal(differences_from, recipe("--resume", str(named), "--ema_decay", "0.9"), 8, recorded)
+    assert "ema_decay was 0.0, now 0.9" in message
 
 
 def test_a_named_checkpoint_and_a_folder_that_holds_a_run(tmp_path):

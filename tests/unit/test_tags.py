@@ -5,14 +5,14 @@ import random
 
 import pytest
 import torch
-from helpers import ROOT, launch, launched, refusal, write_records
+from helpers import launch, launched, refusal, write_records
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, loss_of_examples
-from zerofit.model.tokenizer import padding_values, train_tokenizer
+from zerofit.model.tokenizer import padding_values
 from zerofit.recipe import ClsRecipe, parse_recipe
 from zerofit.training.classification import best_constant, figures_of
 from zerofit.training.evaluation import compute
@@ -22,18 +22,11 @@ WORDS = ["Licensor", "Apache", "is", "unquestionably", "here"]
 TAGS = ["B-WHO", "I-WHO", "O", "O", "B-WHERE"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer([(ROOT / "LICENSE").read_text()], 300, "licence", folder, pairs=True).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def recipe_of(tokenizer, tmp_path):
+def recipe_of(pairs_tokenizer, tmp_path):
     def recipe(records, *flags):
         path = write_records(tmp_path / "tags.jsonl", records)
-        words = ["--model_type", "bert", "--tokenizer_name", tokenizer, "--train_file", path, "--cache_dir",
+        words = ["--model_type", "bert", "--tokenizer_name", pairs_tokenizer, "--train_file", path, "--cache_dir",
                  tmp_path / "cache", "--validation_split_percentage", "25", *flags]  # fmt: skip
         return parse_recipe(ClsRecipe, [str(word) for word in words])
 
@@ -98,7 +91,7 @@ def test_entities_are_those_of_seqeval():
 
 
 @pytest.mark.long
-def test_a_model_learns_tags(tokenizer, tmp_path):
+def test_a_model_learns_tags(pairs_tokenizer, tmp_path):
     draw = random.Random(1)
     names, others = ["Mary", "John", "Paul"], ["walks", "sees", "the", "river", "slowly"]
     records = []
@@ -109,7 +102,7 @@ def test_a_model_learns_tags(tokenizer, tmp_path):
     path = write_records(tmp_path / "names.jsonl", records)
     shape = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64"
     lines = launch(
-        tmp_path / "run", "--model_type", "bert", "--config_overrides", shape, "--tokenizer_name", tokenizer,
+        tmp_path / "run", "--model_type", "bert", "--config_overrides", shape, "--tokenizer_name", pairs_tokenizer,
         "--train_file", path, "--validation_split_percentage", "25", "--per_device_train_batch_size", "8",
         "--max_train_steps", "300", "--learning_rate", "3e-3", "--cache_dir", tmp_path / "cache", task="cls",
         strategy="single", processes=1,

@@ -179,15 +179,20 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
     """The options in which a run differs from the one of the checkpoint that was named.
 
     Raises:
-        UserError: another optimizer; another seed or batch, with which the checkpoint's place in the data is another
-            place.
+        UserError: another optimizer; no mean of the weights where there shall be one; another seed or batch, with
+            which the checkpoint's place in the data is another place.
     """
     differing = differences(recipe, global_batch, recorded)
-    if other := next((text for text in differing if text.startswith("optim ")), None):
-        raise UserError(
-            f"resume = {recipe.resume!r}: {other}: one optimizer cannot read what another has kept. Set it as it was, "
-            "or train on its weights in a run of their own: --model_name_or_path RUN/model"
-        )
+    missing = {
+        "optim ": "one optimizer cannot read what another has kept",
+        "ema_decay was 0.0,": "it has no mean of the weights",
+    }
+    for beginning, reason in missing.items():
+        if other := next((text for text in differing if text.startswith(beginning)), None):
+            raise UserError(
+                f"resume = {recipe.resume!r}: {other}: {reason}. Set it as it was, or train on its weights in a run "
+                "of their own: --model_name_or_path RUN/model"
+            )
     places = ("seed ", "global_batch_size ", "tokens_per_batch ")
     displaced = [text for text in differing if text.startswith(places)]
     if displaced:

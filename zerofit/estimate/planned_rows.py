@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofit.model.chunked_loss import PLAIN, TokenLoss
+from zerofit.model.loss import HIDDEN, TEACHER
 
 TASKS = {
     "clm": "AutoModelForCausalLM",
@@ -93,11 +94,12 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     if rows.task == "clm":
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
-        if rows.terms.distillation is not None and rows.terms.distillation.head:
-            inputs["teacher_hidden"] = torch.zeros((*shape, rows.terms.distillation.head.width))
-        elif rows.terms.distillation is not None:
-            inputs["teacher_ids"] = torch.zeros((*shape, TOP_K), dtype=torch.int64)
-            inputs["teacher_log_probabilities"] = torch.zeros((*shape, TOP_K))
+        distillation = rows.terms.distillation
+        if distillation is not None and distillation.head:
+            inputs[HIDDEN] = torch.zeros((*shape, distillation.head.width))
+        elif distillation is not None:
+            dtypes = torch.int64, torch.float32
+            inputs |= {name: torch.zeros((*shape, TOP_K), dtype=dtype) for name, dtype in zip(TEACHER, dtypes)}
         if rows.masked or not (makes_masks or rows.per_sample == 2):
             inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
         if rows.masked and not makes_masks:

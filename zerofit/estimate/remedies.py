@@ -49,7 +49,7 @@ class StateSetup:
         optimizer_bytes: what the optimizer keeps of what is trained, before it is sharded.
         stage: of ZeRO; 3 of FSDP2.
         ranks: the states are sharded over.
-        spared: bytes of AdamW's second moments that Muon has not, less those of averages, before they are sharded.
+        moments: bytes of AdamW's or Muon's moments and of the mean of the weights, before they are sharded.
     """
 
     trained: int
@@ -59,7 +59,7 @@ class StateSetup:
     optimizer_bytes: int
     stage: int
     ranks: int
-    spared: int
+    moments: int
     offloads_optimizer: bool = False
     offloads_weights: bool = False
 
@@ -76,7 +76,7 @@ class StateSetup:
 
     def with_deepspeed(self, stage: int, half: bool, **offload: bool) -> "StateSetup":
         """The same under ZeRO."""
-        kept = (MASTER_BYTES + MOMENTS_BYTES) * self.trained - self.spared
+        kept = MASTER_BYTES * self.trained + self.moments
         return replace(self, stage=stage, trained_width=2 if half else 4, optimizer_bytes=kept, **offload)
 
 
@@ -102,9 +102,10 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
         shapes = [] if recipe.optim == "adafactor" else [(trained,)]  # means of rows and columns are next to nothing
         matrices = {}  # not known yet
     averages = AVERAGE_BYTES * trained if recipe.ema_decay else 0
-    spared = MOMENTS_BYTES // 2 * sum(each.shape.numel() for each in matrices.values()) - averages
+    of_muon = sum(each.shape.numel() for each in matrices.values())
+    moments = MOMENTS_BYTES * trained - MOMENTS_BYTES // 2 * of_muon + averages
     if recipe.optim in SHARDED:
-        kept = (MOMENTS_BYTES + MASTER_BYTES * with_deepspeed) * trained - spared
+        kept = MASTER_BYTES * with_deepspeed * trained + moments
     else:
         kept = sum(state_bytes(recipe.optim, shape) for shape in shapes) + averages
     quantised = {"load_in_4bit": NF4_BYTES, "load_in_8bit": 1.0}.get(recipe.quantised or "")
@@ -119,7 +120,7 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
         kept,
         strategy.stage,
         strategy.layout.shard_size,
-        spared,
+        moments,
         *offloads,
     )
 

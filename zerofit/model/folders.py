@@ -6,6 +6,7 @@ from typing import Any
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import parse_json
 
+WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
                    "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip
 
@@ -19,6 +20,14 @@ def model_folder(name: str) -> str:
         if any((inside / file).is_file() for file in files):
             return str(inside)
     return str(path) if path.exists() else name
+
+
+def weights_key(name: str, config: Any = None) -> Any:
+    """What tells a model's weights from others: the files of its folder; of a hub name its commit in `config`."""
+    if not (folder := Path(model_folder(name))).is_dir():
+        return name, getattr(config, "_commit_hash", None)
+    stats = ((file.name, file.stat()) for pattern in WEIGHTS for file in folder.glob(pattern))
+    return sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
 
 def is_adapter(name: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from zerofit.data.chat.preferences import PreferencePairs
 from zerofit.data.collate import Batch
 from zerofit.data.order import FILLER, FixedOrder
-from zerofit.model.folders import model_folder
+from zerofit.model.folders import weights_key
 from zerofit.model.preference import BETA, PreferenceLoss, log_probabilities
 from zerofit.recipe.cache import cache_root
 from zerofit.recipe.files import atomic_file
@@ -23,7 +23,6 @@ from zerofit.training.evaluation import eval_batches, held_out_loss
 from zerofit.training.session import Session
 
 STORED_EVERY = 1024  # pairs
-WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 
 def preference_loss(recipe: ClmRecipe) -> PreferenceLoss:
@@ -109,12 +108,5 @@ def _stored(file: Path, count: int) -> np.ndarray:
 def _origin(config: Any, recipe: ClmRecipe, precision: str) -> str:
     """What the model before training depends on."""
     name = recipe.model_name_or_path
-    if name is None:
-        weights: Any = recipe.seed
-    elif (folder := Path(model_folder(name))).is_dir():
-        files = sorted(file for pattern in WEIGHTS for file in folder.glob(pattern))
-        stats = ((file.name, file.stat()) for file in files)
-        weights = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
-    else:
-        weights = (name, getattr(config, "_commit_hash", None))
+    weights = recipe.seed if name is None else weights_key(name, config)
     return f"{weights} {precision} {recipe.quantised} {torch.__version__} {config.to_json_string()}"

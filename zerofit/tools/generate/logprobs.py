@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from datasets import Dataset
 
+from zerofit.checkpoint.resume import fingerprint
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
 from zerofit.data.distilled import TABLE, targets_of, vocabulary_key
 from zerofit.data.pack import Sample, TextData
 from zerofit.model.attention import packed_rows
+from zerofit.model.folders import weights_key
 from zerofit.model.preflight import DOCUMENT_TOKENS, choose_packed_attention, documents_leak
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.model.tokenizer import padding_token
@@ -26,7 +28,7 @@ from zerofit.recipe.files import atomic_file
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.generate.generation_model import find_model, load
+from zerofit.tools.generate.generation_model import ModelSource, find_model, load
 
 SHARD = 256  # samples of a file
 
@@ -54,7 +56,8 @@ def write_logprobs(options: GenerateOptions) -> int:
     )
     data = prepare_causal_data(recipe, source.config)
     shards, folder = -(-len(data.train) // SHARD), Path(options.output).expanduser()
-    paths = [folder / f"{_digest(options, data)}-{shard:05}-of-{shards:05}.parquet" for shard in range(shards)]
+    stem = _digest(options, source, data)
+    paths = [folder / f"{stem}-{shard:05}-of-{shards:05}.parquet" for shard in range(shards)]
     if others := {*folder.glob("*.parquet")} - {*paths}:
         raise UserError(f"output = {options.output!r} has files of other data or options: {min(others)}. Name another")
     missing = [path for path in paths[rank::processes] if not path.exists()]
@@ -79,10 +82,11 @@ def write_logprobs(options: GenerateOptions) -> int:
     return 0
 
 
-def _digest(options: GenerateOptions, data: TextData) -> str:
+def _digest(options: GenerateOptions, source: ModelSource, data: TextData) -> str:
     """What the files depend on."""
-    first = data.train[0]["input_ids"].tobytes(), data.train[len(data.train) - 1]["input_ids"].tobytes()
-    what = options.model, options.adapter, options.precision, options.logprobs, data.train.stats, first
+    adapter = source.adapter and weights_key(str(source.adapter.path))
+    weights, samples = (weights_key(source.name, source.config), adapter), fingerprint(data.train, "none")
+    what = weights, options.precision, options.logprobs, data.train.stats, samples
     return sha256(repr(what).encode()).hexdigest()[:8]
 
 
