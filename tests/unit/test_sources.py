@@ -52,7 +52,8 @@ def test_formats(tmp_path, cache, name):
 
 
 def test_every_file_type_of_records_is_read_by_a_test():
-    texts = [(ROOT / "tests" / "unit" / name).read_text() for name in ("test_sources.py", "test_csv_files.py")]
+    readers = ("test_sources.py", "test_csv_files.py", "test_tags.py")
+    texts = [(ROOT / "tests" / "unit" / name).read_text() for name in readers]
     types = [ending for ending, kind in FORMATS.items() if kind != "text"]
     assert len(types) >= 6
     assert not [ending for ending in types if not any(f'a{ending}"' in text for text in texts)]

@@ -1,5 +1,6 @@
 """Token classification: tags at the first token of each word, their loss, entities as seqeval finds them."""
 
+import gzip
 import json
 import random
 
@@ -8,15 +9,16 @@ import torch
 from helpers import launch, launched, refusal, write_records
 
 from zerofit.data.collate import ExampleCollator
+from zerofit.data.conll import sentences
+from zerofit.data.labelled.entities import entities
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, loss_of_examples
 from zerofit.model.tokenizer import padding_values
 from zerofit.recipe import ClsRecipe, parse_recipe
-from zerofit.training.classification import best_constant, figures_of
+from zerofit.training.classification import best_constant, figures_of, per_kind
 from zerofit.training.evaluation import compute
-from zerofit.training.metrics import entities
 
 WORDS = ["Licensor", "Apache", "is", "unquestionably", "here"]
 TAGS = ["B-WHO", "I-WHO", "O", "O", "B-WHERE"]
@@ -88,6 +90,59 @@ def test_entities_are_those_of_seqeval():
         assert entities(tags.split()) == expected
     figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
     assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}
+
+
+def test_a_table_by_kind():
+    truth, predicted = ["B-A", "I-A", "O", "B-B", "B-A"], ["B-A", "O", "O", "B-B", None]
+    header, *kinds = [line.split() for line in per_kind([{"label": truth, "prediction": predicted}]).splitlines()]
+    assert header == ["kind", "precision", "recall", "f1", "entities", "predicted"]
+    assert [row for row in kinds if row[0] in "AB"] == [
+        ["A", "0.0000", "0.0000", "0.0000", "1", "1"], ["B", "1.0000", "1.0000", "1.0000", "1", "1"],
+    ]  # fmt: skip
+
+
+CONLL = """-DOCSTART- -X- O O
+
+EU NNP B-NP B-ORG
+rejects VBZ B-VP O
+
+-DOCSTART- -X- O O
+Peter NNP B-NP B-PER
+"""
+
+
+@pytest.mark.parametrize("name", ["a.conll", "a.conll.gz"])
+def test_conll_files(pairs_tokenizer, tmp_path, name):
+    path, text = tmp_path / name, (CONLL * 5).encode("utf-8-sig")
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    recipe = ClsRecipe(
+        model_type="bert", tokenizer_name=str(pairs_tokenizer), train_file=[str(path)], cache_dir=tmp_path / "cache",
+        validation_split_percentage=20,
+    )  # fmt: skip
+    data = prepare_examples(recipe, load_configuration(recipe))
+    assert data.labels.names == ("B-ORG", "B-PER", "O")
+    rows = [*data.held_out[0].texts["tokens"]]
+    assert len(data.train) + len(rows) == 10
+    assert all(row in (["EU", "rejects"], ["Peter"]) for row in rows)
+
+
+def test_columns_of_conll_files(tmp_path):
+    read = list(map(json.loads, sentences("New York\tB-LOC\n\u2028\tO\n\t\n.\tO", tmp_path)))
+    assert read == [{"tokens": ["New York", "\u2028"], "tags": ["B-LOC", "O"]}, {"tokens": ["."], "tags": ["O"]}]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a O\nb\n", "line 2"),
+        ("a X O\n\nb O", "line 3"),
+        ("a\tO\nb\t\n", "line 2"),
+        ("\tO", "line 1"),
+        ("\n\n", "no "),
+    ],
+)
+def test_bad_lines_of_conll_files(tmp_path, text, said):
+    assert said in refusal(lambda: list(sentences(text, tmp_path)))
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """The formats of data files, by their endings, and what is wrong with a file that cannot be read.
 
-Files in another encoding, Excel files, and JSON objects with the records under a key are converted for the readers: to
-UTF-8, to .csv, to the records alone. The converted file is cached."""
+Files in another encoding, Excel and .conll files, and JSON objects with the records under a key are converted for the
+readers: to UTF-8, to .csv, to JSON lines, to the records alone. The converted file is cached."""
 
 import csv
 import io
@@ -15,6 +15,7 @@ from zipfile import BadZipFile
 import pandas as pd
 from datasets import Features, Value
 
+from zerofit.data.conll import sentences
 from zerofit.data.encodings import as_utf8, open_bytes, proposal
 from zerofit.data.options import DataOptions
 from zerofit.recipe.columns import ending_of, find_delimiter, head_of
@@ -24,6 +25,7 @@ from zerofit.recipe.parsing import parse_json
 
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx", ".parquet": "parquet",
+    ".conll": "conll",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
@@ -31,6 +33,7 @@ BUILDERS = {
     "csv": ("csv", CSV),
     "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3}),
     "xlsx": ("csv", CSV),
+    "conll": ("json", {}),
 }  # .tsv files have no quoting
 
 
@@ -115,13 +118,13 @@ def plain_files(paths: list[Path], kind: str, data: DataOptions) -> list[Path]:
         UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
     """
     for option, value, kinds in (
-        ("encoding", data.encoding, ("json", "csv", "tsv", "text")),
+        ("encoding", data.encoding, ("json", "csv", "tsv", "text", "conll")),
         ("delimiter", data.delimiter, ("csv", "tsv")),
         ("field", data.field, ("json",)),
     ):
         if value and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
-    converts = kind == "xlsx" or data.encoding or data.field
+    converts = kind in ("xlsx", "conll") or data.encoding or data.field
     return [_converted(path, kind, data) for path in paths] if converts else paths
 
 
@@ -129,7 +132,7 @@ def _converted(path: Path, kind: str, data: DataOptions) -> Path:
     """The converted file in the cache, which is written once."""
     file_stat = path.stat()
     what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, data.encoding, data.field)
-    ending = ".csv" if kind == "xlsx" else ".jsonl" if data.field else ending_of(path)
+    ending = ".csv" if kind == "xlsx" else ".jsonl" if data.field or kind == "conll" else ending_of(path)
     place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if place.exists():
         return place
@@ -137,6 +140,11 @@ def _converted(path: Path, kind: str, data: DataOptions) -> Path:
         portions = as_utf8(file, data.encoding, path) if data.encoding else file
         if kind == "xlsx":
             written.write(_first_sheet(path))
+        elif kind == "conll":
+            try:
+                written.writelines(sentences(b"".join(portions).decode("utf-8-sig"), path))
+            except UnicodeDecodeError as error:
+                raise unreadable([path], kind, error) from None
         else:
             written.writelines(_records(portions, data.field, path) if data.field else portions)
     return place

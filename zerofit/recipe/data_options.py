@@ -35,11 +35,12 @@ class SourceOptions(Recipe):
     dataset_config_name: str | None = option(None, "Configuration of dataset_name.")
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
-        None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, also .gz; .xlsx.", common=True
+        None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, .conll, also .gz; .xlsx.", common=True
     )
     validation_file: list[str] | None = option(None, "Files or globs of the held-out data.", common=True)  # noqa: RUF009
     encoding: str | None = option(
-        None, "Encoding of text, .json(l), .csv and .tsv files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ..."
+        None,
+        "Encoding of text, .json(l), .csv, .tsv and .conll files that are not UTF-8: cp932, euc_jp, gb18030, ...",
     )
     delimiter: str | None = option(
         None,

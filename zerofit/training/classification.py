@@ -3,6 +3,7 @@
 What leaves a rank is two numbers an example: the class and its probability, or the predicted number.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from zerofit.data.collate import Batch
+from zerofit.data.labelled.entities import located
 from zerofit.data.labelled.glue import TASKS
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
@@ -155,21 +157,35 @@ def _lines(part: HeldOut, truth: list[Any], answers: list[Any], labels: Labels) 
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
     """Tables for the log from the run's predictions, one for each held-out part; each part gets a picture in the run's
-    folder (confusion.png). Nothing of numbers, choices and words, whose labels are no classes of examples."""
-    if labels.names is None or labels.choices or labels.of_words:
+    folder (confusion.png), but for entities. Nothing of numbers and choices, whose labels are no classes."""
+    if labels.names is None or labels.choices:
         return []
     lines = []
     for part in held_out:
-        rows = folder.predictions(part.suffix)
+        rows, what = folder.predictions(part.suffix), "examples"
+        if labels.entities:
+            lines += ["entities    of the held-out sentences, by kind", per_kind(rows)]
+            continue
+        if labels.of_words:
+            rows, what = [word for row in rows for word in _words(row)], "words"
         matrix = confusion(rows, labels.names)
         lines += [
-            f"classes     of {len(rows):,} held-out examples{part.suffix.replace('_', ' ')}",
-            per_class(matrix, labels.names),
+            f"classes     of {len(rows):,} held-out {what}{part.suffix.replace('_', ' ')}",
+            per_class(matrix, labels.names, what),
         ]
         if len(labels.names) <= MAX_PICTURED:
             with folder.new_file(f"confusion{part.suffix}.png", "wb") as file:
                 plot_confusion(matrix, labels.names, file)
     return lines
+
+
+def _words(row: dict[str, Any]) -> list[dict[str, str]]:
+    """The words of a line of predictions that were read."""
+    return [
+        {"label": tag, "prediction": predicted}
+        for tag, predicted in zip(row["label"], row["prediction"])
+        if predicted is not None
+    ]
 
 
 def confusion(rows: list[dict[str, Any]], names: tuple[str, ...]) -> np.ndarray:
@@ -181,14 +197,35 @@ def confusion(rows: list[dict[str, Any]], names: tuple[str, ...]) -> np.ndarray:
     return matrix
 
 
-def per_class(matrix: np.ndarray, names: tuple[str, ...]) -> str:
-    """The table: the classes with the most examples, in the order of their numbers. 0 where nothing was predicted."""
-    right, examples, predicted = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
+def per_class(matrix: np.ndarray, names: tuple[str, ...], what: str = "examples") -> str:
+    """The table of classes of examples, or of words."""
+    return _recognized(names, ("class", what), np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
+
+
+def per_kind(rows: list[dict[str, Any]]) -> str:
+    """The table of kinds of entities, from lines of predictions; as seqeval's classification_report."""
+    sentences = [_words(row) for row in rows]
+    found, there = (
+        located([[word[name] for word in words] for words in sentences]) for name in ("prediction", "label")
+    )
+    kinds = tuple(sorted({kind for _, kind, *_ in found | there}))
+    counts = (Counter(kind for _, kind, *_ in entities) for entities in (found & there, there, found))
+    return _recognized(kinds, ("kind", "entities"), *(np.array([count[kind] for kind in kinds]) for count in counts))
+
+
+def _recognized(
+    names: tuple[str, ...], what: tuple[str, str], right: np.ndarray, examples: np.ndarray, predicted: np.ndarray
+) -> str:
+    """The table: the names with the most examples, in their order. 0 where nothing was predicted.
+
+    Args:
+        what: what the names are, and what is counted.
+    """
     precision, recall = right / np.maximum(predicted, 1), right / np.maximum(examples, 1)
     f1 = 2 * right / np.maximum(examples + predicted, 1)
-    rows: list[tuple[str, ...]] = [("class", "precision", "recall", "f1", "examples", "predicted")]
+    rows: list[tuple[str, ...]] = [(what[0], "precision", "recall", "f1", what[1], "predicted")]
     for number in sorted(np.argsort(-examples, kind="stable")[:MAX_ROWS]):
         figures = (f"{values[number]:.4f}" for values in (precision, recall, f1))
         rows.append((names[number], *figures, f"{examples[number]:,}", f"{predicted[number]:,}"))
     more = len(names) - MAX_ROWS
-    return table(rows, screen_width()) + (f"\n  and {more:,} more, with fewer examples" if more > 0 else "")
+    return table(rows, screen_width()) + (f"\n  and {more:,} more, with fewer {what[1]}" if more > 0 else "")

@@ -11,6 +11,8 @@ from rouge_score import rouge_scorer
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from zerofit.data.labelled.entities import located
+
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
@@ -65,10 +67,7 @@ class Entities(_Metric):
     feature = datasets.List(datasets.Value("string"))
 
     def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-        found, there = (
-            {(row, *entity) for row, tags in enumerate(rows) for entity in entities(tags)}
-            for rows in (predictions, references)
-        )
+        found, there = located(predictions), located(references)
         right, pairs = len(found & there), [pair for rows in zip(predictions, references) for pair in zip(*rows)]
         return {
             "f1": 2 * right / max(len(found) + len(there), 1),
@@ -76,20 +75,6 @@ class Entities(_Metric):
             "recall": right / max(len(there), 1),
             "accuracy": sum(ours == theirs for ours, theirs in pairs) / max(len(pairs), 1),
         }
-
-
-def entities(tags: list[str]) -> list[tuple[str, int, int]]:
-    """(kind, first word, last word) of each entity. One begins at B or S, after O, E or S, and where the kind changes:
-    I needs no B before it, as in conlleval."""
-    found: list[tuple[str, int, int]] = []
-    before, kind_before = "O", ""
-    for place, tag in enumerate(tags):
-        mark, _, kind = tag.partition("-")
-        if mark != "O":
-            begins = mark in "BS" or before in "OES" or kind != kind_before
-            found.append((kind, place if begins else found.pop()[1], place))
-        before, kind_before = mark, kind
-    return found
 
 
 class Generation(_Metric):

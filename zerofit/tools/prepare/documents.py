@@ -22,7 +22,7 @@ from zerofit.recipe.parsing import parse_json
 from zerofit.tools.prepare.encode import InputPart
 
 PART = 1 << 20  # bytes; a longer line or document is a part by itself
-KINDS = {**{ending: kind for ending, kind in FORMATS.items() if kind != "xlsx"}, ".ndjson": "json"}
+KINDS = {**{ending: kind for ending, kind in FORMATS.items() if kind not in ("xlsx", "conll")}, ".ndjson": "json"}
 ROWS = 256  # of a table, read at a time
 UNITS = ("line", "paragraph", "file")
 BOM = b"\xef\xbb\xbf"
