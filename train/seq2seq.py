@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
     by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
-    started = start(session, len(data.train or ()), by_tokens)
+    started = start(session, data.samples_per_epoch, by_tokens)
     model, adapter = started.load(AutoModelForSeq2SeqLM, config)
     install_chosen_loss(model, recipe)
     timeline.mark("model")
@@ -80,13 +80,15 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     settings = generation_settings(recipe, data.widths)
     model.generation_config.update(**settings)  # saved with the model: whoever talks to it later is answered likewise
 
-    def held_out_batches(engine):
-        return eval_batches(engine, data.validation.samples, collate, recipe.per_device_eval_batch_size)
+    def held_out_batches(engine, part):
+        return eval_batches(engine, part, collate, recipe.per_device_eval_batch_size)
 
     def evaluate(engine):
-        figures = held_out_loss(engine, {"": held_out_batches(engine)}, model_loss)
+        whole = data.validation.samples
+        parts = data.held_out or {"": whole}  # of a mixture, that of each source
+        figures = held_out_loss(engine, {name: held_out_batches(engine, parts[name]) for name in parts}, model_loss)
         if recipe.predict_with_generate:
-            figures |= evaluate_generation(engine, held_out_batches(engine), data, session.folder, settings)
+            figures |= evaluate_generation(engine, held_out_batches(engine, whole), data, session.folder, settings)
         return figures
 
     def predict(engine):
@@ -104,6 +106,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
+        order=data.order,
         easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: trivial_answers(data.validation),
@@ -119,7 +122,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         return answer(prepared, task)
     if measurement is not None:
         return measurement.run(prepared, task)
-    meter = make_meter(engine, flops_per_pair_token(model, *data.train.mean_lengths()), recipe.peak_tflops)
+    meter = make_meter(engine, flops_per_pair_token(model, *data.train.stats.pair_lengths), recipe.peak_tflops)
     result = fit(prepared, task, meter, data.tokenizer)
     export(result)
     if data.validation and recipe.predict_with_generate and not result.stopped:

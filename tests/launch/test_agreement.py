@@ -175,6 +175,10 @@ CASES = {
     "smoothed pairs": Case("seq2seq", 6, (
         "--model_name_or_path", "{t5}", *PAIRS, "--label_smoothing", "0.1", "--z_loss", "0.01",
     )),
+    "mixed pairs": Case("seq2seq", 22, (
+        "--model_name_or_path", "{t5}", *PAIRS, "--train_file", "3", "{material}/dialogue/keyed.json", "1",
+        "{questions}", "--save_steps", "8", "--record_samples", "true",
+    )),
     "lora": Case("clm", 14, (
         "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--lora",
         "--chat_template", "instruction", "--max_train_samples", "200", "--max_eval_samples", "17",
@@ -215,7 +219,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
     made |= {"pairs": pairs_of_answers(folder, material), "taught": taught_samples(folder / "taught.parquet", llama)}
-    made |= {"teacher": another_model(folder / "teacher", llama)}
+    made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
     return {"llama": llama, "material": material, **made}
 
 
@@ -239,6 +243,13 @@ def rare_words(folder: Path, material: Path) -> Path:
     lines = [line for line in (material / "text" / "train.txt").read_text().splitlines() if len(line.split()) > 3]
     records = [{"text": line, "label": "returns" if "return" in line.lower() else "other"} for line in lines[:400]]
     return write_records(folder / "classes.jsonl", records)
+
+
+def answered(folder: Path, material: Path) -> Path:
+    """Instructions with their answers, in other columns than those of conversations."""
+    records = json.loads((material / "instruct" / "english.json").read_text())
+    pairs = [{"question": record["instruction"], "answer": record["output"]} for record in records]
+    return write_records(folder / "answered.jsonl", pairs)
 
 
 def names(folder: Path, material: Path) -> Path:
@@ -495,6 +506,7 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("layers", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("layers", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
+    ("mixed pairs", "zero2", [(8, "single", 1), (16, "ddp", 2)]),
 )
 LEGS = [("packed", "tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 
@@ -525,7 +537,7 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
             ours, theirs = ([line[figure] for line in updates(each)] for each in (again, lines))
             assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
         assert (output / "samples.jsonl").read_text() == ledger, "none repeated, none skipped"
-    newest = 22 if case == "tags" else 16  # whose last evaluation is the best
+    newest = 22 if case in ("tags", "mixed pairs") else 16  # whose last evaluation is the best
     assert (output / "checkpoints" / "latest").resolve().name == f"update_{newest:08}"
 
 

@@ -6,10 +6,12 @@ import json
 import numpy as np
 import pytest
 from helpers import recipe_of, refusal, write_records
+from transformers import T5Config
 
 from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, samples_of_a_pass, shares
 from zerofit.data.order import MicroBatches
-from zerofit.recipe import ClmRecipe, ClsRecipe, parse_recipe
+from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -85,7 +87,7 @@ def test_mistakes_are_named(flags, named):
 
 
 def test_other_tasks_take_no_weights():
-    assert "only train/clm.py" in refusal(parse_recipe, ClsRecipe, ["--train_file", "1", "a.csv", "2", "b.csv"])
+    assert "mixes no sources" in refusal(parse_recipe, ClsRecipe, ["--train_file", "1", "a.csv", "2", "b.csv"])
 
 
 def test_options_of_chats_need_a_source_of_chats(tmp_path, llama, prepare_causal):
@@ -111,3 +113,24 @@ def test_text_and_chats_are_mixed(tmp_path, llama, prepare_causal):
     texts = [data.tokenizer.decode(data.train[index]["input_ids"]) for index in data.order.places(0, 8).tolist()]
     assert sum("Response" in text for text in texts) == 2
     assert json.dumps(data.notes).count("75.0% of the samples") == 1
+
+
+def test_pairs_are_mixed(tmp_path, pairs_tokenizer):
+    """Of sources with other columns; the held-out part of each is the first of the whole, one after another."""
+    write_records(tmp_path / "said.jsonl", [{"source": f"say {n}", "target": "a good one"} for n in range(40)])
+    write_records(tmp_path / "asked.jsonl", [{"question": f"what is {n}?", "answer": f"{n}"} for n in range(60)])
+    sources = ("3", tmp_path / "said.jsonl", "1", tmp_path / "asked.jsonl")
+    flags = ("--model_type", "t5", "--tokenizer_name", pairs_tokenizer, "--cache_dir", tmp_path)
+    recipe = parse_recipe(
+        Seq2SeqRecipe, [*map(str, (*flags, "--train_file", *sources)), "--validation_split_percentage", "10"]
+    )
+    data = prepare_pairs(recipe, T5Config())
+    assert [len(each) for each in data.train.sets] == [36, 54]
+    assert {name: len(part) for name, part in data.held_out.items()} == {"said": 4, "asked": 6}
+    assert data.validation.targets[:4] == ["a good one"] * 4
+    assert len(data.validation.samples) == len(data.validation.targets) == 10
+    assert data.validation.trained_targets["a good one"] == 36
+    assert data.samples_per_epoch == 48
+    assert (data.order.places(0, 8) < 36).sum() == 6
+    lengths = [len(data.train[index]["labels"]) for index in range(90)]
+    assert data.train.stats.pair_lengths[1] == pytest.approx(np.mean(lengths))

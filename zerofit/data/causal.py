@@ -13,7 +13,7 @@ from zerofit.data.chat.prepare import prepare_chat
 from zerofit.data.distilled import read_distilled
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
-from zerofit.data.mixture import MixedSamples, MixtureOrder, samples_of_a_pass, shares
+from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
@@ -113,16 +113,10 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions,
     Raises:
         UserError: a source cannot be used.
     """
-    sources: dict[str, TextData] = {}
-    for _, files in recipe.mixture:
-        name = Path(files[0]).name.partition(".")[0]
-        while name in sources:
-            name += "_"
-        patterns = {**options.patterns, "train": files}
-        own = replace(options, patterns=patterns if not sources else {"train": files})
-        if sources and "validation" in options.patterns:  # which the first source has read
-            own = replace(own, held_out_fraction=0.0)
-        sources[name] = _prepare_text_or_chat(recipe, own, form, config, block_size)
+    sources = {
+        name: _prepare_text_or_chat(recipe, own, form, config, block_size)
+        for name, own in options_of_sources(options, recipe).items()
+    }
     parts = list(sources.values())
     for is_chat, names in ((False, OF_CHATS), (True, OF_TEXT)):
         if given := [
@@ -131,29 +125,20 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions,
             raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
     first = next((data for data in parts if data.is_chat), parts[0])  # whose tokenizer has a template
     held_out = {name: data.validation for name, data in sources.items() if data.validation}
-    mixed = TextData(
-        MixedSamples([data.train for data in parts]) if recipe.trains else None,
+    mixed = mix({name: data.train for name, data in sources.items()}, recipe) if recipe.trains else None
+    notes = list(dict.fromkeys(note for data in parts for note in data.notes))
+    return TextData(
+        mixed and mixed.samples,
         MixedSamples(list(held_out.values())) if held_out else None,
         first.tokenizer,
         block_size,
-        list(dict.fromkeys(note for data in parts for note in data.notes)),
+        [*notes, *(mixed.notes if mixed else [])],
         [line for data in parts for line in data.shown],
         is_chat=any(data.is_chat for data in parts),
+        order=mixed and mixed.order,
+        samples_per_epoch=mixed.samples_per_epoch if mixed else 0,
         held_out=held_out if len(held_out) > 1 else {},
     )
-    if not recipe.trains:
-        return mixed
-    sizes = [len(data.train) for data in parts]
-    weights = shares([weight for weight, _ in recipe.mixture], sizes, recipe.mixture_temperature)
-    mixed.order = MixtureOrder(weights, sizes, recipe.seed)
-    mixed.samples_per_epoch = samples_of_a_pass(weights, sizes, recipe.stop_source)
-    for name, size, weight in zip(sources, sizes, weights):
-        passes = weight * mixed.samples_per_epoch / size
-        mixed.notes.append(
-            f"source    {name}: {weight:.1%} of the samples; an epoch of {mixed.samples_per_epoch:,} samples reads "
-            f"its {size:,} {passes:.2f} times"
-        )
-    return mixed
 
 
 def _prepare_stream(

@@ -6,12 +6,16 @@ weight times the places. Which sample of the source it is follows from (seed, so
 So the order depends neither on the processes nor on the batch, and the position is one number, as ever.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from zerofit.data.options import DataOptions
 from zerofit.data.order import SampleOrder
 from zerofit.data.pack import DatasetStats, Sample, SampleSet
+from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 
 PLACES = 1 << 14  # that are laid out at a time
 
@@ -108,6 +112,57 @@ class MixedSamples:
     def __getitem__(self, index: int) -> Sample:
         source = int(np.searchsorted(self.offsets, index, side="right")) - 1
         return self.sets[source][int(index - self.offsets[source])]
+
+
+@dataclass
+class Mixture:
+    """The training samples of several sources, and how they follow one another.
+
+    Args:
+        samples_per_epoch: of one pass over the mixture.
+        notes: for the log.
+    """
+
+    samples: MixedSamples
+    order: MixtureOrder
+    samples_per_epoch: int
+    notes: list[str]
+
+
+def options_of_sources(options: DataOptions, recipe: ClmRecipe | Seq2SeqRecipe) -> dict[str, DataOptions]:
+    """What to read of each source, by the source's name: it is prepared as if it were the only one.
+
+    Without weights there is one source, whose name is empty. A validation_file goes to the first source; nothing is
+    held out of the others then.
+    """
+    if not recipe.mixture:
+        return {"": options}
+    sources: dict[str, DataOptions] = {}
+    for _, files in recipe.mixture:
+        name = Path(files[0]).name.partition(".")[0]
+        while name in sources:
+            name += "_"
+        if not sources:
+            own = replace(options, patterns={**options.patterns, "train": files})
+        else:
+            own = replace(options, patterns={"train": files})
+            if "validation" in options.patterns:
+                own = replace(own, held_out_fraction=0.0)
+        sources[name] = own
+    return sources
+
+
+def mix(sets: Mapping[str, SampleSet], recipe: ClmRecipe | Seq2SeqRecipe) -> Mixture:
+    """The training samples of all sources, by the source's name."""
+    sizes = [len(samples) for samples in sets.values()]
+    weights = shares([weight for weight, _ in recipe.mixture], sizes, recipe.mixture_temperature)
+    total = samples_of_a_pass(weights, sizes, recipe.stop_source)
+    notes = [
+        f"source    {name}: {weight:.1%} of the samples; an epoch of {total:,} samples reads its {size:,} "
+        f"{weight * total / size:.2f} times"
+        for name, size, weight in zip(sets, sizes, weights)
+    ]
+    return Mixture(MixedSamples(list(sets.values())), MixtureOrder(weights, sizes, recipe.seed), total, notes)
 
 
 def shares(weights: Sequence[float | None], sizes: Sequence[int], temperature: float) -> list[float]:

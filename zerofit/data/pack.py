@@ -37,6 +37,13 @@ class DatasetStats:
         """Mean number of tokens of a sample, without padding."""
         return round((self.tokens - self.truncated) / self.samples)
 
+    @property
+    def pair_lengths(self) -> tuple[float, float]:
+        """Of pairs: mean number of tokens of a source and of a target, without padding."""
+        assert self.trained is not None, "targets are trained on"
+        source = (self.tokens - self.truncated - self.trained) / self.samples
+        return source, self.trained / self.samples
+
 
 def stats_rows(
     train: DatasetStats | None, validation: DatasetStats | None, prompts: DatasetStats | None = None
@@ -257,10 +264,6 @@ class TokenizedDataset:
         return np.stack(
             [self.columns[name].lengths for name in ("input_ids", "labels") if name in self.columns], axis=1
         )
-
-    def mean_lengths(self) -> list[float]:
-        """The mean number of tokens in each column."""
-        return [float(column.lengths.mean()) for column in self.columns.values()]
 
 
 @dataclass

@@ -94,7 +94,7 @@ class SourceOptions(Recipe):
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
             )
         if any(map(is_weight, self.train_file or [])) and not hasattr(self, "mixture"):
-            problems.append(f"train_file = {' '.join(self.train_file)}: only train/clm.py mixes sources by weights")
+            problems.append(f"train_file = {' '.join(self.train_file)}: this task mixes no sources by weights")
         problems += unknown_encoding(self.encoding)
         if self.delimiter and len(self.separator) != 1:
             problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")
@@ -108,6 +108,58 @@ class SourceOptions(Recipe):
                 f"validation_split_percentage = {self.validation_split_percentage:g}: "
                 "it leaves no sample to train on; choose a value below 100"
             )
+        return problems
+
+
+@dataclass
+class MixtureOptions(Recipe):
+    """Mixtures of sources (train_file: WEIGHT FILES WEIGHT FILES ...)"""
+
+    mixture_temperature: float = option(
+        1.0,
+        "Raise the weights to the power of 1 / this: above 1 small sources come more often. Without weights those are "
+        "the numbers of samples, and each file is a source.",
+        positive=True,
+    )
+    stop_source: str = option(
+        "first_exhausted",
+        "What an epoch of a mixture is. first_exhausted: until the first source has been read in full; all_exhausted: "
+        "until all have been. A source that is read in full is drawn anew.",
+        choices=("first_exhausted", "all_exhausted"),
+    )
+
+    @property
+    def mixture(self) -> list[tuple[float | None, list[str]]]:
+        """(weight, files) of each source; no weight where its size decides. Empty: all files are one source."""
+        words = self.train_file or []
+        if not any(map(is_weight, words)):
+            return [(None, [word]) for word in words] if self.is_changed("mixture_temperature") else []
+        sources: list[tuple[float | None, list[str]]] = []
+        for word in words:
+            if is_weight(word):
+                sources.append((float(word), []))
+            elif sources:
+                sources[-1][1].append(word)
+        return sources
+
+    def problems(self) -> list[str]:
+        problems, words, sources = super().problems(), self.train_file or [], self.mixture
+        shown = f"train_file = {' '.join(words)}"
+        if self.is_changed("stop_source") and not sources:
+            problems.append("stop_source has no effect without weights in train_file, or mixture_temperature")
+        if not sources:
+            return problems
+        if sources[0][0] is not None and not is_weight(words[0]):
+            problems.append(f"{shown}: {words[0]} stands before any weight. Write WEIGHT FILES WEIGHT FILES ...")
+        if not all(files for _, files in sources):
+            problems.append(f"{shown}: a weight has no file. Write WEIGHT FILES WEIGHT FILES ...")
+        if any(weight == 0 for weight, _ in sources):
+            problems.append(f"{shown}: a source of weight 0 would not be read. Remove it")
+        if len(sources) == 1:
+            problems.append(f"{shown}: a mixture of one source. Name a second one, or leave the weight out")
+        for name in ("difficulty_warmup", "train_tokenizer_vocab_size"):
+            if getattr(self, name, None):
+                problems.append(f"{name} and a mixture: not supported. Leave one of the two out")
         return problems
 
 

@@ -7,13 +7,12 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.causal_options import (
     ChatOptions,
     CorpusOptions,
-    MixtureOptions,
     PreferenceOptions,
     SampleOptions,
     TextOptions,
     WritingOptions,
 )
-from zerofit.recipe.data_options import PaddingOptions, RecordOptions
+from zerofit.recipe.data_options import MixtureOptions, PaddingOptions, RecordOptions
 from zerofit.recipe.distillation_options import DistillationOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
@@ -280,7 +279,9 @@ class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLo
 
 
 @dataclass
-class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
+class Seq2SeqRecipe(
+    TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, MixtureOptions, PairOptions, LossOptions
+):
     """Encoder-decoder training: dialogue, or any source and target."""
 
 

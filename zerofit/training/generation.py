@@ -103,10 +103,11 @@ def _written(
 
 def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
     """For the log: what one and the same answer reaches, the target that training has most often."""
-    if held_out is None or held_out.most_common is None:
+    if held_out is None or not held_out.trained_targets:
         return []
-    usual = held_out.most_common if len(held_out.most_common) < SHOWN else f"{held_out.most_common[:SHOWN]}..."
-    figures = compute("generation", [held_out.most_common] * len(held_out.targets), held_out.targets)
+    ((answer, _),) = held_out.trained_targets.most_common(1)
+    usual = answer if len(answer) < SHOWN else f"{answer[:SHOWN]}..."
+    figures = compute("generation", [answer] * len(held_out.targets), held_out.targets)
     return [f"baseline    always {usual!r}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())]
 
 

@@ -7,8 +7,10 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.lengths import choose_length, report_data_loss
+from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
-from zerofit.data.pack import TokenizedDataset
+from zerofit.data.order import Order
+from zerofit.data.pack import SampleSet, TokenizedDataset
 from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
 from zerofit.data.pairs.conversation_files import read_keyed_conversations
 from zerofit.data.records import Part, limit_parts, read_parts
@@ -45,22 +47,35 @@ class SourceFormat:
 
 @dataclass
 class HeldOutPairs:
-    """The held-out samples, the full target of each as text, and the most common target of the training data."""
+    """The held-out samples, the full target of each as text, and the targets of the training data."""
 
-    samples: TokenizedDataset
+    samples: SampleSet
     targets: list[str]
-    most_common: str | None
+    trained_targets: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class PairData:
-    """Samples of both parts, and the tokenizer that made them; no `train` without training."""
+    """Samples of both parts, and the tokenizer that made them; no `train` without training.
 
-    train: TokenizedDataset | None
+    Args:
+        widths: the longest source and target, in tokens.
+        order: of the training samples, of a mixture.
+        samples_per_epoch: training samples of one pass over the data; by default all.
+        held_out: of a mixture, the held-out samples of each source by its name.
+    """
+
+    train: TokenizedDataset | MixedSamples | None
     validation: HeldOutPairs | None
     tokenizer: PreTrainedTokenizerBase
-    widths: tuple[int, int]  # the longest source and target, in tokens
+    widths: tuple[int, int]
     notes: list[str] = field(default_factory=list)
+    order: Order | None = None
+    samples_per_epoch: int = 0
+    held_out: dict[str, SampleSet] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
 
 
 def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
@@ -73,16 +88,46 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
     with one_process_at_a_time(options.cache.folder):
-        source = read_source(options, reader=read_keyed_conversations)
-        source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-        columns = find_columns(PairColumns.of(recipe), source.first)
-        parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
-        train = next(iter(parts.values()))
-        tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
-        separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
-        form = SourceFormat(recipe.source_prefix, separator, widths[0])
-        encoder = PairEncoder(tokenizer, form, widths[1])
-        tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
+        sources = {
+            name: _prepare_source(recipe, own, config, widths)
+            for name, own in options_of_sources(options, recipe).items()
+        }
+    return _mixed(recipe, sources) if recipe.mixture else sources[""]
+
+
+def _mixed(recipe: Seq2SeqRecipe, sources: dict[str, PairData]) -> PairData:
+    first = next(iter(sources.values()))
+    notes = list(dict.fromkeys(note for data in sources.values() for note in data.notes))
+    held_out = {name: data.validation for name, data in sources.items() if data.validation}
+    parts, validation = held_out.values(), None
+    if parts:
+        trained = sum((part.trained_targets for part in parts), Counter())
+        targets = [target for part in parts for target in part.targets]
+        validation = HeldOutPairs(MixedSamples([part.samples for part in parts]), targets, trained)
+    mixed = mix({name: data.train for name, data in sources.items()}, recipe) if recipe.trains else None
+    return PairData(
+        mixed and mixed.samples,
+        validation,
+        first.tokenizer,
+        first.widths,
+        [*notes, *(mixed.notes if mixed else [])],
+        mixed and mixed.order,
+        mixed.samples_per_epoch if mixed else 0,
+        {name: part.samples for name, part in held_out.items()} if len(held_out) > 1 else {},
+    )
+
+
+def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]) -> PairData:
+    source = read_source(options, reader=read_keyed_conversations)
+    source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
+    columns = find_columns(PairColumns.of(recipe), source.first)
+    parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
+    train = next(iter(parts.values()))
+    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
+    separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
+    form = SourceFormat(recipe.source_prefix, separator, widths[0])
+    encoder = PairEncoder(tokenizer, form, widths[1])
+    tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
     tokenizer.init_kwargs[FORMAT] = asdict(form)
     tables = limit_parts(tables, options)
     notes.insert(0, f"data      {columns.describe}")
@@ -94,8 +139,8 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
         sets[name] = TokenizedDataset(table, COLUMNS, scores if scores is None else scores[table["record"][:]])
     validation = None
     if "validation" in tables:
-        most_common = Counter(tables["train"]["target"][:]).most_common(1)[0][0] if "train" in tables else None
-        validation = HeldOutPairs(sets["validation"], tables["validation"]["target"][:], most_common)
+        trained = Counter(tables["train"]["target"][:] if "train" in tables else ())
+        validation = HeldOutPairs(sets["validation"], tables["validation"]["target"][:], trained)
     return PairData(sets.get("train"), validation, tokenizer, widths, notes)
 
 
