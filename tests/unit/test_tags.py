@@ -127,7 +127,7 @@ def test_conll_files(pairs_tokenizer, tmp_path, name):
 
 
 def test_columns_of_conll_files(tmp_path):
-    read = list(map(json.loads, sentences("New York\tB-LOC\n\u2028\tO\n\t\n.\tO", tmp_path)))
+    read = list(map(json.loads, sentences("New York\tB-LOC\r\n\u2028\tO\n\t\n.\tO", tmp_path)))
     assert read == [{"tokens": ["New York", "\u2028"], "tags": ["B-LOC", "O"]}, {"tokens": ["."], "tags": ["O"]}]
 
 
