@@ -153,6 +153,22 @@ def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache
     assert len(asked(config, byte_tokenizer, cache, "--predict_file", tmp_path / "a.txt").held_out[0].samples) == 2
 
 
+def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
+    config = classifier(("O", "B-PER"))
+    config.architectures = ["BertForTokenClassification"]
+    rows = [["a", "cat"], [], ["", "b"]]
+    file = write_records(tmp_path / "a.jsonl", [{"words": words, "more": 1} for words in rows])
+    data = asked(config, pairs_tokenizer, cache, "--predict_file", file)
+    (part,) = data.held_out
+    assert (data.labels.names, data.labels.of_words) == (("O", "B-PER"), True)
+    assert part.texts.to_dict() == {"words": rows}
+    assert [(part.samples[index]["starts"] < 0).tolist() for index in range(3)] == [[False] * 2, [], [True, False]]
+    assert "note      1 of 3 texts are empty" in data.notes
+    assert "text_columns" in refusal(
+        asked, config, pairs_tokenizer, cache, "--predict_file", file, "--text_columns", "x"
+    )
+
+
 @pytest.mark.parametrize(("names", "class_names", "values", "expected"), [
     (("NO", "YES"), None, ["yes", "no", None], (("no", "yes"), None)),  # as the data writes them
     (("LABEL_0", "LABEL_1"), None, [0, 1], (("LABEL_0", "LABEL_1"), ("LABEL_0", "LABEL_1"))),

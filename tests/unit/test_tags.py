@@ -167,6 +167,15 @@ def test_a_model_learns_tags(pairs_tokenizer, tmp_path):
     assert len(rows) == 30
     assert set(rows[0]) == {"tokens", "label", "prediction"}
     assert all(len(row["tokens"]) == len(row["label"]) == len(row["prediction"]) for row in rows)
+    asked = [{"tokens": [], "id": 0}, *({"tokens": row["tokens"], "id": 1} for row in rows), {"tokens": ["", "the"]}]
+    done = launched(
+        tmp_path / "asked", "--model_name_or_path", tmp_path / "run" / "model", "--predict_file",
+        write_records(tmp_path / "asked.jsonl", asked), task="cls", strategy="ddp", processes=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    none, *answers, last = map(json.loads, (tmp_path / "asked" / "predictions.jsonl").read_text().splitlines())
+    assert answers == [{"tokens": row["tokens"], "prediction": row["prediction"]} for row in rows]
+    assert (none["prediction"], last["prediction"]) == ([], [None, "O"])
     texts = [{"text": " ".join(row["tokens"]), "label": row["label"][0]} for row in rows]
     done = launched(
         tmp_path / "other", "--model_name_or_path", tmp_path / "run" / "model", "--train_file",

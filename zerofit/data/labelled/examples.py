@@ -10,7 +10,7 @@ from zerofit.data.labelled import glue
 from zerofit.data.labelled.choices import LabelColumns, find_choices, prepare_choices
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
 from zerofit.data.labelled.samples import Example, ExampleData, encode_parts
-from zerofit.data.labelled.tags import find_tags, tagged_words
+from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words, tagged_words
 from zerofit.data.lengths import choose_length
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, read_parts
@@ -97,19 +97,22 @@ def _prepare_unlabelled(
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if any("MultipleChoice" in name for name in config.architectures or ()):
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
-    if any("TokenClassification" in name for name in config.architectures or ()):
-        raise UserError("predict_file: a model of token classification needs tags. Use --evaluate_only")
     with one_process_at_a_time(options.cache.folder):
         source = read_source(options, sample_by=lambda files: "line")
         table = source.first
-        texts, _ = _columns(named, table, task, task_name, labelled=False)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
-        columns = LabelledColumns(texts, None, in_model_order(labels, config))
-        source.parts = {PREDICT: _as_text(table, texts)}
+        if any("TokenClassification" in name for name in config.architectures or ()):
+            if (words := find_words(named.texts, table)) is None:
+                raise UserError(f"text_columns: no column of lists of words is found; {columns_present(table)}")
+            texts, columns = (words,), TaggedWords(words, None, replace(labels, of_words=True))
+        else:
+            texts, _ = _columns(named, table, task, task_name, labelled=False)
+            columns = LabelledColumns(texts, None, in_model_order(labels, config))
+            source.parts = {PREDICT: _as_text(table, texts)}
         parts, _ = read_parts(source, {PREDICT: columns}, options)
         data = encode_parts(options, config, parts, (PREDICT,), columns.labels, length)
     data.notes.insert(0, f"data      texts {' and '.join(texts)}")
-    if empty := sum(all(map(blank, rows[0])) for rows, _ in parts[PREDICT].contents()):
+    if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
     data.held_out = [replace(data.held_out[0], suffix="")]
     return data

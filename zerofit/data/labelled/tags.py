@@ -24,17 +24,18 @@ class TaggedWords:
     """The columns of a table of words with tags.
 
     Args:
+        label: None: records to be answered, of which every one is read.
         class_names: the names of the data's tag numbers, if it has tag numbers.
     """
 
     words: str
-    label: str
+    label: str | None
     labels: Labels
     class_names: tuple[str, ...] | None = None
 
     @property
     def columns(self) -> list[str]:
-        return [self.words, self.label]
+        return [self.words, *([self.label] if self.label else [])]
 
     def texts(self, content: Example) -> Iterator[str]:
         yield " ".join(content[0])
@@ -42,6 +43,8 @@ class TaggedWords:
     def read(self, record: dict[str, Any]) -> Example:
         """(words, the number of each one's tag). Raises BadRecord: there is no word, or not one known tag a word."""
         words = record[self.words] or []
+        if self.label is None:
+            return [word or "" for word in words], [0] * len(words)
         if any(map(blank, words)) or not words:
             raise BadRecord(f"it has {'an empty word' if words else 'no words'} ({self.words})")
         tags = record[self.label] or []
@@ -52,9 +55,14 @@ class TaggedWords:
 
 def find_tags(texts: tuple[str, ...], label: str | None, table: Dataset) -> tuple[str, str] | None:
     """(the column of words, that of tags); None for other records."""
-    words = next((name for name in texts or WORDS if _items(table, name) in ("string", "large_string")), None)
+    words = find_words(texts, table)
     tags = next((name for name in ([label] if label else TAGS) if name != words and _items(table, name)), None)
     return (words, tags) if words and tags else None
+
+
+def find_words(texts: tuple[str, ...], table: Dataset) -> str | None:
+    """The column of words."""
+    return next((name for name in texts or WORDS if _items(table, name) in ("string", "large_string")), None)
 
 
 def _items(table: Dataset, name: str) -> str | None:
