@@ -86,6 +86,23 @@ def test_mistakes_are_named(flags, named):
     assert named in refusal(parse_recipe, ClmRecipe, flags)
 
 
+@pytest.mark.parametrize("flags", [["--predict_file", "p.txt"], ["--evaluate_only", "--validation_file", "v.txt"]])
+def test_a_launch_without_training_takes_the_options_of_a_mixture(flags):
+    mixture = [
+        "--train_file",
+        "1",
+        "a.txt",
+        "2",
+        "b.txt",
+        "--stop_source",
+        "all_exhausted",
+        "--mixture_temperature",
+        "2",
+    ]
+    recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", "gpt2", *mixture, *flags])
+    assert not recipe.mixture
+
+
 def test_other_tasks_take_no_weights():
     assert "mixes no sources" in refusal(parse_recipe, ClsRecipe, ["--train_file", "1", "a.csv", "2", "b.csv"])
 

@@ -21,12 +21,12 @@ TRAINING_OPTIONS = (
     "length_grouping", "global_batch_warmup", "block_size_warmup", "difficulty_warmup", "peak_tflops",
     "tokens_per_batch", "class_weights", "focal_gamma", "label_smoothing", "z_loss", "profile", "profile_ranks",
     "profile_memory", "layer_decay", "ema_decay", "distill_weight", "distill_temperature", "mirror", "push_to_hub",
-    "hub_strategy",
+    "hub_strategy", "stop_source",
 )  # fmt: skip
 DATA_OPTIONS = (  # of the data that predict_file replaces
     "dataset_name", "dataset_config_name", "train_file", "validation_file", "validation_mismatched_file",
     "validation_split_percentage", "max_eval_samples", "data_path", "split", "data_cache_path",
-    "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate",
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate", "mixture_temperature",
 )  # fmt: skip
 MODEL = "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"
 
@@ -64,6 +64,7 @@ class InferenceOptions(Recipe):
             reset += DATA_OPTIONS
         elif self.validation_file:
             reset += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
+            reset.append("mixture_temperature")
         sources = [self.reset_option(name) for name in reset]
         self._without_effect = [source for source in sources if source and source.startswith("--")]
 
