@@ -299,12 +299,12 @@ from zerofit.health.watchdog import Watchdog
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 d.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + str(folder / "meeting"))
 pair = d.new_group([0, 1], group_desc="pair")
-watchdog = Watchdog(rank, 1.0)
+d.all_reduce(torch.ones(3))
+d.all_reduce(torch.ones(5), group=pair)
+watchdog = Watchdog(rank, 2.0)  # started once the ranks have met: on a busy machine that takes seconds
 watchdog.start()
 watchdog.record_collectives(folder, 2, "gloo", ["machine 0 (a)", "machine 1 (b)"])
 watchdog.phase("backward", 17)
-d.all_reduce(torch.ones(3))
-d.all_reduce(torch.ones(5), group=pair)
 if rank == 0:
     d.all_reduce(torch.ones(7), group=pair)
 time.sleep(60)
