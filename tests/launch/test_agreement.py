@@ -35,7 +35,15 @@ from helpers import (
 )
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, BlenderbotTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BlenderbotTokenizer,
+)
 
 from zerofit.cli import main as zerofit
 from zerofit.data.distilled import TABLE, vocabulary_key
@@ -162,6 +170,10 @@ CASES = {
         "--train_file", "{tags}", "--validation_split_percentage", "10", "--max_length", "64", "--max_eval_samples",
         "11", "--class_weights", "balanced", "--save_steps", "8", "--record_samples", "true",
     )),
+    "lora tags": Case("cls", 22, (
+        "--model_name_or_path", "{body}", "--train_file", "{tags}", "--lora", "--validation_split_percentage", "10",
+        "--max_length", "64", "--max_eval_samples", "11", "--save_steps", "8", "--record_samples", "true",
+    ), learning_rate=4e-3),
     "choices": Case("cls", 12, (  # drawn so large that the gradients of its choices do not cancel each other
         "--model_type", "bert", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,"
         "intermediate_size=64,hidden_dropout_prob=0,attention_probs_dropout_prob=0,initializer_range=0.2",
@@ -206,7 +218,7 @@ def _is_core(name: str, layout: str) -> bool:
     return layout in CASES[name].core or (layout == REFERENCE and bool(CASES[name].core))
 
 
-RUNS, PREDICTING = table(*CASES), table("deberta", "choices", "tags", "blenderbot", "t5")
+RUNS, PREDICTING = table(*CASES), table("deberta", "choices", "tags", "lora tags", "blenderbot", "t5")
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +230,16 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     train_blenderbot(folder / "blenderbot", material)
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
+    made |= {"body": without_a_head(folder / "body", folder / "deberta")}
     made |= {"pairs": pairs_of_answers(folder, material), "taught": taught_samples(folder / "taught.parquet", llama)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
     return {"llama": llama, "material": material, **made}
+
+
+def without_a_head(body: Path, whole: Path) -> Path:
+    AutoModel.from_pretrained(whole).save_pretrained(body)
+    AutoTokenizer.from_pretrained(whole).save_pretrained(body)
+    return body
 
 
 def questions(folder: Path) -> Path:
@@ -487,6 +506,35 @@ def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
     assert "### Response" in AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 
+@pytest.mark.long
+def test_an_adapter_for_tags_answers_as_its_run_and_merged(run, tmp_path):
+    """What ZeRO-3 has trained: under another strategy, and merged into its base, also without zerofit."""
+    output = run("lora tags", "zero3")[1]
+    rows = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
+    asked = write_records(tmp_path / "asked.jsonl", [{"tokens": row["tokens"]} for row in rows])
+    with tools_in_this_process():
+        assert zerofit(["merge", "--adapter", str(output / "model"), "--output", str(tmp_path / "merged")]) == 0
+        assert zerofit(["generate", "--model", str(output / "model"), "--prompt", "a"]) == 2
+    expected = [{"tokens": row["tokens"], "prediction": row["prediction"]} for row in rows]
+    for model, strategy in ((output, "fsdp2"), (output / "model", "zero3"), (tmp_path / "merged", "ddp")):
+        again = tmp_path / strategy
+        completed(again, "--model_name_or_path", model, "--predict_file", asked, "--max_length", "64",
+                  strategy=strategy, processes=2, task="cls")  # fmt: skip
+        assert [json.loads(line) for line in (again / "predictions.jsonl").read_text().splitlines()] == expected
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged").eval()
+    assert model.config.architectures == [type(model).__name__]
+    assert {"B-NAME", "I-NAME", "O"} == set(model.config.label2id)
+    encoded = AutoTokenizer.from_pretrained(tmp_path / "merged")(
+        rows[0]["tokens"], is_split_into_words=True, return_tensors="pt", truncation=True, max_length=64
+    )
+    with torch.no_grad():
+        tags = model(**encoded).logits[0].argmax(dim=-1).tolist()
+    first = {word: place for place, word in reversed([*enumerate(encoded.word_ids())]) if word is not None}
+    assert [model.config.id2label[tags[place]] for _, place in sorted(first.items())] == [
+        tag for tag in rows[0]["prediction"] if tag
+    ]
+
+
 LONG_LEGS = (  # data, begun under; goes on after this update, strategy, processes
     ("packed", "zero2", [(8, "single", 1), (16, "zero3_offload", 2)]),
     ("packed", "zero2", [(8, "single", 1), (16, "sp", 2)]),
@@ -503,6 +551,7 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("distilled", "zero2", [(8, "fsdp2", 2), (16, "sp", 2)]),
     ("classes", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("tags", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
+    ("lora tags", "zero2", [(8, "single", 1), (16, "zero3", 2)]),
     ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("layers", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("layers", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
@@ -537,7 +586,7 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
             ours, theirs = ([line[figure] for line in updates(each)] for each in (again, lines))
             assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
         assert (output / "samples.jsonl").read_text() == ledger, "none repeated, none skipped"
-    newest = 22 if case in ("tags", "mixed pairs") else 16  # whose last evaluation is the best
+    newest = 22 if case in ("tags", "lora tags", "mixed pairs") else 16  # whose last evaluation is the best
     assert (output / "checkpoints" / "latest").resolve().name == f"update_{newest:08}"
 
 
@@ -545,7 +594,7 @@ def replicas(strategy: str, processes: int) -> int:
     return processes // SPLIT.get(strategy[:2], (1, ()))[0]
 
 
-ANSWERING = [(name, layout) for name in ("lora", "blenderbot", "packed")
+ANSWERING = [(name, layout) for name in ("lora", "lora tags", "blenderbot", "packed")
              for layout in ("ddp", "zero2", "zero3", "fsdp2", "sp", "tp", "tp_zero3 x dp", "pp", "3d")
              if _is_possible(name, layout)]  # fmt: skip
 

@@ -10,7 +10,13 @@ import torch
 from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer
 from helpers import tiny_deberta, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from zerofit.cli import main
 from zerofit.model.adapter_folder import find_base, open_adapter, sample_weights
@@ -200,25 +206,29 @@ def test_a_base_given_by_hand(build):
     agree(logits_of(merge(case, "--base", str(moved))), case.logits)
 
 
+@pytest.mark.parametrize("task_type", ["SEQ_CLS", "TOKEN_CLS"])
 @pytest.mark.parametrize("zerofit", [True, False], ids=["with config.json", "plain peft"])
-def test_a_classifier_keeps_its_head_and_labels(tmp_path, zerofit):
+def test_a_classifier_keeps_its_head_and_labels(tmp_path, zerofit, task_type):
     base, labels = tmp_path / "base", {0: "bad", 1: "so-so", 2: "good"}
+    auto_class = AutoModelForSequenceClassification if task_type == "SEQ_CLS" else AutoModelForTokenClassification
     tiny_deberta(base, num_labels=2)
     more = {"num_labels": 3, "ignore_mismatched_sizes": True}
     if zerofit:
         more |= {"id2label": labels, "label2id": {name: index for index, name in labels.items()}}
-    model = AutoModelForSequenceClassification.from_pretrained(base, **more).eval()
+    model = auto_class.from_pretrained(base, **more).eval()
+    whole = ["classifier", "pooler"] if task_type == "SEQ_CLS" else ["classifier"]
     case = _adapted(
-        model, base, tmp_path / "adapter", base=base, task_type="SEQ_CLS", use_dora=True,
-        target_modules=["query_proj", "value_proj"], modules_to_save=["classifier", "pooler"],
+        model, base, tmp_path / "adapter", base=base, task_type=task_type, use_dora=True,
+        target_modules=["query_proj", "value_proj"], modules_to_save=whole,
     )  # fmt: skip
     if zerofit:
         model.config.save_pretrained(case.adapter)
     output = merge(case)
-    agree(logits_of(output, AutoModelForSequenceClassification), case.logits)
+    agree(logits_of(output, auto_class), case.logits)
     config = json.loads((output / "config.json").read_text())
     names = config["id2label"].values()
     assert list(names) == (list(labels.values()) if zerofit else ["LABEL_0", "LABEL_1", "LABEL_2"])
+    assert config["architectures"] == [type(model).__name__]
 
 
 @pytest.mark.parametrize("whole", [[], ["model.shared", "embed_tokens", "lm_head"]], ids=["", "embeddings too"])

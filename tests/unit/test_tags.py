@@ -12,12 +12,15 @@ from zerofit.data.collate import ExampleCollator
 from zerofit.data.conll import sentences
 from zerofit.data.labelled.entities import entities
 from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.labelled.labels import Labels
+from zerofit.data.labelled.samples import HeldOut
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, loss_of_examples
 from zerofit.model.tokenizer import padding_values
 from zerofit.recipe import ClsRecipe, parse_recipe
-from zerofit.training.classification import best_constant, figures_of, per_kind
+from zerofit.record.run_folder import RunFolder
+from zerofit.training.classification import best_constant, figures_of, per_kind, report_classes
 from zerofit.training.evaluation import compute
 
 WORDS = ["Licensor", "Apache", "is", "unquestionably", "here"]
@@ -101,6 +104,21 @@ def test_a_table_by_kind():
     ]  # fmt: skip
 
 
+def test_a_table_of_tags_that_are_no_entities(tmp_path):
+    labels, folder = Labels(("DET", "NOUN", "VERB"), of_words=True), RunFolder(str(tmp_path))
+    rows = [["DET", "NOUN", "NOUN"], ["DET", "VERB", None], ["VERB"], ["NOUN"]]
+    folder.write_predictions({"label": truth, "prediction": found} for truth, found in zip(rows[::2], rows[1::2]))
+    head, text = report_classes(folder, labels, [HeldOut(None, None, "")])
+    assert "3 held-out words" in head
+    header, *classes = [line.split() for line in text.splitlines()]
+    assert header == ["class", "precision", "recall", "f1", "words", "predicted"]
+    assert [row for row in classes if row[0] in labels.names] == [
+        ["DET", "1.0000", "1.0000", "1.0000", "1", "1"], ["NOUN", "0.0000", "0.0000", "0.0000", "1", "1"],
+        ["VERB", "0.0000", "0.0000", "0.0000", "1", "1"],
+    ]  # fmt: skip
+    assert (tmp_path / "confusion.png").is_file()
+
+
 CONLL = """-DOCSTART- -X- O O
 
 EU NNP B-NP B-ORG
@@ -127,6 +145,7 @@ def test_conll_files(pairs_tokenizer, tmp_path, name):
 
 
 def test_columns_of_conll_files(tmp_path):
+    assert list(map(json.loads, sentences("a\n\nb\n", tmp_path))) == [{"tokens": ["a"]}, {"tokens": ["b"]}]
     read = list(map(json.loads, sentences("New York\tB-LOC\r\n\u2028\tO\n\t\n.\tO", tmp_path)))
     assert read == [{"tokens": ["New York", "\u2028"], "tags": ["B-LOC", "O"]}, {"tokens": ["."], "tags": ["O"]}]
 

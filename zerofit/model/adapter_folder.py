@@ -21,7 +21,14 @@ from zerofit.recipe.parsing import read_yaml
 
 WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
-TASK_TYPES = {"clm": "CAUSAL_LM", "cls": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
+TASK_TYPES = {  # peft's names of tasks: the script of each, and what the model is called, AutoModelFor...
+    "CAUSAL_LM": ("clm", "CausalLM"),
+    "SEQ_CLS": ("cls", "SequenceClassification"),
+    "TOKEN_CLS": ("cls", "TokenClassification"),
+    "SEQ_2_SEQ_LM": ("seq2seq", "Seq2SeqLM"),
+}
+CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
+PEFT_CLASSIFIER_HEADS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -42,6 +49,10 @@ class AdapterFolder:
     def has_tokenizer(self) -> bool:
         return has_tokenizer(self.path)
 
+    @property
+    def classifies(self) -> bool:
+        return self.settings.get("task_type") in CLASSIFIERS
+
 
 def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
     """Read an adapter's folder: the settings, and the shapes of the weights.
@@ -58,8 +69,8 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
     if settings.get("peft_type") != "LORA":
         raise UserError(f"{option} = {name!r} is a {settings.get('peft_type')} adapter; LoRA adapters are supported")
     task_type = settings.get("task_type")
-    if task_type is not None and task_type not in TASK_TYPES.values():
-        supported = ", ".join(TASK_TYPES.values())
+    if task_type is not None and task_type not in TASK_TYPES:
+        supported = ", ".join(TASK_TYPES)
         raise UserError(f"{option} = {name!r} was trained for the task {task_type}; supported are {supported}")
     return AdapterFolder(path, settings, _shapes(path, f"{option} = {name!r}"))
 
@@ -181,7 +192,7 @@ def trained_config(folder: AdapterFolder, config, where: str, name: str) -> tupl
         num_labels = _num_labels(folder, config)
         if num_labels and num_labels != config.num_labels:
             config.num_labels = num_labels
-        return config, []
+        return _headed(config, folder), []
     has_own_code = hasattr(config, "auto_map")  # then the configuration's class comes with the base
     trained = config if has_own_code else read_config("adapter", str(folder.path), trust_remote_code=False)
     for size in ("model_type", *SIZES):
@@ -197,15 +208,24 @@ def trained_config(folder: AdapterFolder, config, where: str, name: str) -> tupl
     if quantization is not None:
         trained.quantization_config = quantization
     trained.dtype, trained.use_cache = config.dtype, True
-    return trained, notes
+    return _headed(trained, folder), notes
 
 
 def _num_labels(folder: AdapterFolder, config) -> int | None:
     """The number of labels of the head in a classifier's adapter."""
-    if folder.settings.get("task_type") != "SEQ_CLS":
+    if not folder.classifies:
         return None
-    heads = tuple(f"{head}.weight" for head in family_of(config).classifier_heads)
-    return next((shape[0] for name, shape in folder.shapes.items() if name.endswith(heads)), None)
+    of_words = folder.settings["task_type"] == "TOKEN_CLS"
+    heads = PEFT_CLASSIFIER_HEADS if of_words else family_of(config).classifier_heads
+    endings = tuple(f"{head}.weight" for head in heads)
+    return next((shape[0] for name, shape in folder.shapes.items() if name.endswith(endings)), None)
+
+
+def _headed(config, folder: AdapterFolder):
+    """The configuration, which says of a classifier what head it has; the base's may be another, or none."""
+    if folder.classifies:
+        config.architectures = [f"AutoModelFor{TASK_TYPES[folder.settings['task_type']][1]}"]
+    return config
 
 
 if TYPE_CHECKING:

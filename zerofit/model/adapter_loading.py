@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 
 from zerofit.model.adapter_folder import (
     ADAPTER_PREFIX,
+    CLASSIFIERS,
+    TASK_TYPES,
     WEIGHTS,
     AdapterFolder,
     adapter_settings,
@@ -29,11 +31,6 @@ from zerofit.model.pretrained_io import read_model
 from zerofit.recipe.errors import UserError, first_line
 
 NAME = "default"  # peft's name for the only adapter
-AUTO_CLASSES = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-}
 
 
 @dataclass
@@ -79,7 +76,8 @@ def load_with_adapter(
     if is_quantised and quantised == "refuse":
         raise UserError(f"{option} = {name!r} is quantised. Name its original with {named_with}, or say --dequantize")
     config, notes = trained_config(folder, config, where, name)
-    auto_class = getattr(transformers, AUTO_CLASSES[folder.settings.get("task_type") or _task_type(config)])
+    _, head = TASK_TYPES[folder.settings.get("task_type") or _task_type(config)]
+    auto_class = getattr(transformers, f"AutoModelFor{head}")
     if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
         raise UserError(f"{where}: {name!r} is a {config.model_type}, and there is no {auto_class.__name__} for it")
     model, missing = read_model(
@@ -103,8 +101,8 @@ def _task_type(config) -> str:
     """The task of a model whose adapter does not name one."""
     if config.is_encoder_decoder:
         return "SEQ_2_SEQ_LM"
-    classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-    return "SEQ_CLS" if classifier else "CAUSAL_LM"
+    named = "".join(config.architectures or ())
+    return next((kind for kind in CLASSIFIERS if f"For{TASK_TYPES[kind][1]}" in named), "CAUSAL_LM")
 
 
 def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name: str) -> None:

@@ -17,7 +17,14 @@ from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from zerofit.model.adapter_folder import ADAPTER_PREFIX, BASE_SAMPLE, TASK_TYPES, adapted_weight, sample_weights
+from zerofit.model.adapter_folder import (
+    ADAPTER_PREFIX,
+    BASE_SAMPLE,
+    PEFT_CLASSIFIER_HEADS,
+    TASK_TYPES,
+    adapted_weight,
+    sample_weights,
+)
 from zerofit.model.export import make_consistent, write_card
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
@@ -25,8 +32,6 @@ from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.model_options import LoraOptions
 from zerofit.recipe.options import TrainingRecipe
-
-PEFT_CLASSIFIER_HEADS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
 
 
 @dataclass
@@ -114,7 +119,7 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
     _check_targets(model, modules)
     check_expert_targets(of_experts, strategy, recipe)
     config = LoraConfig(
-        task_type=TASK_TYPES[task],
+        task_type=_task_type(task, type(model).__name__),
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
@@ -145,6 +150,12 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
             strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
     written = replace(config, modules_to_save=sorted(saved) or None, exclude_modules=None, inference_mode=True)
     return Adapter(written, list(layers), saved, _base_sample(layers, strategy), _note(recipe, targets, layers, saved))
+
+
+def _task_type(task: str, model_class: str) -> str:
+    """peft's name of the task."""
+    kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == task]
+    return next((kind for kind in kinds if TASK_TYPES[kind][1] in model_class), kinds[0])
 
 
 def check_quantisation(recipe: LoraOptions, strategy) -> None:

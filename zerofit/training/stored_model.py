@@ -57,9 +57,9 @@ class StoredModel:
         if recipe.lora:
             adapter = open_adapter(name, "model_name_or_path")
             kind = adapter.settings.get("task_type")
-            if kind not in (None, TASK_TYPES[task]):
-                tasks = {kind: task for task, kind in TASK_TYPES.items()}
-                raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{tasks[kind]}.py: use that")
+            script = TASK_TYPES[kind][0] if kind else task
+            if script != task:
+                raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{script}.py: use that")
             if adapter.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")
             name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code)[1]

@@ -78,8 +78,6 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
                 raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
             return prepare_choices(options, config, source, held_out, choices, length)
         if task is None and (found := find_tags(named.texts, named.label, source.first)):
-            if recipe.lora:
-                raise UserError("lora = true: token classification has no adapters yet. Remove --lora")
             (*texts, label), columns = found, tagged_words(options, source, *found, config)
         else:
             texts, label = _columns(named, source.first, task, recipe.task_name)

@@ -46,7 +46,7 @@ def find_model(options: GenerateOptions) -> ModelSource:
         raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
     adapter = open_adapter(name if names_adapter else options.adapter, "model" if names_adapter else "adapter")
     option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
-    if adapter.settings.get("task_type") == "SEQ_CLS":
+    if adapter.classifies:
         raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
     _auto_class(config, base)
     where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
