@@ -11,6 +11,7 @@
     python benchmarks/plan_accuracy.py measure --half generated    # then table: evaluated by generation
     python benchmarks/plan_accuracy.py measure --half experts      # then table: mixtures of experts
     python benchmarks/plan_accuracy.py measure --half muon         # then table: --optim muon
+    python benchmarks/plan_accuracy.py measure --half tags         # then table: a class for each word
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (zerofit/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -53,6 +54,8 @@ PATIENCE_S = 1200
 NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 TEXT = ["--train_file", "{stdlib}/*.py", "--train_tokenizer_vocab_size", "4096"]
 LABELLED = ["--dataset_name", "stdlib-docstrings", "--train_tokenizer_vocab_size", "4096"]
+TAGGED, NUM_TAGS = ROOT / "outputs" / "plan-accuracy" / "tags.conll", 900
+TAGS = ["--train_file", str(TAGGED), "--validation_split_percentage", "10", "--train_tokenizer_vocab_size", "4096"]
 PAIRS = (
     "--dataset_name stdlib-functions --train_tokenizer_vocab_size 2048 --max_target_length 16 "
     "--max_train_samples 400 --predict_with_generate false"
@@ -115,6 +118,8 @@ MODELS = {  # layers and their width: task, shape, and what is changed of it
         "cls",
         _encoder("roberta", 3, 384, 6, ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"),
     ),
+    "BERT with tags, 4 of 256": ("tags", _encoder("bert", 4, 256, 4)),
+    "DeBERTa with tags, 3 of 192": ("tags", _encoder("deberta-v2-xlarge", 3, 192, 4)),
     "DeBERTa, 3 of 192": ("cls", _encoder("deberta-v2-xlarge", 3, 192, 4)),
     "BlenderBot, 2 + 3 of 256": ("seq2seq", _pairs("blenderbot-400M-distill", 2, 3)),
     "T5, 3 + 3 of 256": (
@@ -160,6 +165,10 @@ class Configuration:
 
     @property
     def task(self) -> str:
+        return self.data if self.data != "tags" else "cls"
+
+    @property
+    def data(self) -> str:
         return MODELS[self.model][0]
 
     @property
@@ -172,12 +181,12 @@ class Configuration:
 
     @property
     def recipe(self) -> list[str]:
-        task, (shape, overrides) = MODELS[self.model]
+        task, (shape, overrides) = self.task, MODELS[self.model][1]
         lengths = {"clm": "--block_size", "cls": "--max_length", "seq2seq": "--max_source_length"}
         return [
             "--task",
             task,
-            *{"clm": TEXT, "cls": LABELLED, "seq2seq": PAIRS}[task],
+            *{"clm": TEXT, "cls": LABELLED, "tags": TAGS, "seq2seq": PAIRS}[self.data],
             "--model_type" if shape in TYPES else "--config_name",
             shape,
             "--config_overrides",
@@ -317,7 +326,16 @@ MUON = [  # short rows, so that the optimizer's step needs most at a micro-batch
         )
     ),
 ]
+WITH_TAGS = [  # so many tags that their logits matter
+    _make("BERT with tags, 4 of 256", "single", "fp32", 64, 1, (2, 12)),
+    _make("BERT with tags, 4 of 256", "ddp", "bf16", 64, 2, (2, 12)),
+    _make("BERT with tags, 4 of 256", "fsdp2", "fp32", 96, 1, (2, 10)),
+    _make("DeBERTa with tags, 3 of 192", "zero2", "bf16", 64, 1, (2, 12)),
+    _make("DeBERTa with tags, 3 of 192", "zero3", "fp32", 64, 1, (2, 9)),
+    _make("BERT with tags, 4 of 256", "zero2_offload", "fp32", 96, 1, (2, 8), LORA),
+]
 OTHERS = {
+    "tags": WITH_TAGS,
     "muon": MUON,
     "disk": ON_DISK,
     "generated": GENERATED,
@@ -340,6 +358,15 @@ def chosen(half: str, on: str) -> list[Configuration]:
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def write_tags() -> None:
+    """Sentences of twenty random words, with each of the tags."""
+    draw = random.Random(1)
+    words = ("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(20 * NUM_TAGS))
+    lines = (f"{word} T{number % NUM_TAGS}" + "\n" * (number % 20 == 0) for number, word in enumerate(words))
+    TAGGED.parent.mkdir(parents=True, exist_ok=True)
+    TAGGED.write_text("\n".join(lines) + "\n")
 
 
 class Measurements:
@@ -437,6 +464,7 @@ class Predictor:
         from zerofit.tools.plan.prediction import Budget
 
         flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
+        flags += ["--num_tags", str(NUM_TAGS)] if configuration.data == "tags" else []
         options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")
         model = read_planned_model(options, configuration.task, on != "cpu")
         if on != "cpu":
@@ -545,6 +573,7 @@ def main() -> None:
         each for each in chosen(half, options.on) if all(word in each.name for word in options.only.split())
     ]
     if options.what == "measure":
+        write_tags()
         for number, configuration in enumerate(configurations, 1):
             if measurements.of(options.on, configuration):
                 continue

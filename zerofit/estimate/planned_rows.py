@@ -13,8 +13,14 @@ TASKS = {
     "cls": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
+OF_WORDS = "AutoModelForTokenClassification"
 TOP_K = 64  # tokens of a teacher a position; the data say how many
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
+
+
+def has_tags(config: Any) -> bool:
+    """Whether a classifier has a class for each word, and not for each row."""
+    return any("TokenClassification" in name for name in config.architectures or ())
 
 
 class PlannedHead(NamedTuple):
@@ -87,8 +93,8 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
         makes_masks: rows are split, and the mask of packed documents is made of their positions
             (zerofit/strategy/sequence.py).
 
-    Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls, attention_mask (B, T) or
-        (B, 1, T, T), a teacher's tokens (B, T, TOP_K) or hidden states.
+    Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls without tags,
+        attention_mask (B, T) or (B, 1, T, T), a teacher's tokens (B, T, TOP_K) or hidden states.
     """
     shape = (batch_size * rows.per_sample, rows.length)
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
@@ -108,7 +114,7 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     if rows.task == "cls":
         kind = torch.float32 if getattr(config, "num_labels", 2) == 1 else torch.int64
-        inputs["labels"] = torch.zeros(batch_size, dtype=kind)
+        inputs["labels"] = torch.zeros(shape if has_tags(config) else batch_size, dtype=kind)
     else:
         inputs["labels"] = torch.zeros((batch_size, rows.target_length), dtype=torch.int64)
     return inputs

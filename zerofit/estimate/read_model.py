@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
-from zerofit.estimate.planned_rows import LONGEST_BLOCK, TASKS, PlannedHead, Rows
+from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
 from zerofit.model.pretrained_io import read_config
@@ -36,7 +36,10 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
         raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
     if task == "cls":
-        config.num_labels = max(1, getattr(config, "num_labels", 2))
+        num_tags = getattr(recipe, "num_tags", None)  # an option of `zerofit plan`
+        config.num_labels = num_tags or max(1, getattr(config, "num_labels", 2))
+        if num_tags or any(".conll" in Path(name).suffixes for name in recipe.train_file or ()):
+            config.architectures = [OF_WORDS]
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
     if not has_weights:
         _set_vocabulary(config, recipe)

@@ -100,6 +100,9 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
     price: float | None = option(None, "Of a GPU-hour: --tokens adds what training costs.", positive=True, common=True)
     mean_length: float | None = option(None, "Mean length of rows that are padded, for the time.", positive=True)
     architecture: str | None = option(None, "The model's shape, without its weights: a known name, or a folder.")
+    num_tags: int | None = option(
+        None, "Of --task cls: the records have tags of words, of so many kinds.", positive=True
+    )
     search: bool = option(
         False, "Find the fastest of all layouts, batches and options that save memory; --write has it.", common=True
     )
@@ -141,6 +144,8 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
         found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
         if self.price and not self.tokens:
             found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
+        if self.num_tags and self.task != "cls":
+            found.append(f"num_tags = {self.num_tags} has no effect with --task {self.task}. Remove it")
         if self.mean_length and not self._pads:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found
