@@ -170,8 +170,8 @@ def test_bad_lines_of_conll_files(tmp_path, text, said):
 
 def planned(*flags):
     shape = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
-    words = ["--task", "cls", "--model_type", "bert", "--config_overrides", shape, "--train_tokenizer_vocab_size", "300",
-             "--max_length", "64", "--precision", "fp32", "--gpu_memory", "8GiB", *flags]  # fmt: skip
+    words = ["--task", "cls", "--model_type", "bert", "--config_overrides", shape, "--max_length", "64", "--precision",
+             "fp32", "--train_tokenizer_vocab_size", "300", "--gpu_memory", "8GiB", *flags]  # fmt: skip
     model = read_planned_model(read_with_recipe(PlanOptions, words, "test")[0], "cls", on_gpu=True)
     steps = model.tracer("fp32", None, ParallelLayout()).steps(8)
     return type(model.full).__name__, max(step.start + step.rise for step in steps)
