@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     timeline.mark("data")
 
     # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    started = start(session, len(data.train or ()))
+    started = start(session, data.samples_per_epoch)
     model, adapter = started.load(auto_class, config, ignored_weights=replaced)
     timeline.mark("model")
     prepared = prepare(started, model, adapter)
@@ -105,17 +105,20 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         logits = logits_of_examples(model, batch)
         return loss_of_examples(logits, batch.labels, on_device, recipe.label_smoothing, recipe.focal_gamma)
 
+    def batches_of(engine, samples):
+        return eval_batches(engine, samples, collate, recipe.per_device_eval_batch_size)
+
     def evaluate(engine):
         figures = {}
         for part in data.held_out:
-            batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
+            sources = part.sources or {"": part.samples}  # of a mixture, each source
+            batches = {name: batches_of(engine, sources[name]) for name in sources}
             figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
         return figures
 
     def predict(engine):
         (part,) = data.held_out
-        batches = eval_batches(engine, part.samples, collate, recipe.per_device_eval_batch_size)
-        return predict_examples(engine, batches, data.labels, part, session.folder)
+        return predict_examples(engine, batches_of(engine, part.samples), data.labels, part, session.folder)
 
     task = Task(
         recipe=recipe,
@@ -128,6 +131,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         unit="word" if data.labels.of_words else "example" if data.labels.names else "number",
         grouping=recipe.length_grouping,
         longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
+        order=data.order,
         easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: best_constant(data.labels, data.held_out),

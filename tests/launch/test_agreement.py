@@ -163,6 +163,10 @@ CASES = {
     "classes": Case("cls", 22, (
         *CLASSES, "--class_weights", "balanced", "--label_smoothing", "0.1", "--focal_gamma", "2",
     ), ("zero2",)),
+    "mixed labels": Case("cls", 22, (
+        *CLASSES, "--model_name_or_path", "{body}", "--train_file", "3", "{classes}", "1", "{kinds}",
+        "--class_weights", "balanced", "--validation_split_percentage", "10",
+    )),
     "layers": Case("cls", 22, (*CLASSES, "--layer_decay", "0.7")),
     "tags": Case("cls", 22, (
         "--model_type", "bert", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,"
@@ -218,7 +222,7 @@ def _is_core(name: str, layout: str) -> bool:
     return layout in CASES[name].core or (layout == REFERENCE and bool(CASES[name].core))
 
 
-RUNS, PREDICTING = table(*CASES), table("deberta", "choices", "tags", "lora tags", "blenderbot", "t5")
+RUNS, PREDICTING = table(*CASES), table("deberta", "choices", "tags", "lora tags", "mixed labels", "blenderbot", "t5")
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +234,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     train_blenderbot(folder / "blenderbot", material)
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
+    made |= {"kinds": answers_that_are_short(folder, material)}
     made |= {"body": without_a_head(folder / "body", folder / "deberta")}
     made |= {"pairs": pairs_of_answers(folder, material), "taught": taught_samples(folder / "taught.parquet", llama)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
@@ -269,6 +274,14 @@ def answered(folder: Path, material: Path) -> Path:
     records = json.loads((material / "instruct" / "english.json").read_text())
     pairs = [{"question": record["instruction"], "answer": record["output"]} for record in records]
     return write_records(folder / "answered.jsonl", pairs)
+
+
+def answers_that_are_short(folder: Path, material: Path) -> Path:
+    """Pairs of texts; one of their classes is that of lines of text too."""
+    records = json.loads((material / "instruct" / "english.json").read_text())
+    pairs = ((record["instruction"], record["output"]) for record in records)
+    rows = [{"sentence1": a, "sentence2": b, "label": "short" if len(b) < 80 else "other"} for a, b in pairs]
+    return write_records(folder / "kinds.jsonl", rows)
 
 
 def names(folder: Path, material: Path) -> Path:
@@ -404,13 +417,27 @@ def test_held_out_figures_agree(run, case, layout):
         assert line == pytest.approx(other, rel=RTOL, abs=1e-6)  # a margin is 0 before training
 
 
+@pytest.mark.parametrize(("case", "layout"), table("mixed labels", layouts=LAYOUTS))
+def test_the_loss_of_a_mixture_is_the_mean_of_its_sources(run, case, layout):
+    lines, output = run(case, layout)
+    rows = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
+    of_classes = sum("text" in row for row in rows)
+    assert 0 < of_classes < len(rows)
+    for line in lines:
+        if "eval_loss" in line:
+            total = of_classes * line["eval_loss_classes"] + (len(rows) - of_classes) * line["eval_loss_kinds"]
+            assert line["eval_loss"] == pytest.approx(total / len(rows), rel=1e-7)
+    right = sum(row["label"] == row["prediction"] for row in rows)
+    assert lines[-1]["eval_accuracy"] == pytest.approx(right / len(rows))
+
+
 @pytest.mark.parametrize(("case", "layout"), PREDICTING)
 def test_predictions_are_the_same(run, case, layout):
     ours, expected = (
         [json.loads(line) for line in (run(case, each)[1] / "predictions.jsonl").read_text().splitlines()]
         for each in (layout, REFERENCE)
     )
-    assert len(expected) == (101 if case == "deberta" else 11)
+    assert len(expected) == {"deberta": 101, "mixed labels": 140}.get(case, 11)
     assert [row["prediction"] for row in ours] == [row["prediction"] for row in expected]
 
 
@@ -556,6 +583,7 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("layers", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("layers", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("mixed pairs", "zero2", [(8, "single", 1), (16, "ddp", 2)]),
+    ("mixed labels", "zero2", [(8, "single", 1), (16, "ddp", 2)]),
 )
 LEGS = [("packed", "tp", [(16, "zero2", 2)]), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_LEGS)]
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from datasets import ClassLabel, Value
 from helpers import refusal
 from sklearn.utils.class_weight import compute_class_weight
 from transformers import BertConfig
@@ -23,8 +22,8 @@ NAN = float("nan")
 NLI = ("entailment", "neutral", "contradiction")
 
 
-def found(values, feature=None, regression=None) -> Labels:
-    return find_labels(values, "train.csv", feature, regression)
+def found(values, class_names=None, regression=None) -> Labels:
+    return find_labels(values, "train.csv", class_names, regression)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,8 @@ def test_labels_that_are_refused(names, class_names, value, words):
 
 
 def test_a_class_label_column_names_its_numbers():
-    assert found([0, 1, 1], ClassLabel(names=["spam", "ham"])).names == ("spam", "ham")  # an order of its own
-    assert found([0, 1, 3], ClassLabel(names=["a", "b", "c", "d"]), regression=True).names is None
+    assert found([0, 1, 1], ("spam", "ham")).names == ("spam", "ham")  # an order of its own
+    assert found([0, 1, 3], ("a", "b", "c", "d"), regression=True).names is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_a_class_label_column_names_its_numbers():
     [([0.5, 1.0], None), (["0.5", "1"], None), ([0.5, NAN], None), ([1, 2, 3], True), (["1", "2"], True)],
 )
 def test_regression(values, regression):
-    labels = found(values, Value("float32"), regression)
+    labels = found(values, None, regression)
     assert labels.names is None
     assert labels.num_outputs == 1
 
@@ -133,7 +132,8 @@ def test_another_number_of_labels(labels, ours):
 
 
 def weighted(*words: str, names=("a", "b", "c"), choices=False, **options):
-    data = SimpleNamespace(labels=Labels(names, choices), train=SimpleNamespace(labels=np.array([0, 0, 0, 2, 0, 2])))
+    train = SimpleNamespace(labels=np.array([0, 0, 0, 2, 0, 2]))
+    data = SimpleNamespace(labels=Labels(names, choices), train=train, passes=[])
     return class_weights(ClsRecipe(class_weights=[*words] or None, **options), data)
 
 

@@ -8,9 +8,12 @@ import pytest
 from helpers import recipe_of, refusal, write_records
 from transformers import T5Config
 
+from zerofit.data.labelled.class_weights import class_weights
+from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, samples_of_a_pass, shares
 from zerofit.data.order import MicroBatches
 from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 
 
@@ -103,10 +106,6 @@ def test_a_launch_without_training_takes_the_options_of_a_mixture(flags):
     assert not recipe.mixture
 
 
-def test_other_tasks_take_no_weights():
-    assert "mixes no sources" in refusal(parse_recipe, ClsRecipe, ["--train_file", "1", "a.csv", "2", "b.csv"])
-
-
 def test_options_of_chats_need_a_source_of_chats(tmp_path, llama, prepare_causal):
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_text("\n".join(json.dumps({"text": f"Line {n}."}) for n in range(40)))
@@ -151,3 +150,57 @@ def test_pairs_are_mixed(tmp_path, pairs_tokenizer):
     assert (data.order.places(0, 8) < 36).sum() == 6
     lengths = [len(data.train[index]["labels"]) for index in range(90)]
     assert data.train.stats.pair_lengths[1] == pytest.approx(np.mean(lengths))
+
+
+@pytest.fixture
+def prepare_labelled(tmp_path, pairs_tokenizer):
+    def prepared(*sources, **more):
+        words = []
+        for number, (weight, records) in enumerate(sources):
+            words += [weight, write_records(tmp_path / f"{'abc'[number]}.jsonl", records)]
+        flags = ["--model_type", "bert", "--tokenizer_name", pairs_tokenizer, "--cache_dir", tmp_path / "cache",
+                 "--train_file", *words, "--validation_split_percentage", "10"]  # fmt: skip
+        recipe = parse_recipe(ClsRecipe, [*map(str, flags), *(word for pair in more.items() for word in pair)])
+        data = prepare_examples(recipe, load_configuration(recipe))
+        return data, class_weights(recipe, data)
+
+    return prepared
+
+
+def test_labels_are_mixed(prepare_labelled):
+    """Of sources with other columns, whose labels are numbered together; balanced is what an epoch reads."""
+    said = [{"text": f"it is {n}", "label": "ham" if n % 4 else "spam"} for n in range(40)]
+    asked = [{"sentence1": f"is it {n}?", "sentence2": "yes", "label": "junk" if n % 3 else "ham"} for n in range(60)]
+    data, weights = prepare_labelled((3, said), (1, asked), **{"--class_weights": "balanced"})
+    assert data.labels.names == ("ham", "junk", "spam")
+    assert [len(each) for each in data.train.sets] == [36, 54]
+    (part,) = data.held_out
+    assert {name: len(samples) for name, samples in part.sources.items()} == {"a": 4, "b": 6}
+    texts = list(part.texts)
+    assert len(texts) == len(part.samples) == len(part.samples.labels) == 10
+    assert [*texts[0]] == ["text"]
+    assert [*texts[-1]] == ["sentence1", "sentence2"]
+    assert data.samples_per_epoch == 48
+    drawn = data.train.labels[data.order.places(0, 48 * 54)]  # each source some whole times
+    counts = np.bincount(drawn)
+    assert weights == pytest.approx(counts.sum() / (3 * counts))
+    assert sum("spam" in note or "junk" in note for note in data.notes) == 2, "labels that only one source has"
+
+
+def test_numbers_and_choices_are_mixed(prepare_labelled):
+    numbers = ([{"text": f"{n}", "label": n / step} for n in range(20)] for step in (1, 2))
+    assert prepare_labelled(*((1, records) for records in numbers))[0].labels.names is None
+    asked = (
+        [{"question": "what?", "choices": ["a", "b", "c"][:most], "label": 1} for _ in range(20)] for most in (2, 3)
+    )
+    data, _ = prepare_labelled(*((1, records) for records in asked))
+    assert data.labels.choices
+    assert len(data.labels.names) == 3
+
+
+def test_sources_of_several_kinds_are_refused(prepare_labelled):
+    tags = [{"tokens": ["a", "b"], "ner_tags": ["O", "B-X"]}] * 20
+    texts = [{"text": f"{n}", "label": n % 2} for n in range(20)]
+    message = refusal(prepare_labelled, (1, tags), (1, texts))
+    assert "train_file" in message
+    assert "tags" in message

@@ -15,7 +15,7 @@ import numpy as np
 from zerofit.data.options import DataOptions
 from zerofit.data.order import SampleOrder
 from zerofit.data.pack import DatasetStats, Sample, SampleSet
-from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
+from zerofit.recipe.tasks import TaskRecipe
 
 PLACES = 1 << 14  # that are laid out at a time
 
@@ -113,6 +113,11 @@ class MixedSamples:
         source = int(np.searchsorted(self.offsets, index, side="right")) - 1
         return self.sets[source][int(index - self.offsets[source])]
 
+    @property
+    def labels(self) -> np.ndarray:
+        """Those of samples that have labels."""
+        return np.concatenate([each.labels for each in self.sets])
+
 
 @dataclass
 class Mixture:
@@ -120,16 +125,18 @@ class Mixture:
 
     Args:
         samples_per_epoch: of one pass over the mixture.
+        passes: how often each source is read meanwhile.
         notes: for the log.
     """
 
     samples: MixedSamples
     order: MixtureOrder
     samples_per_epoch: int
+    passes: list[float]
     notes: list[str]
 
 
-def options_of_sources(options: DataOptions, recipe: ClmRecipe | Seq2SeqRecipe) -> dict[str, DataOptions]:
+def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, DataOptions]:
     """What to read of each source, by the source's name: it is prepared as if it were the only one.
 
     Without weights there is one source, whose name is empty. A validation_file goes to the first source; nothing is
@@ -152,17 +159,19 @@ def options_of_sources(options: DataOptions, recipe: ClmRecipe | Seq2SeqRecipe) 
     return sources
 
 
-def mix(sets: Mapping[str, SampleSet], recipe: ClmRecipe | Seq2SeqRecipe) -> Mixture:
+def mix(sets: Mapping[str, SampleSet], recipe: TaskRecipe) -> Mixture:
     """The training samples of all sources, by the source's name."""
     sizes = [len(samples) for samples in sets.values()]
     weights = shares([weight for weight, _ in recipe.mixture], sizes, recipe.mixture_temperature)
     total = samples_of_a_pass(weights, sizes, recipe.stop_source)
+    passes = [weight * total / size for weight, size in zip(weights, sizes)]
     notes = [
         f"source    {name}: {weight:.1%} of the samples; an epoch of {total:,} samples reads its {size:,} "
-        f"{weight * total / size:.2f} times"
-        for name, size, weight in zip(sets, sizes, weights)
+        f"{times:.2f} times"
+        for name, size, weight, times in zip(sets, sizes, weights, passes)
     ]
-    return Mixture(MixedSamples(list(sets.values())), MixtureOrder(weights, sizes, recipe.seed), total, notes)
+    order = MixtureOrder(weights, sizes, recipe.seed)
+    return Mixture(MixedSamples(list(sets.values())), order, total, passes, notes)
 
 
 def shares(weights: Sequence[float | None], sizes: Sequence[int], temperature: float) -> list[float]:

@@ -93,8 +93,6 @@ class SourceOptions(Recipe):
             problems.append(
                 f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
             )
-        if any(map(is_weight, self.train_file or [])) and not hasattr(self, "mixture"):
-            problems.append(f"train_file = {' '.join(self.train_file)}: this task mixes no sources by weights")
         problems += unknown_encoding(self.encoding)
         if self.delimiter and len(self.separator) != 1:
             problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")

@@ -26,7 +26,7 @@ BALANCED = "balanced"  # of class_weights
 
 
 @dataclass
-class TaskRecipe(InferenceOptions, TrainingRecipe):
+class TaskRecipe(InferenceOptions, MixtureOptions, TrainingRecipe):
     """The options that every task has, with those of a launch without training."""
 
 
@@ -242,7 +242,6 @@ class ClmRecipe(
     WritingOptions,
     TaskRecipe,
     StreamOptions,
-    MixtureOptions,
     PreferenceOptions,
     DistillationOptions,
     ChatOptions,
@@ -279,9 +278,7 @@ class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLo
 
 
 @dataclass
-class Seq2SeqRecipe(
-    TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, MixtureOptions, PairOptions, LossOptions
-):
+class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
     """Encoder-decoder training: dialogue, or any source and target."""
 
 

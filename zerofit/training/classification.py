@@ -4,7 +4,7 @@ What leaves a rank is two numbers an example: the class and its probability, or 
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import screen_width, table
 from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import compute, gather_by_index, mean_over_replicas
+from zerofit.training.evaluation import compute, gather_by_index, mean_losses
 
 MAX_ROWS, MAX_PICTURED = 20, 60  # classes of a table, and of a picture
 
@@ -43,12 +43,20 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
 
 @torch.no_grad()
 def evaluate_examples(
-    engine: Engine, batches: Iterator[Batch], labels: Labels, part: HeldOut, folder: RunFolder
+    engine: Engine, batches: Mapping[str, Iterator[Batch]], labels: Labels, part: HeldOut, folder: RunFolder
 ) -> dict[str, float]:
-    """The figures of one held-out part; the main process also writes its predictions."""
-    loss, targets, answers = _answered(engine, batches, labels)
-    figures = {"loss": mean_over_replicas(engine, loss, targets)}
-    if answers is not None:
+    """The figures of one held-out part; the main process also writes its predictions.
+
+    Args:
+        batches: of each source of the part by its name; of several, each has a loss of its own as well.
+    """
+    own, answers = {}, list[Any]()
+    for name, of_source in batches.items():
+        loss, targets, of_examples = _answered(engine, of_source, labels)
+        own[name] = loss, targets
+        answers += of_examples or ()
+    figures = mean_losses(engine, own)
+    if answers:
         truth = _truth(part, labels)
         folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)
         predictions = [answer for answer, _ in answers]

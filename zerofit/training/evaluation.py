@@ -69,26 +69,29 @@ def held_out_loss(
     Args:
         batches: of each held-out part by its name; of several, each has a loss of its own as well.
     """
-    own: list[float] = []
-    for part in batches.values():
+    own = {}
+    for name, part in batches.items():
         loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0.0
         for batch, of_batch in engine.losses(part, loss_sum):
             loss += of_batch
             targets += batch.num_targets
-        own += [loss.item(), targets]
-    sums = engine.sum_over_replicas(own)
-    mean = sum(sums[::2]) / max(sum(sums[1::2]), 1)
-    figures = {"eval_loss": mean, "eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
-    if len(batches) > 1:
-        of_parts = zip(batches, sums[::2], sums[1::2])
-        figures |= {f"eval_loss_{name}": loss / max(targets, 1) for name, loss, targets in of_parts}
-    return figures
+        own[name] = loss, targets
+    figures = {f"eval_{name}": mean for name, mean in mean_losses(engine, own).items()}
+    mean = figures["eval_loss"]
+    return figures | {"eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
 
 
-def mean_over_replicas(engine: Engine, total: torch.Tensor, count: float) -> float:
-    """A sum over all replicas divided by the number of what was summed."""
-    total_sum, total_count = engine.sum_over_replicas([total.item(), count])
-    return total_sum / max(total_count, 1)
+def mean_losses(engine: Engine, own: Mapping[str, tuple[torch.Tensor, float]]) -> dict[str, float]:
+    """The mean loss over all replicas, and of several parts that of each.
+
+    Args:
+        own: this rank's (summed loss, number of targets) of each part by its name.
+    """
+    sums = engine.sum_over_replicas([number for loss, targets in own.values() for number in (loss.item(), targets)])
+    of_parts = list(zip(own, sums[::2], sums[1::2])) if len(own) > 1 else []
+    return {"loss": sum(sums[::2]) / max(sum(sums[1::2]), 1)} | {
+        f"loss_{name}": loss / max(targets, 1) for name, loss, targets in of_parts
+    }
 
 
 def gather_by_index(engine: Engine, rows: dict[int, Any]) -> list[Any] | None:

@@ -5,17 +5,15 @@ two texts (an article and what is asked of it, or SWAG's two sentences), the sec
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
 
 from zerofit.data.labelled.labels import NO_LABEL, Labels
-from zerofit.data.labelled.samples import Example, ExampleData, encode_parts
-from zerofit.data.options import DataOptions
-from zerofit.data.records import BadRecord, limit_parts, read_parts
-from zerofit.data.sources import Source
+from zerofit.data.labelled.samples import Example
+from zerofit.data.records import BadRecord, Part
 from zerofit.data.tables import columns_present, holds_lists, text_columns
 from zerofit.data.turns import blank
 from zerofit.recipe.errors import UserError
@@ -58,6 +56,11 @@ class Choices:
     @property
     def columns(self) -> list[str]:
         return [*self.context, *self.choices, self.label]
+
+    @property
+    def describe(self) -> str:
+        """For the log."""
+        return f"question {' and '.join(self.context)}, choices {', '.join(self.choices)}, label {self.label}"
 
     def texts(self, content: Example) -> Iterator[str]:
         rows, _ = content
@@ -145,19 +148,7 @@ def _counted(choices: Choices, table: Dataset) -> Choices:
     return replace(choices, start=int(bool(numbers) and 0 not in numbers and max(numbers) == max_choices))
 
 
-def prepare_choices(
-    options: DataOptions, config, source: Source, held_out: tuple[str, ...], choices: Choices, length: int
-) -> ExampleData:
-    """Check, split and tokenise, as prepare_examples does.
-
-    Raises:
-        UserError: a column is missing, or a record cannot be used.
-    """
-    question = f"question {' and '.join(choices.context)}, choices {', '.join(choices.choices)}"
-    parts, notes = read_parts(source, dict.fromkeys(source.parts, choices), options)
-    parts = limit_parts(parts, options)
-    max_choices = max(len(rows) for part in parts.values() for rows, _ in part.contents())
-    names = tuple(str(number + choices.start) for number in range(max_choices))
-    data = encode_parts(options, config, parts, held_out, Labels(names, True, choices.label), length)
-    data.notes[:0] = [f"data      {question}, label {choices.label}", *notes]
-    return data
+def labels_of_choices(choices: Choices, parts: Iterable[Part]) -> Labels:
+    """The numbers of the choices, as many as an example has at most."""
+    max_choices = max(len(rows) for part in parts for rows, _ in part.contents())
+    return Labels(tuple(str(number + choices.start) for number in range(max_choices)), True, choices.label)

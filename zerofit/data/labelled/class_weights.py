@@ -11,7 +11,7 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
     """The weight of each class, in the order of their numbers; None where all weigh the same.
 
     `balanced` is scikit-learn's: examples / (classes x examples of the class), so that each class weighs as much as
-    any other in the whole training set.
+    any other in the whole training set, or in an epoch of a mixture.
 
     Raises:
         UserError: the labels are numbers or choices, which no option of this group is for; or a class is not there.
@@ -23,10 +23,12 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
     if not recipe.class_weights or not recipe.trains:
         return None
     if recipe.class_weights == [BALANCED]:
-        counts = np.bincount(data.train.labels, minlength=len(names))
+        sets = data.train.sets if data.passes else [data.train]
+        counts = sum(
+            times * np.bincount(each.labels, minlength=len(names)) for each, times in zip(sets, data.passes or [1.0])
+        )
         present = np.count_nonzero(counts)
-        weights = counts.sum() / (present * np.maximum(counts, 1))
-        return np.where(counts > 0, weights, 1.0).tolist()
+        return np.where(counts > 0, counts.sum() / (present * np.where(counts > 0, counts, 1.0)), 1.0).tolist()
     given = recipe.weight_of_class
     if unknown := given.keys() - set(names):
         raise UserError(

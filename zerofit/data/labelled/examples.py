@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from datasets import ClassLabel, Dataset, Value
+from torch.utils.data import ConcatDataset
 
 from zerofit.data.labelled import glue
-from zerofit.data.labelled.choices import LabelColumns, find_choices, prepare_choices
+from zerofit.data.labelled.choices import Choices, LabelColumns, find_choices, labels_of_choices
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
-from zerofit.data.labelled.samples import Example, ExampleData, encode_parts
-from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words, tagged_words
+from zerofit.data.labelled.samples import Example, ExampleData, HeldOut, encode_parts
+from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words
 from zerofit.data.lengths import choose_length
+from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
-from zerofit.data.records import BadRecord, read_parts
+from zerofit.data.records import BadRecord, limit_parts, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
 from zerofit.data.tables import check_column, check_name, columns_present, text_columns
 from zerofit.data.token_tables import one_process_at_a_time
@@ -60,6 +64,45 @@ class LabelledColumns:
         return [texts], self.labels.encode(record[self.label], self.class_names)
 
 
+@dataclass
+class Records:
+    """The records of a source and which of their columns are read. What the labels are is not known yet.
+
+    Args:
+        held_out: the names of possible held-out parts.
+        texts: columns of texts or of words; of multiple choice there are `choices`.
+        of_words: the label is a list of tags, one of each word.
+        class_names: the names of the data's class numbers, if it has class numbers.
+    """
+
+    options: DataOptions
+    source: Source
+    held_out: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    label: str = ""
+    of_words: bool = False
+    class_names: tuple[str, ...] | None = None
+    choices: Choices | None = None
+
+    @property
+    def kind(self) -> str:
+        return "choices" if self.choices else "tags of words" if self.of_words else "labels"
+
+    @property
+    def describe(self) -> str:
+        """For the log."""
+        return self.choices.describe if self.choices else f"texts {' and '.join(self.texts)}, labels {self.label}"
+
+    def values(self, as_names: bool) -> list[Any]:
+        """All labels; class numbers as their names, or as they are."""
+        column = self.source.first[self.label][:]
+        values = list(chain.from_iterable(row or () for row in column)) if self.of_words else column
+        if self.class_names is None or not as_names:
+            return values
+        names = dict(enumerate(self.class_names))
+        return [names.get(value) for value in values]
+
+
 def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     """Read, check and tokenise; the first process of the machine works, the others find the result in the cache.
 
@@ -72,21 +115,110 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     if recipe.predict_file:
         return _prepare_unlabelled(options, config, task, recipe.task_name, named, length)
     with one_process_at_a_time(options.cache.folder):
-        source, held_out = _read(options, recipe.task_name)
-        if task is None and (choices := find_choices(named, source.first)):
-            if recipe.lora:
-                raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
-            return prepare_choices(options, config, source, held_out, choices, length)
-        if task is None and (found := find_tags(named.texts, named.label, source.first)):
-            (*texts, label), columns = found, tagged_words(options, source, *found, config)
+        sources = [_find(recipe, own, task, named) for own in options_of_sources(options, recipe).values()]
+        readers = _readers(recipe, sources, task, config)
+        read = [
+            read_parts(each.source, dict.fromkeys(each.source.parts, reader), each.options)
+            for each, reader in zip(sources, readers)
+        ]
+        if isinstance(readers[0], Choices):
+            limited = [limit_parts(parts, options) for parts, _ in read]
+            labels = labels_of_choices(readers[0], chain.from_iterable(parts.values() for parts in limited))
         else:
-            texts, label = _columns(named, source.first, task, recipe.task_name)
-            columns = _labelled(options, source, texts, label, task, recipe.regression, config)
-            source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
-        parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
-        data = encode_parts(options, config, parts, held_out, columns.labels, length)
-    data.notes[:0] = [f"data      texts {' and '.join(texts)}, labels {label}", *notes]
-    return data
+            labels = readers[0].labels
+        prepared = []
+        for each, (parts, notes) in zip(sources, read):
+            prepared.append(encode_parts(each.options, config, parts, each.held_out, labels, length))
+            prepared[-1].notes[:0] = [f"data      {each.describe}", *notes]
+    names = options_of_sources(options, recipe)
+    return _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
+
+
+def _find(recipe: ClsRecipe, options: DataOptions, task: glue.GlueTask | None, named: LabelColumns) -> Records:
+    source, held_out = _read(options, recipe.task_name)
+    if task is None and (choices := find_choices(named, source.first)):
+        if recipe.lora:
+            raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
+        return Records(options, source, held_out, choices=choices)
+    if task is None and (found := find_tags(named.texts, named.label, source.first)):
+        words, label = found
+        return Records(options, source, held_out, (words,), label, True, _names(source.first.features[label].feature))
+    texts, label = _columns(named, source.first, task, recipe.task_name)
+    class_names = task.labels if task else _names(source.first.features[label])
+    source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
+    return Records(options, source, held_out, texts, label, class_names=class_names)
+
+
+def _names(feature: Any) -> tuple[str, ...] | None:
+    """The names of class numbers, if a column has class numbers."""
+    return tuple(getattr(feature, "names", ()) or ()) or None
+
+
+def _readers(
+    recipe: ClsRecipe, sources: list[Records], task: glue.GlueTask | None, config
+) -> list[Choices] | list[TaggedWords] | list[LabelledColumns]:
+    """How each source is read, with the labels that are in all of them.
+
+    Raises:
+        UserError: there are no labels, or only one; the model was trained for others.
+    """
+    kinds = {each.kind: each.source.where("train") for each in sources}
+    if len(kinds) > 1:
+        found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())
+        raise UserError(f"train_file: a mixture needs sources of one kind, and there are {found}")
+    if sources[0].choices:
+        return [each.choices for each in sources]
+    class_names, of_words = sources[0].class_names, sources[0].of_words
+    differ = any(each.class_names != class_names for each in sources)
+    values = list(chain.from_iterable(each.values(as_names=differ) for each in sources))
+    class_names = None if differ else class_names
+    if not recipe.trains:
+        labels, class_names = trained_labels(config, class_names, values, bool(task) and task.labels is None)
+    elif task is not None:
+        labels = Labels(task.labels)
+    else:
+        where = " and ".join(each.source.where("train") for each in sources)
+        labels = find_labels(values, where, class_names, False if of_words else recipe.regression)
+    labels = replace(in_model_order(labels, config), of_words=of_words)
+    readers = []
+    for each in sources:
+        own_names = each.class_names if differ and each.class_names else class_names
+        own = (each.label, replace(labels, number=each.label), own_names)
+        readers.append(TaggedWords(each.texts[0], *own) if of_words else LabelledColumns(each.texts, *own))
+    return readers
+
+
+def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
+    """The data of several sources with the same labels, by the source's name."""
+    first = next(iter(sources.values()))
+    notes = list(dict.fromkeys(note for data in sources.values() for note in data.notes))
+    held_out = []
+    for suffix in dict.fromkeys(part.suffix for data in sources.values() for part in data.held_out):
+        parts = {name: part for name, data in sources.items() for part in data.held_out if part.suffix == suffix}
+        own = {name: part.samples for name, part in parts.items()}
+        texts = ConcatDataset([part.texts for part in parts.values()])
+        held_out.append(HeldOut(MixedSamples(list(own.values())), texts, suffix, own))
+    mixed = ExampleData(None, held_out, first.labels, first.tokenizer, first.max_length, notes)
+    if not recipe.trains:
+        return mixed
+    mixture = mix({name: data.train for name, data in sources.items()}, recipe)
+    mixed.notes += [*mixture.notes, *_labels_of_one_source(first.labels, sources)]
+    order, total = mixture.order, mixture.samples_per_epoch
+    return replace(mixed, train=mixture.samples, order=order, samples_per_epoch=total, passes=mixture.passes)
+
+
+def _labels_of_one_source(labels: Labels, sources: dict[str, ExampleData]) -> list[str]:
+    """Notes about classes that only one of the sources has: they may be others' under another name."""
+    if labels.names is None or labels.choices:
+        return []
+    present = {name: {labels.names[label] for label in np.unique(data.train.labels)} for name, data in sources.items()}
+    notes = []
+    for name, own in present.items():
+        alone = sorted(own - set().union(*(names for other, names in present.items() if other != name)))
+        if alone:
+            shown = ", ".join(alone[:10]) + ", ..." * (len(alone) > 10)
+            notes.append(f"note      labels that only {name} has: {shown}")
+    return notes
 
 
 def _prepare_unlabelled(
@@ -167,28 +299,6 @@ def _columns(
     if problems:
         raise UserError([f"{problem}; {columns_present(table)}" for problem in problems])
     return texts, label
-
-
-def _labelled(
-    options: DataOptions,
-    source: Source,
-    texts: tuple[str, ...],
-    label: str,
-    task: glue.GlueTask | None,
-    regression: bool | None,
-    config,
-) -> LabelledColumns:
-    """The columns, with the labels that are in them."""
-    values, feature = source.first[label][:], source.first.features[label]
-    class_names = task.labels if task else tuple(getattr(feature, "names", ()) or ()) or None
-    if not options.trains:
-        labels, class_names = trained_labels(config, class_names, values, bool(task) and task.labels is None)
-    elif task is not None:
-        labels = Labels(task.labels)
-    else:
-        labels = find_labels(values, source.where("train"), feature, regression)
-    labels = replace(in_model_order(labels, config), number=label)
-    return LabelledColumns(texts, label, labels, class_names)
 
 
 def _as_text(table: Dataset, texts: tuple[str, ...]) -> Dataset:

@@ -81,18 +81,17 @@ class Labels:
         return self.names.index(name)
 
 
-def find_labels(values: list[Any], where: str, feature: Any, regression: bool | None) -> Labels:
+def find_labels(values: list[Any], where: str, class_names: tuple[str, ...] | None, regression: bool | None) -> Labels:
     """The label set of the training data.
 
-    The names of a ClassLabel column are used unchanged; words and integers are classes, sorted; numbers with a
-    fractional part make a regression. `regression` overrides all of these.
+    Names of class numbers are used unchanged; words and integers are classes, sorted; numbers with a fractional part
+    make a regression. `regression` overrides all of these.
 
     Raises:
         UserError: there are no labels, only one, or too many.
     """
-    names = getattr(feature, "names", None)
-    if names and not regression:
-        return Labels(tuple(names))
+    if class_names and not regression:
+        return Labels(class_names)
     present = {value for value in values if not _is_missing(value)}
     if not present:
         raise UserError(f"{where}: no record has a label. Check that label_column names the right column")

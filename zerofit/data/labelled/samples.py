@@ -1,5 +1,6 @@
 """Samples of labelled data: texts, pairs, choices and words as rows of token ids, and the held-out parts."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.order import Order
 from zerofit.data.pack import SampleSet, TokenizedDataset
 from zerofit.data.records import Part, limit_parts
 from zerofit.data.token_tables import IDS, TableCache, fingerprint
@@ -28,16 +30,29 @@ class LabelledSamples(SampleSet, Protocol):
 
 @dataclass
 class HeldOut:
-    """A held-out part: its samples, its texts (for predictions.jsonl), and the part's name in figures."""
+    """A held-out part.
+
+    Args:
+        texts: one of each sample, for predictions.jsonl.
+        suffix: the part's name in figures: "" or "_mismatched".
+        sources: of a mixture, the samples of each source by its name.
+    """
 
     samples: LabelledSamples
-    texts: Dataset
-    suffix: str  # "" or "_mismatched"
+    texts: Iterable[dict[str, Any]]
+    suffix: str
+    sources: dict[str, LabelledSamples] = field(default_factory=dict)
 
 
 @dataclass
 class ExampleData:
-    """Samples of all parts (no `train` without training), the labels, and the tokenizer that made them."""
+    """Samples of all parts (no `train` without training), the labels, and the tokenizer that made them.
+
+    Args:
+        order: of the training samples, of a mixture.
+        samples_per_epoch: training samples of one pass over the data; by default all.
+        passes: of a mixture, how often each source is read meanwhile.
+    """
 
     train: SampleSet | None
     held_out: list[HeldOut]
@@ -45,6 +60,12 @@ class ExampleData:
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     notes: list[str] = field(default_factory=list)
+    order: Order | None = None
+    samples_per_epoch: int = 0
+    passes: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
 
 
 def encode_parts(

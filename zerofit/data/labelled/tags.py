@@ -2,17 +2,14 @@
 read. A tag belongs to a word's first token; the word's other tokens are not trained on."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 
-from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
+from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import Example
-from zerofit.data.options import DataOptions
 from zerofit.data.records import BadRecord
-from zerofit.data.sources import Source
 from zerofit.data.turns import blank
 
 WORDS = ("tokens", "words")  # the columns, by default
@@ -68,19 +65,3 @@ def find_words(texts: tuple[str, ...], table: Dataset) -> str | None:
 def _items(table: Dataset, name: str) -> str | None:
     """What the lists of a column hold; None if it has none."""
     return getattr(getattr(table.features.get(name), "feature", None), "dtype", None)
-
-
-def tagged_words(options: DataOptions, source: Source, words: str, tags: str, config) -> TaggedWords:
-    """The columns, with the tags that are in them.
-
-    Raises:
-        UserError: there are no tags, or only one; the model was trained for others.
-    """
-    inner = source.first.features[tags].feature
-    class_names = tuple(getattr(inner, "names", ()) or ()) or None
-    values = list(chain.from_iterable(row or () for row in source.first[tags][:]))
-    if options.trains:
-        labels = find_labels(values, source.where("train"), inner, False)
-    else:
-        labels, class_names = trained_labels(config, class_names, values)
-    return TaggedWords(words, tags, replace(in_model_order(labels, config), of_words=True, number=tags), class_names)
