@@ -12,6 +12,7 @@
     python benchmarks/plan_accuracy.py measure --half experts      # then table: mixtures of experts
     python benchmarks/plan_accuracy.py measure --half muon         # then table: --optim muon
     python benchmarks/plan_accuracy.py measure --half tags         # then table: a class for each word
+    python benchmarks/plan_accuracy.py measure --half tuned        # then table: of answers, teachers, ...
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
 `zerofit compare` launches (zerofit/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
@@ -29,10 +30,14 @@ SET_ASIDE is drawn by a seed, before anything was measured.
 """
 
 import argparse
+import ast
+import itertools
 import json
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,8 +59,7 @@ PATIENCE_S = 1200
 NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 TEXT = ["--train_file", "{stdlib}/*.py", "--train_tokenizer_vocab_size", "4096"]
 LABELLED = ["--dataset_name", "stdlib-docstrings", "--train_tokenizer_vocab_size", "4096"]
-TAGGED, NUM_TAGS = ROOT / "outputs" / "plan-accuracy" / "tags.conll", 900
-TAGS = ["--train_file", str(TAGGED), "--validation_split_percentage", "10", "--train_tokenizer_vocab_size", "4096"]
+NUM_TAGS = 900
 PAIRS = (
     "--dataset_name stdlib-functions --train_tokenizer_vocab_size 2048 --max_target_length 16 "
     "--max_train_samples 400 --predict_with_generate false"
@@ -69,6 +73,9 @@ GENERATES = tuple(
         "48 --val_min_target_length 48"
     ).split()
 )
+DPO, SIMPO, ORPO = (("--preference_loss", name) for name in ("dpo", "simpo", "orpo"))
+SMOOTHED, WITH_Z, MEAN = ("--label_smoothing", "0.1"), ("--z_loss", "1e-4"), ("--ema_decay", "0.999")
+FORWARD, REVERSE = (("--distill_divergence", name) for name in ("forward", "reverse"))
 WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
 
 
@@ -111,6 +118,7 @@ MODELS = {  # layers and their width: task, shape, and what is changed of it
     "Llama, 8 of 256": ("clm", _llama(8, 256)),
     "Llama, 24 of 128": ("clm", _llama(24, 128)),
     "Llama, 3 of 384, grouped": ("clm", _llama(3, 384, 6, 2)),
+    "Llama, 3 of 384, one head of keys": ("clm", _llama(3, 384, 6, 1)),
     "GPT-NeoX, 3 of 320": ("clm", _encoder("open-calm-1b", 3, 320, 5)),
     "Llama classifier, 4 of 256": ("cls", _llama(4, 256)),
     "BERT, 4 of 256": ("cls", _encoder("bert", 4, 256, 4)),
@@ -118,8 +126,6 @@ MODELS = {  # layers and their width: task, shape, and what is changed of it
         "cls",
         _encoder("roberta", 3, 384, 6, ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"),
     ),
-    "BERT with tags, 4 of 256": ("tags", _encoder("bert", 4, 256, 4)),
-    "DeBERTa with tags, 3 of 192": ("tags", _encoder("deberta-v2-xlarge", 3, 192, 4)),
     "DeBERTa, 3 of 192": ("cls", _encoder("deberta-v2-xlarge", 3, 192, 4)),
     "BlenderBot, 2 + 3 of 256": ("seq2seq", _pairs("blenderbot-400M-distill", 2, 3)),
     "T5, 3 + 3 of 256": (
@@ -133,6 +139,30 @@ MODELS = {  # layers and their width: task, shape, and what is changed of it
         "clm",
         _mixture("qwen3_moe", 4, 192, 2, 3, "num_experts=8,intermediate_size=512,moe_intermediate_size=256"),
     ),
+}
+MADE = ROOT / "outputs" / "plan-accuracy" / "data"  # by make_data
+DATA = {
+    "clm": TEXT,
+    "cls": LABELLED,
+    "seq2seq": PAIRS,
+    "answers": [
+        *("--train_file", str(MADE / "answers.jsonl"), "--train_tokenizer_vocab_size", "2048"),
+        *("--allow_data_loss", "--max_train_samples", "400"),
+    ],
+    "tags": [
+        *("--train_file", str(MADE / "tags.conll"), "--validation_split_percentage", "10"),
+        *("--train_tokenizer_vocab_size", "4096"),
+    ],
+    "stored": [
+        "--train_file",
+        str(MADE / "stored" / "*.parquet"),
+        "--tokenizer_name",
+        str(MADE / "teacher" / "model"),
+    ],
+    "teacher": [
+        *("--train_file", str(MADE / "*.py"), "--tokenizer_name", str(MADE / "teacher" / "model")),
+        *("--teacher", str(MADE / "teacher" / "model")),
+    ],
 }
 TYPES = ("bert", "roberta", "bart", "mixtral", "olmoe", "qwen3_moe")  # of transformers, without a name in this tree
 
@@ -153,10 +183,11 @@ class Configuration:
     accumulation: int
     sizes: tuple[int, int]
     more: tuple[str, ...] = ()
+    data: str = ""  # of DATA; by default the task's
 
     @property
     def name(self) -> str:
-        more = [word.removeprefix("--") for word in self.more]
+        more = [word.removeprefix("--") for word in (*self.more, *filter(None, [self.data]))]
         return " ".join([self.model, self.strategy, self.precision, str(self.length), str(self.accumulation), *more])
 
     @property
@@ -165,10 +196,6 @@ class Configuration:
 
     @property
     def task(self) -> str:
-        return self.data if self.data != "tags" else "cls"
-
-    @property
-    def data(self) -> str:
         return MODELS[self.model][0]
 
     @property
@@ -181,12 +208,12 @@ class Configuration:
 
     @property
     def recipe(self) -> list[str]:
-        task, (shape, overrides) = self.task, MODELS[self.model][1]
+        task, (shape, overrides) = MODELS[self.model]
         lengths = {"clm": "--block_size", "cls": "--max_length", "seq2seq": "--max_source_length"}
         return [
             "--task",
             task,
-            *{"clm": TEXT, "cls": LABELLED, "tags": TAGS, "seq2seq": PAIRS}[self.data],
+            *DATA[self.data or task],
             "--model_type" if shape in TYPES else "--config_name",
             shape,
             "--config_overrides",
@@ -202,8 +229,17 @@ class Configuration:
         ]
 
 
-def _make(model: str, strategy: str, precision: str, length: int, accumulation: int, sizes: tuple[int, int], *more):
-    return Configuration(model, strategy, precision, length, accumulation, sizes, sum(more, ()))
+def _make(
+    model: str,
+    strategy: str,
+    precision: str,
+    length: int,
+    accumulation: int,
+    sizes: tuple[int, int],
+    *more: tuple[str, ...],
+    data: str = "",
+) -> Configuration:
+    return Configuration(model, strategy, precision, length, accumulation, sizes, sum(more, ()), data)
 
 
 CONFIGURATIONS = [
@@ -327,15 +363,43 @@ MUON = [  # short rows, so that the optimizer's step needs most at a micro-batch
     ),
 ]
 WITH_TAGS = [  # so many tags that their logits matter
-    _make("BERT with tags, 4 of 256", "single", "fp32", 64, 1, (2, 12)),
-    _make("BERT with tags, 4 of 256", "ddp", "bf16", 64, 2, (2, 12)),
-    _make("BERT with tags, 4 of 256", "fsdp2", "fp32", 96, 1, (2, 10)),
-    _make("DeBERTa with tags, 3 of 192", "zero2", "bf16", 64, 1, (2, 12)),
-    _make("DeBERTa with tags, 3 of 192", "zero3", "fp32", 64, 1, (2, 9)),
-    _make("BERT with tags, 4 of 256", "zero2_offload", "fp32", 96, 1, (2, 8), LORA),
+    _make("BERT, 4 of 256", "single", "fp32", 64, 1, (2, 12), data="tags"),
+    _make("BERT, 4 of 256", "ddp", "bf16", 64, 2, (2, 12), data="tags"),
+    _make("BERT, 4 of 256", "fsdp2", "fp32", 96, 1, (2, 10), data="tags"),
+    _make("DeBERTa, 3 of 192", "zero2", "bf16", 64, 1, (2, 12), data="tags"),
+    _make("DeBERTa, 3 of 192", "zero3", "fp32", 64, 1, (2, 9), data="tags"),
+    _make("BERT, 4 of 256", "zero2_offload", "fp32", 96, 1, (2, 8), LORA, data="tags"),
+]
+SMALL = "Llama, 4 of 256"
+TUNED = [  # losses of other kinds, a teacher, a mean of the weights, learning rates by layer, rows that go round
+    _make(SMALL, "single", "fp32", 64, 1, (2, 8), DPO, data="answers"),
+    _make(SMALL, "ddp", "bf16", 64, 2, (2, 8), DPO, data="answers"),
+    _make(SMALL, "zero2", "fp32", 64, 1, (2, 8), DPO, data="answers"),
+    _make(SMALL, "zero3", "bf16", 64, 1, (2, 8), DPO, data="answers"),
+    _make(SMALL, "fsdp2", "fp32", 64, 1, (2, 8), DPO, data="answers"),
+    _make(SMALL, "zero2", "bf16", 64, 1, (2, 8), DPO, LORA, data="answers"),
+    _make("GPT-2, 4 of 256", "zero2", "bf16", 64, 1, (2, 8), SIMPO, data="answers"),
+    _make("GPT-2, 4 of 256", "ddp", "fp32", 64, 1, (2, 8), ORPO, data="answers"),
+    _make(SMALL, "single", "fp32", 64, 1, (2, 8), FORWARD, data="stored"),
+    _make(SMALL, "zero3", "bf16", 64, 1, (2, 8), REVERSE, data="stored"),
+    _make(SMALL, "fsdp2", "fp32", 64, 1, (2, 8), FORWARD, data="stored"),
+    _make(SMALL, "single", "fp32", 64, 1, (2, 8), REVERSE, data="teacher"),
+    _make(SMALL, "zero2", "bf16", 64, 1, (2, 8), FORWARD, data="teacher"),
+    _make(SMALL, "single", "fp32", 64, 1, (2, 8), WHOLE, MEAN),
+    _make(SMALL, "zero2", "bf16", 64, 1, (2, 8), WHOLE, MEAN),
+    _make(SMALL, "zero3", "fp32", 64, 1, (2, 8), WHOLE, MEAN),
+    _make(SMALL, "fsdp2", "bf16", 64, 1, (2, 8), WHOLE, MEAN),
+    _make(SMALL, "single", "fp32", 64, 1, (2, 8), WHOLE, SMOOTHED, WITH_Z),
+    _make(SMALL, "zero2", "bf16", 64, 1, (2, 8), WHOLE, SMOOTHED),
+    _make(SMALL, "fsdp2", "fp32", 64, 1, (2, 8), WHOLE, WITH_Z),
+    _make("BERT, 4 of 256", "single", "fp32", 64, 1, (2, 10), ("--layer_decay", "0.8")),
+    _make("BERT, 4 of 256", "zero3", "bf16", 64, 1, (2, 10), ("--layer_decay", "0.8")),
+    _make("Llama, 3 of 384, one head of keys", "sp", "fp32", 128, 1, (2, 8), WHOLE),
+    _make("Llama, 3 of 384, one head of keys", "sp", "bf16", 128, 1, (2, 8), WHOLE, AGAIN),
 ]
 OTHERS = {
     "tags": WITH_TAGS,
+    "tuned": TUNED,
     "muon": MUON,
     "disk": ON_DISK,
     "generated": GENERATED,
@@ -360,13 +424,38 @@ def chosen(half: str, on: str) -> list[Configuration]:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def write_tags() -> None:
-    """Sentences of twenty random words, with each of the tags."""
+def make_data() -> None:
+    """In MADE, once: pairs of answers; sentences of twenty random words with the tags; a small teacher, and what
+    it says of some of Python's library."""
+    if (MADE / "stored").is_dir():  # made last
+        return
+    MADE.mkdir(parents=True, exist_ok=True)
+    functions = [
+        (ast.unparse(each.args), ast.unparse(each.body))
+        for file in sorted(Path(ast.__file__).parent.glob("[a-d]*.py"))
+        for each in ast.walk(ast.parse(file.read_text()))
+        if isinstance(each, ast.FunctionDef)
+    ]
+    with (MADE / "answers.jsonl").open("w") as lines:
+        for (arguments, body), (_, other) in itertools.pairwise(functions):
+            if arguments and body != other:
+                lines.write(json.dumps({"prompt": arguments, "chosen": body, "rejected": other}) + "\n")
     draw = random.Random(1)
     words = ("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(20 * NUM_TAGS))
-    lines = (f"{word} T{number % NUM_TAGS}" + "\n" * (number % 20 == 0) for number, word in enumerate(words))
-    TAGGED.parent.mkdir(parents=True, exist_ok=True)
-    TAGGED.write_text("\n".join(lines) + "\n")
+    tagged = (f"{word} T{number % NUM_TAGS}" + "\n" * (number % 20 == 0) for number, word in enumerate(words))
+    (MADE / "tags.conll").write_text("\n".join(tagged) + "\n")
+    for name in ("ast", "argparse", "calendar", "dataclasses"):
+        shutil.copy(Path(ast.__file__).with_name(f"{name}.py"), MADE)
+    text, (shape, overrides) = ["--train_file", str(MADE / "*.py")], MODELS[SMALL][1]
+    model = ["--train_tokenizer_vocab_size", "4096", "--config_name", shape, "--config_overrides", overrides]
+    taught = ["--output_dir", str(MADE / "teacher"), "--block_size", "64", "--max_train_steps", "1"]
+    generate = ["generate", "--model", str(MADE / "teacher" / "model"), "--logprobs", "64", "--block_size", "64"]
+    script, zerofit = str(ROOT / "train" / "clm.py"), ["-m", "zerofit.cli"]
+    for command in (
+        [script, *text, *model, *taught],
+        [*zerofit, *generate, "--prompt_file", str(MADE / "*.py"), "--output", str(MADE / "stored")],
+    ):
+        subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
 
 
 class Measurements:
@@ -573,7 +662,8 @@ def main() -> None:
         each for each in chosen(half, options.on) if all(word in each.name for word in options.only.split())
     ]
     if options.what == "measure":
-        write_tags()
+        if any(each.data for each in configurations):
+            make_data()
         for number, configuration in enumerate(configurations, 1):
             if measurements.of(options.on, configuration):
                 continue

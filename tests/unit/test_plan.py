@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import recipe_of
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -14,11 +15,13 @@ from zerofit.estimate.caching_allocator import unused_bytes
 from zerofit.estimate.model_states import deepspeed_states, torch_states
 from zerofit.estimate.peak import pinned
 from zerofit.estimate.planned_rows import Rows
+from zerofit.estimate.read_model import read_planned_model
 from zerofit.estimate.traced_steps import host_inputs, in_flight
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model import chunked_loss
 from zerofit.model.chunked_loss import TokenLoss
+from zerofit.recipe.errors import UserError
 from zerofit.tools.plan import parallel
 
 MILLION = 10**6
@@ -53,7 +56,8 @@ def test_ddp_holds_16_bytes_a_parameter():
     assert backward(states.engine(), "w0") == [32 * MILLION] * 2
     engine = torch_states(weights(8 * MILLION, 1), 1, torch.float32, torch.bfloat16, on_gpu=True).engine()
     assert engine.held == 0
-    assert backward(engine, "w0 w1", last=False) == [32 * MILLION, 32 * MILLION + 4, 32 * MILLION + 4]
+    # backward has made the gradient, and it stays where it is: it is not held twice
+    assert backward(engine, "w0 w1", last=False) == [0, 32 * MILLION, 32 * MILLION + 4]
     assert backward(engine, "w0 w1", first=False) == [32 * MILLION + 4] * 3
 
 
@@ -329,3 +333,22 @@ def test_a_published_model_is_planned_without_network_or_kernels(capsys):
              "1", "--attn_implementation", "flash_attention_2"]  # fmt: skip
     assert main(["plan", *flags, "--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct"]) == 0
     assert "494,032,768 parameters" in capsys.readouterr().out
+
+
+def test_a_model_from_scratch_has_the_vocabulary_of_the_named_tokenizer(byte_tokenizer):
+    shape = "n_layer=1,n_head=2,n_embd=32,n_positions=32"
+    recipe = recipe_of(config_name="gpt2", config_overrides=shape, tokenizer_name=str(byte_tokenizer))
+    assert read_planned_model(recipe, "clm", on_gpu=False).config.vocab_size == 300
+    overrides = f"{shape},vocab_size=200"
+    recipe = recipe_of(config_name="gpt2", config_overrides=overrides, tokenizer_name=str(byte_tokenizer))
+    with pytest.raises(UserError, match="vocab_size"):
+        read_planned_model(recipe, "clm", on_gpu=False)
+
+
+@pytest.mark.parametrize(("tied", "held"), [(True, 2), (False, 1)])
+def test_the_gradients_of_a_tied_weight_are_added_in_place(tied, held):
+    """Those of the head and of the embedding are held when the second is made, and no sum of them beside."""
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=8192, tie_word_embeddings=tied)
+    last = next(one for one in reversed(tracer(config, Rows("clm", 32), dtype=torch.float32).steps(1, 2)) if one.completed)
+    assert last.gradient == 4 * 8192 * 64
+    assert held <= (last.start + last.rise) / last.gradient < held + 0.1

@@ -60,11 +60,14 @@ class AllocationTracker(TorchDispatchMode):
         rounding: an allocation takes a multiple of this (512 for CUDA's caching allocator).
         thin_masks: dropout keeps a byte an element, as torch's fused one does on devices other than a CPU. There it
             keeps a mask in the dtype of its input (aten/src/ATen/native/Dropout.cpp).
+        tied: shapes of weights that several modules have. Autograd adds the gradients of such a weight in the place of
+            the first (torch/csrc/autograd/input_buffer.cpp).
     """
 
-    def __init__(self, rounding: int = 1, thin_masks: bool = False):
+    def __init__(self, rounding: int = 1, thin_masks: bool = False, tied: frozenset[torch.Size] = frozenset()):
         super().__init__()
         self.rounding, self.thin_masks, self.live, self.peak = rounding, thin_masks, 0, 0
+        self.tied = tied
         self.segments: list[Segment] = []
         self._known: dict[int, int] = {}
 
@@ -107,6 +110,8 @@ class AllocationTracker(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function.namespace == "prim":  # a question, such as on which device a tensor is: two of three calls
             return result
+        if function is torch.ops.aten.add.Tensor and result.shape in self.tied:
+            self._resize(args[0].untyped_storage(), 0)  # under this mode autograd does not add in place
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()

@@ -57,11 +57,13 @@ class GradientMemory:
     def complete(self, name: str) -> int:
         """The gradient of a weight is complete: until here the backward pass holds it, and from here on the engine.
 
-        Returns: the most that is held at a moment meanwhile, temporaries included.
+        Returns: the most that is held at a moment meanwhile beside that gradient, temporaries included.
         """
-        if self.first:
-            self.gradients += self.width * self.sizes[name]
-        return self.held
+        if not self.first:
+            return self.held
+        size = self.width * self.sizes[name]
+        self.gradients += size
+        return self.held - size  # it stays where backward has made it
 
     def finish(self) -> int:
         """The backward pass has ended. Returns as `complete` does."""
@@ -118,12 +120,12 @@ class BucketGradients(GradientMemory):
         most = self._reduce() if self.filled and self.filled + size > self.capacity else self.held
         if self.part_of and self.stage < 3 and size > self.capacity:
             most = max(most, self.held + size)  # it is cloned
-        if not self.contiguous or size > self.capacity:
-            self.own += size
-            self.gradients += size
+        own = size if not self.contiguous or size > self.capacity else 0  # it stays where backward has made it
+        self.own += own
+        self.gradients += own
         self.filled, self.count = self.filled + size, self.count + 1
         self.largest = max(self.largest, self.sizes[name])
-        return max(most, self.held)
+        return max(most, self.held - own)
 
     def finish(self) -> int:
         if self.stage == 1 and not self.last:

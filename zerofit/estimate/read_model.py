@@ -13,6 +13,7 @@ from zerofit.model.chunked_loss import terms_of
 from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
 from zerofit.model.pretrained_io import read_config
 from zerofit.model.recomputation import check_recomputation
+from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.paths import is_missing_folder
 
@@ -95,8 +96,17 @@ def _architecture(recipe: Any) -> str | None:
 
 
 def _set_vocabulary(config: Any, recipe: Any) -> None:
-    """From scratch: the vocabulary of the tokenizer that will be trained, and its padding."""
-    size = recipe.train_tokenizer_vocab_size or config.vocab_size
+    """From scratch: the vocabulary of the tokenizer, which will be trained or is in a folder, and its padding. That of
+    the hub is taken for the shape's own.
+
+    Raises:
+        UserError: config_overrides contradict the tokenizer.
+    """
+    options = TokenizerOptions.of(recipe)
+    named = options.vocab_file or options.name
+    if named and Path(named).exists() and not options.trained_size:
+        check_vocabulary(config, load_tokenizer(options, config), recipe)
+    size = options.trained_size or config.vocab_size
     multiple = getattr(recipe, "make_vocab_size_divisible_by", None) or 1
     config.vocab_size = -(-size // multiple) * multiple
 

@@ -8,6 +8,7 @@ any depth are put together from the same segments.
 import contextlib
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -180,7 +181,8 @@ class Tracer:
 
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
-        ledger = AllocationTracker(rounding=512 if self.settings.on_gpu else 1, thin_masks=self.settings.on_gpu)
+        on_gpu = self.settings.on_gpu
+        ledger = AllocationTracker(512 if on_gpu else 1, thin_masks=on_gpu, tied=_tied_shapes(self.model))
         with self._as_it_will_run(ledger), contextlib.ExitStack() as hooks:
             inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
@@ -281,6 +283,11 @@ def _make_fake(model: torch.nn.Module) -> None:
                     made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                     made[id(tensor)]._backward_hooks = tensor._backward_hooks
                 held[name] = made[id(tensor)]
+
+
+def _tied_shapes(model: torch.nn.Module) -> frozenset[torch.Size]:
+    places = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return frozenset(parameter.shape for parameter, count in places.items() if count > 1)
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
