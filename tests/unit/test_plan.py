@@ -349,6 +349,8 @@ def test_a_model_from_scratch_has_the_vocabulary_of_the_named_tokenizer(byte_tok
 def test_the_gradients_of_a_tied_weight_are_added_in_place(tied, held):
     """Those of the head and of the embedding are held when the second is made, and no sum of them beside."""
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=8192, tie_word_embeddings=tied)
-    last = next(one for one in reversed(tracer(config, Rows("clm", 32), dtype=torch.float32).steps(1, 2)) if one.completed)
+    last = next(
+        one for one in reversed(tracer(config, Rows("clm", 32), dtype=torch.float32).steps(1, 2)) if one.completed
+    )
     assert last.gradient == 4 * 8192 * 64
     assert held <= (last.start + last.rise) / last.gradient < held + 0.1
