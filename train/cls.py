@@ -1,6 +1,7 @@
 r"""Classification and regression of sentences and pairs: DeBERTa, BERT, RoBERTa, Llama and every other model with an
 AutoModelForSequenceClassification; multiple choice, with an AutoModelForMultipleChoice; and words of
-sentences (named entities, parts of speech), with an AutoModelForTokenClassification.
+sentences (named entities, parts of speech), with an AutoModelForTokenClassification. Embeddings of texts, with an
+AutoModel, from pairs that belong together.
 
     accelerate launch train/cls.py --config recipes/cls/stdlib-packages.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
@@ -39,10 +40,12 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.collate import ExampleCollator, multiple_for
     from zerofit.data.labelled.class_weights import class_weights, describe_weights
     from zerofit.data.labelled.examples import prepare_examples
+    from zerofit.data.labelled.groups import GroupCollator
     from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
     from zerofit.data.order import easiest_first
     from zerofit.data.pack import stats_rows
     from zerofit.model.configuration import check_task
+    from zerofit.model.embedding import AutoBody, check_body, contrastive_loss, embed
     from zerofit.model.load import head_weights
     from zerofit.model.loss import logits_of_examples, loss_of_examples
     from zerofit.model.parameters import flops_per_token
@@ -59,6 +62,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.training.evaluation import eval_batches
     from zerofit.training.fit import answer, export, finish, fit
     from zerofit.training.prepare import prepare, start
+    from zerofit.training.retrieval import FIGURES, chance, evaluate_pairs
     from zerofit.training.task import Task
 
     timeline.mark("imports")
@@ -70,7 +74,10 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     held_out = data.held_out[0].samples.stats if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
     auto_class, pretrained = AutoModelForSequenceClassification, recipe.model_name_or_path
-    if data.labels.choices:
+    if data.labels.of_pairs:
+        auto_class, had = AutoBody, None
+        check_body(config)
+    elif data.labels.choices:
         auto_class = AutoModelForMultipleChoice
         check_task(recipe, config, auto_class)
         had = len(pretrained_head(config, pretrained) or ())  # of a classifier; choices have a head of one output
@@ -96,12 +103,15 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     engine = prepared.engine
 
     # The loss is a sum over examples; the loop divides by their number in the global batch, or by the sum of their
-    # weights. The held-out loss is plain cross entropy.
+    # weights. The held-out loss is plain cross entropy. Of pairs it is a sum over anchors.
     width = data.max_length if recipe.pad_to_max_length else None
-    collate = ExampleCollator(padding_values(data.tokenizer), width, multiple_for(engine.device))
+    make_collator = GroupCollator if data.labels.of_pairs else ExampleCollator
+    collate = make_collator(padding_values(data.tokenizer), width, multiple_for(engine.device))
     on_device = None if weights is None else torch.tensor(weights, device=engine.device)
 
     def loss_sum(model, batch):
+        if data.labels.of_pairs:
+            return contrastive_loss(embed(model, batch.inputs), batch.labels, recipe.contrastive_temperature)
         logits = logits_of_examples(model, batch)
         return loss_of_examples(logits, batch.labels, on_device, recipe.label_smoothing, recipe.focal_gamma)
 
@@ -113,7 +123,10 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         for part in data.held_out:
             sources = part.sources or {"": part.samples}  # of a mixture, each source
             batches = {name: batches_of(engine, sources[name]) for name in sources}
-            figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
+            if data.labels.of_pairs:
+                figures |= evaluate_pairs(engine, batches, part, recipe.contrastive_temperature, session.folder)
+            else:
+                figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
         return figures
 
     def predict(engine):
@@ -123,18 +136,18 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     task = Task(
         recipe=recipe,
         train_set=data.train,
-        collate=replace(collate, class_weights=weights),
+        collate=collate if weights is None else replace(collate, class_weights=weights),
         loss_sum=loss_sum,
         evaluate=evaluate if data.held_out else None,
         num_held_out=sum(len(part.samples) for part in data.held_out),
-        figures=figures_of(data.labels, data.held_out, recipe.task_name),
-        unit="word" if data.labels.of_words else "example" if data.labels.names else "number",
+        figures=FIGURES if data.labels.of_pairs else figures_of(data.labels, data.held_out, recipe.task_name),
+        unit=data.labels.unit,
         grouping=recipe.length_grouping,
-        longest={"input_ids": data.max_length * (len(data.labels.names) if data.labels.choices else 1)},
+        longest=data.longest,
         order=data.order,
         easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
-        baseline=lambda: best_constant(data.labels, data.held_out),
+        baseline=lambda: chance(data.held_out) if data.labels.of_pairs else best_constant(data.labels, data.held_out),
         report=lambda: report_classes(session.folder, data.labels, data.held_out),
     )
 
@@ -149,7 +162,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         return answer(prepared, task)
     if measurement is not None:
         return measurement.run(prepared, task)
-    meter = make_meter(engine, flops_per_token(model, data.train.stats.mean_length), recipe.peak_tflops)
+    meter = make_meter(engine, flops_per_token(model, data.row_length), recipe.peak_tflops)
     result = fit(prepared, task, meter, data.tokenizer)
     export(result)
     return finish(result)

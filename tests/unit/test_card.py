@@ -46,13 +46,17 @@ def test_an_adapters_snippet_loads_it_with_its_base(llama, monkeypatch, tmp_path
 
 @pytest.mark.parametrize(
     ("model_class", "auto_class"),
-    [("BertForSequenceClassification", "SequenceClassification"), ("BertForMultipleChoice", "MultipleChoice")],
+    [
+        ("BertForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("BertForMultipleChoice", "AutoModelForMultipleChoice"),
+        ("BertModel", "AutoModel"),
+    ],
 )
 def test_a_card_names_no_folder_of_this_machine(model_class, auto_class):
     recipe = ClsRecipe(model_name_or_path="/home/me/bert", train_file=["/home/me/data/a.csv"], output_dir="/home/me/x")
     recipe.remember_sources({name: f"--{name}" for name in recipe.to_dict()})
     card = card_of(recipe, True, "cls", model_class)
     assert "/home" not in card
-    assert f'AutoModelFor{auto_class}.from_pretrained("bert", config=' in card
+    assert f'{auto_class}.from_pretrained("bert", config=' in card
     assert "continued from bert on a.csv" in card
     assert "| loss | 1.5000 |" in card

@@ -38,6 +38,7 @@ def model_card(
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     options = {name: value for name, value in public.items() if recipe.source(name)}
     head = next((head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[task])
+    auto_class = "AutoModel" if task == "cls" and model_class.endswith("Model") else f"AutoModelFor{head}"
     return "\n".join(
         [
             *front,
@@ -46,7 +47,7 @@ def model_card(
             "",
             _line(f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}."),
             *measured,
-            *_loading(f"AutoModelFor{head}", base, is_adapter),
+            *_loading(auto_class, base, is_adapter),
             "",
             f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
             "",

@@ -29,7 +29,7 @@ class Task:
         unit: what the loss is a mean over, for the plot.
         grouping: who shares a batch (`length_grouping` of the recipe).
         longest: how many tokens a row may have, by column: of `input_ids`, and of `labels` where they have a length of
-            their own.
+            their own; and of groups the shape of `sizes` (records, texts of a record).
         lengths: of rows that grow in the first updates, in tokens; None: samples are read in full.
         order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
         easiest: the beginning of the first epoch, where the easiest samples come first.
@@ -49,7 +49,7 @@ class Task:
     figures: tuple[str, ...] = ("loss", "perplexity")
     unit: str = "token"
     grouping: str = "none"
-    longest: dict[str, int] = field(default_factory=dict)
+    longest: dict[str, Any] = field(default_factory=dict)
     lengths: Growth | None = None
     order: Order | None = None
     easiest: EasiestFirst | None = None

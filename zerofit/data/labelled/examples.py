@@ -10,6 +10,7 @@ from datasets import ClassLabel, Dataset, Value
 from torch.utils.data import ConcatDataset
 
 from zerofit.data.labelled import glue
+from zerofit.data.labelled.anchors import Anchors, find_anchors, grouped
 from zerofit.data.labelled.choices import Choices, LabelColumns, find_choices, labels_of_choices
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
 from zerofit.data.labelled.samples import Example, ExampleData, HeldOut, encode_parts
@@ -70,7 +71,7 @@ class Records:
 
     Args:
         held_out: the names of possible held-out parts.
-        texts: columns of texts or of words; of multiple choice there are `choices`.
+        texts: columns of texts or of words; of multiple choice there are `choices`, of embeddings `anchors`.
         of_words: the label is a list of tags, one of each word.
         class_names: the names of the data's class numbers, if it has class numbers.
     """
@@ -83,15 +84,19 @@ class Records:
     of_words: bool = False
     class_names: tuple[str, ...] | None = None
     choices: Choices | None = None
+    anchors: Anchors | None = None
 
     @property
     def kind(self) -> str:
+        if self.anchors:
+            return "pairs of texts" if len(self.anchors.columns) == 2 else "triples of texts"
         return "choices" if self.choices else "tags of words" if self.of_words else "labels"
 
     @property
     def describe(self) -> str:
         """For the log."""
-        return self.choices.describe if self.choices else f"texts {' and '.join(self.texts)}, labels {self.label}"
+        columns = self.choices or self.anchors
+        return columns.describe if columns else f"texts {' and '.join(self.texts)}, labels {self.label}"
 
     def values(self, as_names: bool) -> list[Any]:
         """All labels; class numbers as their names, or as they are."""
@@ -130,12 +135,21 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         for each, (parts, notes) in zip(sources, read):
             prepared.append(encode_parts(each.options, config, parts, each.held_out, labels, length))
             prepared[-1].notes[:0] = [f"data      {each.describe}", *notes]
+        if labels.of_pairs:
+            prepared = [grouped(data, recipe.contrastive_group, recipe.seed) for data in prepared]
     names = options_of_sources(options, recipe)
     return _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
 
 
 def _find(recipe: ClsRecipe, options: DataOptions, task: glue.GlueTask | None, named: LabelColumns) -> Records:
     source, held_out = _read(options, recipe.task_name)
+    if not (task or any((named.texts, named.label, named.choices))) and (anchors := find_anchors(source.first)):
+        if others := recipe.not_for_pairs:
+            raise UserError(f"{' and '.join(others)}: the records are pairs of texts, it is not for them. Remove it")
+        return Records(options, source, held_out, anchors=anchors)
+    if stated := recipe.stated_for_pairs:
+        columns = columns_present(source.first)
+        raise UserError(f"{stated[0]}: no columns anchor and positive are found; {columns}. Remove it")
     if task is None and (choices := find_choices(named, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
@@ -156,7 +170,7 @@ def _names(feature: Any) -> tuple[str, ...] | None:
 
 def _readers(
     recipe: ClsRecipe, sources: list[Records], task: glue.GlueTask | None, config
-) -> list[Choices] | list[TaggedWords] | list[LabelledColumns]:
+) -> list[Choices] | list[Anchors] | list[TaggedWords] | list[LabelledColumns]:
     """How each source is read, with the labels that are in all of them.
 
     Raises:
@@ -168,6 +182,8 @@ def _readers(
         raise UserError(f"train_file: a mixture needs sources of one kind, and there are {found}")
     if sources[0].choices:
         return [each.choices for each in sources]
+    if sources[0].anchors:
+        return [each.anchors for each in sources]
     class_names, of_words = sources[0].class_names, sources[0].of_words
     differ = any(each.class_names != class_names for each in sources)
     values = list(chain.from_iterable(each.values(as_names=differ) for each in sources))

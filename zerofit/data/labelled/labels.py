@@ -21,12 +21,14 @@ class Labels:
         choices: multiple choice: the classes are the choices of an example, by their numbers.
         number: the name of the label column, and of the number in a regression.
         of_words: token classification: each word of an example has a class, its tag.
+        of_pairs: embeddings: there are no labels, but pairs of texts.
     """
 
     names: tuple[str, ...] | None
     choices: bool = False
     number: str = "number"
     of_words: bool = False
+    of_pairs: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -41,6 +43,13 @@ class Labels:
         return "TokenClassification" if self.of_words else "SequenceClassification"
 
     @property
+    def unit(self) -> str:
+        """What the loss is a mean over."""
+        if self.names is None:
+            return "anchor" if self.of_pairs else "number"
+        return "word" if self.of_words else "example"
+
+    @property
     def entities(self) -> bool:
         """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2 and IOBES)."""
         return self.of_words and all(name == "O" or re.fullmatch("[BIES]-.+", name) for name in self.names or ())
@@ -48,6 +57,8 @@ class Labels:
     @property
     def describe(self) -> str:
         """For the log."""
+        if self.of_pairs:
+            return "pairs of texts, for embeddings"
         if self.names is None:
             return "each label is a number (regression)"
         if self.choices:

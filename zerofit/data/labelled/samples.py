@@ -1,5 +1,6 @@
 """Samples of labelled data: texts, pairs, choices and words as rows of token ids, and the held-out parts."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
@@ -67,6 +68,20 @@ class ExampleData:
     def __post_init__(self):
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
 
+    @property
+    def longest(self) -> dict[str, Any]:
+        """How many tokens a training sample may have; see Task."""
+        if self.labels.of_pairs and self.train is not None:
+            shape = self.train[0]["sizes"].shape
+            return {"input_ids": self.max_length * math.prod(shape), "sizes": shape}
+        return {"input_ids": self.max_length * (self.labels.num_outputs if self.labels.choices else 1)}
+
+    @property
+    def row_length(self) -> int:
+        """Mean number of tokens of a training row, without padding."""
+        assert self.train is not None, "it trains"
+        return round(self.train.stats.mean_length / np.size(self.train[0].get("sizes", 0)))
+
 
 def encode_parts(
     options: DataOptions, config, parts: dict[str, Part], held_out: tuple[str, ...], labels: Labels, length: int
@@ -82,7 +97,7 @@ def encode_parts(
     columns, sets, notes = tuple(padding_values(tokenizer)), {}, []
     if labels.of_words:
         read_by_words(tokenizer)
-    more = ("sizes",) if labels.choices else ("tags", "starts") if labels.of_words else ()
+    more = ("sizes",) if labels.choices or labels.of_pairs else ("tags", "starts") if labels.of_words else ()
     for name, part in parts.items():
         if labels.of_words:
             table = _encode_words(part, tokenizer, length, options.cache)

@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
     return runpy.run_path(str(script(task)))["main"](flags, Trial(Path(request)))
 
 
-def worst_case_batch(task: Task, size: int, start: int, longest: dict[str, int] | None = None) -> Batch:
+def worst_case_batch(task: Task, size: int, start: int, longest: dict[str, Any] | None = None) -> Batch:
     """Samples `start`, `start` + 1 and so on (after the last comes the first), stretched to the greatest length.
 
     Args:
@@ -268,11 +268,12 @@ def worst_case_batch(task: Task, size: int, start: int, longest: dict[str, int] 
     return task.collate([(stretched(task.train_set[index], longest or task.longest), index) for index in indices])
 
 
-def stretched(sample: Sample, longest: dict[str, int]) -> Sample:
+def stretched(sample: Sample, longest: dict[str, Any]) -> Sample:
     """A sample with its rows of tokens repeated to the greatest length. Where labels are next tokens, all are trained.
 
     Args:
-        longest: tokens by column. Columns of the same length as `input_ids` are stretched with it.
+        longest: tokens by column, and of groups the shape of `sizes`. Columns of the same length as `input_ids` are
+            stretched with it.
     """
     length = len(sample["input_ids"])
     long = dict(sample)
@@ -285,9 +286,9 @@ def stretched(sample: Sample, longest: dict[str, int]) -> Sample:
         long["position_ids"] = np.arange(longest["input_ids"])  # one document stays one
     if "labels" in sample and "labels" not in longest:  # next tokens: prompts and padding are trained as well
         long["labels"] = long["input_ids"].copy()
-    if "sizes" in sample:  # of choices, which are in one row
-        long["sizes"] = np.full_like(sample["sizes"], longest["input_ids"] // len(sample["sizes"]))
-        long["sizes"][-1] += longest["input_ids"] - long["sizes"].sum()
+    if "sizes" in sample:  # of choices, or of the texts of a group, which are in one row
+        long["sizes"] = np.full_like(long["sizes"], longest["input_ids"] // long["sizes"].size)
+        long["sizes"].flat[-1] += longest["input_ids"] - long["sizes"].sum()
     if "num_tokens" in sample:
         long["num_tokens"] = np.array(longest["input_ids"])
     return long
