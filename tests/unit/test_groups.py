@@ -10,10 +10,15 @@ from helpers import refusal, write_records
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.groups import GroupCollator, PairGroups
 from zerofit.data.order import FILLER
+from zerofit.estimate.read_model import read_planned_model
 from zerofit.model.configuration import load_configuration
 from zerofit.model.embedding import NEGATIVE, POSITIVE, AutoBody, check_body, contrastive_loss, embed
 from zerofit.model.loss import IGNORE
 from zerofit.recipe import ClsRecipe, parse_recipe
+from zerofit.strategy.layout import ParallelLayout
+from zerofit.tools.compare.trial import stretched
+from zerofit.tools.plan.plan_options import PlanOptions
+from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.retrieval import figures_of_ranks, of_records, ranked
 
 TEMPERATURE = 0.05
@@ -153,6 +158,9 @@ def test_records_become_groups(read, first, more):
     assert [len(group) for group in data.train.groups] == [5, 4]
     assert [len(part.samples.records) for part in data.held_out] == [3]
     assert data.longest == {"input_ids": 8 * 5 * texts, "sizes": (5, texts)}
+    full = [(stretched(data.train[place], data.longest), place) for place in (0, 1)]
+    batch = GroupCollator({"input_ids": 0})(full)  # what a trial measures, of groups of five and of four
+    assert batch.tensor("attention_mask").tolist() == [[[1] * 8] * 5 * texts] * 2
     place = data.train.groups[0][0]
     ids, sizes = data.train[0]["input_ids"], data.train[0]["sizes"]
     expected = [data.tokenizer(text, truncation=True, max_length=8)["input_ids"] for text in ("Apache", "here")]
@@ -218,3 +226,26 @@ def test_a_body_has_no_pooling_layer():
     assert body.pooler is None
     assert type(AutoBody.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2))).__name__ == "GPT2Model"
     assert "t5" in refusal(check_body, T5Config())
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def planned(*flags):
+    shape = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
+    words = ["--task", "cls", "--model_type", "bert", "--config_overrides", shape, "--train_tokenizer_vocab_size",
+             "300", "--max_length", "64", "--precision", "fp32", "--gpu_memory", "8GiB", *flags]  # fmt: skip
+    model = read_planned_model(read_with_recipe(PlanOptions, words, "test")[0], "cls", on_gpu=True)
+    steps = model.tracer("fp32", None, ParallelLayout()).steps(4)
+    return type(model.full).__name__, max(step.start + step.rise for step in steps)
+
+
+def test_a_plan_counts_the_rows_of_a_group():
+    kind, least = planned("--contrastive_group", "8")
+    assert (kind, planned("--contrastive_group", "8", "--num_texts", "2")) == ("BertModel", (kind, least))
+    for more, factor in (("16", "2"), 2), (("8", "3"), 1.5):
+        assert planned("--contrastive_group", more[0], "--num_texts", more[1])[1] == pytest.approx(
+            factor * least, rel=0.02
+        )
+    for flags in ("--task", "clm"), ("--task", "cls", "--num_tags", "3"):
+        assert "num_texts" in refusal(read_with_recipe, PlanOptions, [*flags, "--num_texts", "3"], "test")

@@ -38,7 +38,7 @@ def contrastive_loss(embeddings: torch.Tensor, relations: torch.Tensor, temperat
     anchors, candidates = embeddings[:, :num_anchors], embeddings[:, num_anchors:]
     logits = anchors @ candidates.transpose(1, 2) / temperature  # (B, N, C)
     logits = logits.masked_fill(relations == IGNORE, torch.finfo(logits.dtype).min)
-    return -logits.log_softmax(dim=-1)[relations == POSITIVE].sum()
+    return -logits.log_softmax(dim=-1).masked_fill(relations != POSITIVE, 0).sum()
 
 
 class AutoBody(AutoModel):
