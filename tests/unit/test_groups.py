@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import refusal, write_records
+from transformers import BertConfig, BertModel, GPT2Config, T5Config
 
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.groups import GroupCollator, PairGroups
@@ -46,8 +47,6 @@ class Records:
 
 @pytest.fixture(scope="module")
 def encoder():
-    from transformers import BertConfig, BertModel
-
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return BertModel(BertConfig(**sizes, intermediate_size=32), add_pooling_layer=False).eval()
@@ -189,6 +188,12 @@ def test_what_is_refused(read, records, flags, said):
     assert "\n" not in message.strip()
 
 
+def test_a_model_without_a_head_predicts_no_labels(tmp_path):
+    path = write_records(tmp_path / "asked.jsonl", [{"text": "a"}])
+    recipe = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", str(path)])
+    assert "predict_file" in refusal(prepare_examples, recipe, BertConfig(architectures=["BertModel"]))
+
+
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
@@ -213,14 +218,12 @@ def test_ranks_are_those_of_a_plain_loop():
 
 def test_embeddings_of_groups_go_to_their_records():
     groups = [torch.arange(8.0)[:, None], torch.arange(10.0, 18)[:, None]]  # the second was filled up to four
-    vectors = of_records(groups, [np.array([3, 0, 6, 2]), np.array([5, 1, 4])], 2)
+    vectors = of_records(groups, [np.array([3, 0, 6, 2]), np.array([5, 1, 4])])
     assert vectors[0, :, 0].tolist() == [1, 11, 3, 0, 12, 10, 2]
     assert vectors[1, :, 0].tolist() == [5, 15, 7, 4, 16, 14, 6]
 
 
 def test_a_body_has_no_pooling_layer():
-    from transformers import BertConfig, GPT2Config, T5Config
-
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
     body = AutoBody.from_config(BertConfig(**sizes, vocab_size=30, intermediate_size=16))
     assert body.pooler is None

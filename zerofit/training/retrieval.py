@@ -28,7 +28,7 @@ def evaluate_pairs(
     Args:
         batches: of each source of the part by its name; of several, each has a loss of its own as well.
     """
-    own, vectors, records = {}, list[torch.Tensor](), [list(record.values()) for record in part.texts]
+    own, vectors = {}, list[torch.Tensor]()
     for name, of_source in batches.items():
         loss, anchors, found = torch.zeros((), device=engine.device), 0.0, dict[int, Any]()
         for batch in of_source:
@@ -41,10 +41,10 @@ def evaluate_pairs(
         groups, samples = gather_by_index(engine, found), part.sources.get(name, part.samples)
         assert isinstance(samples, PairGroups)
         if groups is not None:
-            vectors.append(of_records(groups, samples.groups, len(records[0])))
+            vectors.append(of_records(groups, samples.groups))
     figures = mean_losses(engine, own)
     if vectors:
-        texts = candidates(records)
+        texts = candidates(part)
         ranks, nearest = ranked(torch.cat(vectors, dim=1), texts)
         figures |= figures_of_ranks(ranks)
         folder.write_predictions(
@@ -54,20 +54,21 @@ def evaluate_pairs(
     return {f"eval_{name}": value for name, value in engine.from_main(figures).items()}
 
 
-def candidates(records: list[list[str]]) -> list[str]:
+def candidates(part: HeldOut) -> list[str]:
     """The texts that an anchor is compared with: all positives, then all negatives."""
-    _, *columns = zip(*records)
+    _, *columns = zip(*(record.values() for record in part.texts))
     return [text for column in columns for text in column]
 
 
-def of_records(groups: list[torch.Tensor], places: list[np.ndarray], num_texts: int) -> torch.Tensor:
+def of_records(groups: list[torch.Tensor], places: list[np.ndarray]) -> torch.Tensor:
     """(texts of a record, records, H), of embeddings by group.
 
     Args:
         groups: each (texts of a record * N, H), the anchors, then the positives, ...; N is at least the group's number
-            of records.
+            of records, and just that in the first group, which none exceeds.
         places: of the records of each group.
     """
+    num_texts = len(groups[0]) // len(places[0])
     vectors = groups[0].new_empty(num_texts, sum(map(len, places)), groups[0].shape[-1])
     for embeddings, own in zip(groups, places):
         vectors[:, own] = embeddings.unflatten(0, (num_texts, -1))[:, : len(own)]
@@ -105,7 +106,7 @@ def chance(held_out: list[HeldOut]) -> list[str]:
     """For the log: what candidates in a random order reach in the mean."""
     lines = []
     for part in held_out:
-        count = len(candidates([list(record.values()) for record in part.texts]))
+        count = len(candidates(part))
         figures = figures_of_ranks(torch.arange(1, count + 1))
         shown = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
         lines.append(f"baseline    {count:,} candidates in a random order: {shown}")

@@ -118,6 +118,8 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
     named = LabelColumns(tuple(recipe.text_columns or ()), recipe.label_column, tuple(recipe.choice_columns or ()))
     if recipe.predict_file:
+        if not recipe.lora and not any("For" in name for name in config.architectures or ("For",)):
+            raise UserError("predict_file: the model has no head for labels. How it embeds texts: docs/embeddings.md")
         return _prepare_unlabelled(options, config, task, recipe.task_name, named, length)
     with one_process_at_a_time(options.cache.folder):
         sources = [_find(recipe, own, task, named) for own in options_of_sources(options, recipe).values()]
