@@ -182,6 +182,10 @@ CASES = {
         "--model_name_or_path", "{body}", "--train_file", "{search}", "--contrastive_group", "3", "--max_length", "32",
         "--max_train_samples", "290", "--max_eval_samples", "11", "--save_steps", "8", "--record_samples", "true",
     ), ("ddp",)),
+    "mixed embeddings": Case("cls", 12, (  # each group is of one source
+        "--model_name_or_path", "{body}", "--train_file", "3", "{search}", "1", "{search}", "--contrastive_group", "3",
+        "--max_length", "32", "--max_train_samples", "100", "--max_eval_samples", "11",
+    )),
     "choices": Case("cls", 12, (  # drawn so large that the gradients of its choices do not cancel each other
         "--model_type", "bert", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,"
         "intermediate_size=64,hidden_dropout_prob=0,attention_probs_dropout_prob=0,initializer_range=0.2",
