@@ -10,7 +10,7 @@ from transformers import T5Config
 
 from zerofit.data.labelled.class_weights import class_weights
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, samples_of_a_pass, shares
+from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, name_of_source, samples_of_a_pass, shares
 from zerofit.data.order import MicroBatches
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.model.configuration import load_configuration
@@ -204,3 +204,17 @@ def test_sources_of_several_kinds_are_refused(prepare_labelled):
     message = refusal(prepare_labelled, (1, tags), (1, texts))
     assert "train_file" in message
     assert "tags" in message
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ("data/chats.v2.jsonl.gz", "chats"),
+        ("web/*.txt", "web"),
+        ("{stdlib}/*.py", "stdlib"),
+        ("a/part-0[0-9]-*.txt", "part-0"),
+        ("**/*.txt", "source"),
+    ],
+)
+def test_the_name_of_a_source_is_that_of_its_files_or_folder(files, name):
+    assert name_of_source(files) == name

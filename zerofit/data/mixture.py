@@ -6,6 +6,7 @@ weight times the places. Which sample of the source it is follows from (seed, so
 So the order depends neither on the processes nor on the batch, and the position is one number, as ever.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, Da
         return {"": options}
     sources: dict[str, DataOptions] = {}
     for _, files in recipe.mixture:
-        name = Path(files[0]).name.partition(".")[0]
+        name = name_of_source(files[0])
         while name in sources:
             name += "_"
         if not sources:
@@ -157,6 +158,15 @@ def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, Da
                 own = replace(own, held_out_fraction=0.0)
         sources[name] = own
     return sources
+
+
+def name_of_source(pattern: str) -> str:
+    """A file's name without its ending and wildcards, or that of its folder: web of web/*.txt."""
+    for part in reversed(Path(pattern).parts):
+        name = re.sub(r"\[[^]]*\]|[*?{}]", "", part.partition(".")[0]).strip("-_")
+        if name:
+            return name
+    return "source"
 
 
 def mix(sets: Mapping[str, SampleSet], recipe: TaskRecipe) -> Mixture:
