@@ -44,6 +44,10 @@ class Entry:
         return Path(self.path).stem
 
 
+def _in_words(value: str | list[str | float]) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
 def entry(file: Path) -> Entry:
     text = file.read_text(encoding="utf-8")
     recipe = yaml.safe_load(text)
@@ -57,7 +61,9 @@ def entry(file: Path) -> Entry:
         path=str(file.relative_to(ROOT)),
         about=prose["about"],
         model=model_of(recipe),
-        data=next(recipe[key] for key in ("train_file", "data_path", "dataset_name", "task_name") if key in recipe),
+        data=_in_words(
+            next(recipe[key] for key in ("train_file", "data_path", "dataset_name", "task_name") if key in recipe)
+        ),
         strategy=strategy_of(" ".join(commands)),
         source=prose["source"],
         needs=prose["needs"][0].upper() + prose["needs"][1:],
