@@ -116,7 +116,7 @@ CASES = {
         "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--chat_template",
         "instruction", "--block_size", "192", "--packing", "none", "--max_train_samples", "120",
         "--max_eval_samples", "17", "--tokens_per_batch", "1536",
-    ), ("ddp",)),
+    )),
     "streamed": Case("clm", 12, (  # the run reads its shard more than once, in several windows
         "--model_name_or_path", "{llama}", "--train_file", "{material}/instruct/english.json", "--validation_file",
         "{material}/instruct/english.json", "--chat_template", "instruction", "--block_size", "160",
@@ -142,7 +142,7 @@ CASES = {
         "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
     ), ("zero3",)),
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon"), ("zero2",)),
-    "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01"), ("tp",)),
+    "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),
     "distilled": Case("clm", 22, (  # the run spans two epochs
         "--model_name_or_path", "{llama}", "--train_file", "{taught}", "--distill_divergence", "forward",
         "--distill_temperature", "1.5", "--max_eval_samples", "17", "--save_steps", "8", "--record_samples", "true",
@@ -162,7 +162,7 @@ CASES = {
     ), ("zero3",)),
     "classes": Case("cls", 22, (
         *CLASSES, "--class_weights", "balanced", "--label_smoothing", "0.1", "--focal_gamma", "2",
-    ), ("zero2",)),
+    )),
     "mixed labels": Case("cls", 22, (
         *CLASSES, "--model_name_or_path", "{body}", "--train_file", "3", "{classes}", "1", "{kinds}",
         "--class_weights", "balanced", "--validation_split_percentage", "10",
