@@ -28,7 +28,9 @@ def test_the_device_and_parts_of_the_product_on_it(device):
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "strategy", ["single", *(pytest.param(each, marks=pytest.mark.long) for each in ("ddp", "zero3"))]
+)
 def test_a_run_on_the_device_is_the_run_on_the_cpu(runs, strategy):
     lines, output = runs("device", strategy)
     assert "device: simgpu" in (output / "strategy.yaml").read_text()

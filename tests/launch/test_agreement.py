@@ -141,7 +141,7 @@ CASES = {
         "--model_name_or_path", "{llama}", "--train_file", "{pairs}", "--chat_template", "instruction",
         "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
     ), ("zero3",)),
-    "muon": Case("clm", 22, (*PACKED, "--optim", "muon"), ("zero2",)),
+    "muon": Case("clm", 22, (*PACKED, "--optim", "muon")),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),
     "distilled": Case("clm", 22, (  # the run spans two epochs
         "--model_name_or_path", "{llama}", "--train_file", "{taught}", "--distill_divergence", "forward",

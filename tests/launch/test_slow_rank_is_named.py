@@ -25,11 +25,11 @@ def options(llama, material, cache) -> list:
 
 
 CASES = [
-    ("ddp", 2, "forward"), ("pp", 4, "forward"),
+    ("ddp", 2, "forward"),
     *(pytest.param(strategy, processes, what, marks=pytest.mark.long)
       for strategy, processes, what in [
           ("ddp", 2, "data"), ("zero2", 2, "data"), ("zero2", 2, "forward"), ("zero3", 2, "forward"),
-          ("zero3", 2, "data"), ("fsdp2", 2, "forward"), ("pp", 4, "data"),
+          ("zero3", 2, "data"), ("fsdp2", 2, "forward"), ("pp", 4, "data"), ("pp", 4, "forward"),
       ]),
 ]  # fmt: skip
 
