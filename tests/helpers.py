@@ -191,6 +191,30 @@ def recipe_of(**options):
     return made
 
 
+def labelled_recipe(file: Path, records: list[dict], tokenizer: Path, *flags):
+    """That of a BERT on these records, a quarter of them held out; `file` is written."""
+    from zerofit.recipe import ClsRecipe, parse_recipe
+
+    words = ["--model_type", "bert", "--tokenizer_name", tokenizer, "--train_file", write_records(file, records),
+             "--cache_dir", file.parent / "cache", "--validation_split_percentage", "25", *flags]  # fmt: skip
+    return parse_recipe(ClsRecipe, [str(word) for word in words])
+
+
+def planned_bert(*flags: str) -> tuple[str, int]:
+    """(class of the model, peak of four samples in bytes beside the states) of train/cls.py in `zerofit plan`."""
+    from zerofit.estimate.read_model import read_planned_model
+    from zerofit.strategy.layout import ParallelLayout
+    from zerofit.tools.plan.plan_options import PlanOptions
+    from zerofit.tools.tool_recipe import read_with_recipe
+
+    shape = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
+    words = ["--task", "cls", "--model_type", "bert", "--config_overrides", shape, "--train_tokenizer_vocab_size",
+             "300", "--max_length", "64", "--precision", "fp32", "--gpu_memory", "8GiB", *flags]  # fmt: skip
+    model = read_planned_model(read_with_recipe(PlanOptions, words, "test")[0], "cls", on_gpu=True)
+    steps = model.tracer("fp32", None, ParallelLayout()).steps(4)
+    return type(model.full).__name__, max(step.start + step.rise for step in steps)
+
+
 def main_of(task: str) -> Callable[[list[str]], int]:
     """What a script of train/ runs, in this process, which has its signals' own meaning again afterwards: it may fork
     processes that others end by SIGTERM."""

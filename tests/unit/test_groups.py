@@ -5,18 +5,16 @@ import types
 import numpy as np
 import pytest
 import torch
-from helpers import refusal, write_records
+from helpers import labelled_recipe, planned_bert, refusal, write_records
 from transformers import BertConfig, BertModel, GPT2Config, T5Config
 
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.groups import GroupCollator, PairGroups
 from zerofit.data.order import FILLER
-from zerofit.estimate.read_model import read_planned_model
 from zerofit.model.configuration import load_configuration
 from zerofit.model.embedding import NEGATIVE, POSITIVE, AutoBody, check_body, contrastive_loss, embed
 from zerofit.model.loss import IGNORE
 from zerofit.recipe import ClsRecipe, parse_recipe
-from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.compare.trial import stretched
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
@@ -140,10 +138,7 @@ PAIR = {"anchor": "a license", "positive": "Apache"}
 @pytest.fixture
 def read(pairs_tokenizer, tmp_path):
     def of_records(records, *flags):
-        path = write_records(tmp_path / "pairs.jsonl", records)
-        words = ["--model_type", "bert", "--tokenizer_name", pairs_tokenizer, "--train_file", path, "--cache_dir",
-                 tmp_path / "cache", "--validation_split_percentage", "25", *flags]  # fmt: skip
-        recipe = parse_recipe(ClsRecipe, [str(word) for word in words])
+        recipe = labelled_recipe(tmp_path / "pairs.jsonl", records, pairs_tokenizer, *flags)
         return prepare_examples(recipe, load_configuration(recipe))
 
     return of_records
@@ -234,20 +229,11 @@ def test_a_body_has_no_pooling_layer():
 # ---------------------------------------------------------------------------------------------------------------- plan
 
 
-def planned(*flags):
-    shape = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
-    words = ["--task", "cls", "--model_type", "bert", "--config_overrides", shape, "--train_tokenizer_vocab_size",
-             "300", "--max_length", "64", "--precision", "fp32", "--gpu_memory", "8GiB", *flags]  # fmt: skip
-    model = read_planned_model(read_with_recipe(PlanOptions, words, "test")[0], "cls", on_gpu=True)
-    steps = model.tracer("fp32", None, ParallelLayout()).steps(4)
-    return type(model.full).__name__, max(step.start + step.rise for step in steps)
-
-
 def test_a_plan_counts_the_rows_of_a_group():
-    kind, least = planned("--contrastive_group", "8")
-    assert (kind, planned("--contrastive_group", "8", "--num_texts", "2")) == ("BertModel", (kind, least))
+    kind, least = planned_bert("--contrastive_group", "8")
+    assert (kind, planned_bert("--contrastive_group", "8", "--num_texts", "2")) == ("BertModel", (kind, least))
     for more, factor in (("16", "2"), 2), (("8", "3"), 1.5):
-        assert planned("--contrastive_group", more[0], "--num_texts", more[1])[1] == pytest.approx(
+        assert planned_bert("--contrastive_group", more[0], "--num_texts", more[1])[1] == pytest.approx(
             factor * least, rel=0.02
         )
     for flags in ("--task", "clm"), ("--task", "cls", "--num_tags", "3"):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers import launch, launched, refusal, write_records
+from helpers import labelled_recipe, launch, launched, planned_bert, refusal, write_records
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.conll import sentences
@@ -15,13 +15,11 @@ from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
 from zerofit.data.order import FILLER
-from zerofit.estimate.read_model import read_planned_model
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, loss_of_examples
 from zerofit.model.tokenizer import padding_values
-from zerofit.recipe import ClsRecipe, parse_recipe
+from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.classification import best_constant, figures_of, per_kind, report_classes
@@ -33,13 +31,7 @@ TAGS = ["B-WHO", "I-WHO", "O", "O", "B-WHERE"]
 
 @pytest.fixture
 def recipe_of(pairs_tokenizer, tmp_path):
-    def recipe(records, *flags):
-        path = write_records(tmp_path / "tags.jsonl", records)
-        words = ["--model_type", "bert", "--tokenizer_name", pairs_tokenizer, "--train_file", path, "--cache_dir",
-                 tmp_path / "cache", "--validation_split_percentage", "25", *flags]  # fmt: skip
-        return parse_recipe(ClsRecipe, [str(word) for word in words])
-
-    return recipe
+    return lambda records, *flags: labelled_recipe(tmp_path / "tags.jsonl", records, pairs_tokenizer, *flags)
 
 
 def test_tags_stand_at_first_tokens(recipe_of):
@@ -168,21 +160,12 @@ def test_bad_lines_of_conll_files(tmp_path, text, said):
     assert said in refusal(lambda: list(sentences(text, tmp_path)))
 
 
-def planned(*flags):
-    shape = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
-    words = ["--task", "cls", "--model_type", "bert", "--config_overrides", shape, "--max_length", "64", "--precision",
-             "fp32", "--train_tokenizer_vocab_size", "300", "--gpu_memory", "8GiB", *flags]  # fmt: skip
-    model = read_planned_model(read_with_recipe(PlanOptions, words, "test")[0], "cls", on_gpu=True)
-    steps = model.tracer("fp32", None, ParallelLayout()).steps(8)
-    return type(model.full).__name__, max(step.start + step.rise for step in steps)
-
-
 def test_a_plan_counts_logits_of_each_word():
-    (few, least), (of_words, most) = (planned("--num_tags", number) for number in ("100", "1000"))
+    (few, least), (of_words, most) = (planned_bert("--num_tags", number) for number in ("100", "1000"))
     assert few == of_words == "BertForTokenClassification"
-    logits = 8 * 64 * 900 * 4
+    logits = 4 * 64 * 900 * 4
     assert most - least == pytest.approx(3 * logits, rel=0.05)
-    assert planned("--train_file", "a.conll.gz")[0] == of_words
+    assert planned_bert("--train_file", "a.conll.gz")[0] == of_words
     assert "num_tags" in refusal(read_with_recipe, PlanOptions, ["--task", "clm", "--num_tags", "3"], "test")
 
 

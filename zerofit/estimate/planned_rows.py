@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofit.model.chunked_loss import PLAIN, TokenLoss
+from zerofit.model.configuration import has_head
+from zerofit.model.embedding import contrastive_loss, embed
 from zerofit.model.loss import HIDDEN, TEACHER
 
 TASKS = {
@@ -16,11 +18,6 @@ TASKS = {
 OF_WORDS, OF_PAIRS = "AutoModelForTokenClassification", "AutoModel"
 TOP_K = 64  # tokens of a teacher a position; the data say how many
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
-
-
-def has_tags(config: Any) -> bool:
-    """Whether a classifier has a class for each word, and not for each row."""
-    return any("TokenClassification" in name for name in config.architectures or ())
 
 
 def has_pairs(config: Any) -> bool:
@@ -70,7 +67,6 @@ class Rows:
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """The summed loss of a batch, as the task computes it."""
-        from zerofit.model.embedding import contrastive_loss, embed
         from zerofit.model.loss import loss_of_examples
 
         if self.task == "cls":
@@ -129,7 +125,7 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
         inputs["labels"] = torch.zeros(relations, dtype=torch.int64)
     elif rows.task == "cls":
         kind = torch.float32 if getattr(config, "num_labels", 2) == 1 else torch.int64
-        inputs["labels"] = torch.zeros(shape if has_tags(config) else batch_size, dtype=kind)
+        inputs["labels"] = torch.zeros(shape if has_head(config, "TokenClassification") else batch_size, dtype=kind)
     else:
         inputs["labels"] = torch.zeros((batch_size, rows.target_length), dtype=torch.int64)
     return inputs

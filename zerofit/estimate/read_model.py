@@ -99,8 +99,7 @@ def _architecture(recipe: Any) -> str | None:
 
 def _texts_of(recipe: Any) -> int:
     """How many texts a record of embeddings has; 0 for other records."""
-    stated = recipe.stated_for_pairs or recipe.dataset_name == "stdlib-search"
-    return getattr(recipe, "num_texts", None) or (2 if stated else 0)  # an option of `zerofit plan`
+    return getattr(recipe, "num_texts", None) or (2 if recipe.stated_for_pairs else 0)  # an option of `zerofit plan`
 
 
 def _set_vocabulary(config: Any, recipe: Any) -> None:

@@ -25,6 +25,7 @@ from zerofit.model.adapter_folder import (
     name_some,
     trained_config,
 )
+from zerofit.model.configuration import has_head
 from zerofit.model.lora import check_expert_targets
 from zerofit.model.parameters import true_shape
 from zerofit.model.pretrained_io import read_model
@@ -101,8 +102,7 @@ def _task_type(config) -> str:
     """The task of a model whose adapter does not name one."""
     if config.is_encoder_decoder:
         return "SEQ_2_SEQ_LM"
-    named = "".join(config.architectures or ())
-    return next((kind for kind in CLASSIFIERS if f"For{TASK_TYPES[kind][1]}" in named), "CAUSAL_LM")
+    return next((kind for kind in CLASSIFIERS if has_head(config, TASK_TYPES[kind][1])), "CAUSAL_LM")
 
 
 def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name: str) -> None:

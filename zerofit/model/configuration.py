@@ -213,3 +213,8 @@ def _fits(value: Any, like: bool | int | float) -> bool:
 def usable_positions(config) -> int | None:
     """The longest row that the model has positions for; None: only memory limits it."""
     return family_of(config).usable_positions(config)
+
+
+def has_head(config: Any, head: str) -> bool:
+    """Whether the weights have this head: SequenceClassification, TokenClassification, MultipleChoice."""
+    return any(head in name for name in config.architectures or ())

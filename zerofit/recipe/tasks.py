@@ -182,7 +182,7 @@ class ContrastiveOptions(Recipe):
         others = ("choice_columns", "lora", "predict_file")
         values = {name: getattr(self, name, None) for name in (*names.split(), *others)}
         return [
-            f"{name} = {' '.join(value) if isinstance(value, list) else value}"
+            f"{name} = {' '.join(value) if isinstance(value, list) else 'true' if value is True else value}"
             for name, value in values.items()
             if value
         ]

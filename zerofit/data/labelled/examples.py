@@ -23,6 +23,7 @@ from zerofit.data.sources import HELD_OUT, Source, read_source
 from zerofit.data.tables import check_column, check_name, columns_present, text_columns
 from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.data.turns import blank
+from zerofit.model.configuration import has_head
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClsRecipe
 
@@ -243,13 +244,13 @@ def _prepare_unlabelled(
     options: DataOptions, config, task: glue.GlueTask | None, task_name: str | None, named: LabelColumns, length: int
 ) -> ExampleData:
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
-    if any("MultipleChoice" in name for name in config.architectures or ()):
+    if has_head(config, "MultipleChoice"):
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
     with one_process_at_a_time(options.cache.folder):
         source = read_source(options, sample_by=lambda files: "line")
         table = source.first
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
-        if any("TokenClassification" in name for name in config.architectures or ()):
+        if has_head(config, "TokenClassification"):
             if (words := find_words(named.texts, table)) is None:
                 raise UserError(f"text_columns: no column of lists of words is found; {columns_present(table)}")
             texts, columns = (words,), TaggedWords(words, None, replace(labels, of_words=True))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.data.records import BadRecord
+from zerofit.model.configuration import has_head
 from zerofit.recipe.errors import UserError
 
 MISSING = -1  # the hub's GLUE marks records without a label so
@@ -160,7 +161,7 @@ def trained_labels(
 
 def pretrained_head(config, pretrained: str | None, head: str = "SequenceClassification") -> list[str] | None:
     """The labels of the pretrained head; None if the weights have no such head."""
-    if not pretrained or not any(head in name for name in config.architectures or ()):
+    if not pretrained or not has_head(config, head):
         return None
     return [str(name) for _, name in sorted(config.id2label.items())]
 
