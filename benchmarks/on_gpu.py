@@ -1,15 +1,15 @@
-"""What nobody has timed yet, in under ten minutes on one GPU or several of a machine, without a network.
+"""Speed and memory on real GPUs, beside what `zerofit plan` predicts. No network: real shapes, random weights, docs/.
 
-    python benchmarks/on_gpu.py outputs/on-gpu             # on GPUs
+    python benchmarks/on_gpu.py outputs/on-gpu             # on the GPUs of a machine: about ten minutes
+    python benchmarks/on_gpu.py outputs/on-gpu --predict   # anywhere: the predictions beside what was measured
     python benchmarks/on_gpu.py outputs/on-cpu --tiny      # small shapes, to see on a CPU that it works
 
 * The head alone: hidden states x vocabulary in bf16, loss and gradients of 8,192 tokens in chunks of some rows
-  (zerofit/model/loss.py): milliseconds, and the memory that is taken beside inputs and gradients.
-* Updates of Llama-3.2-1B and Llama-3-8B in bf16 under zero1, fsdp2 and tp, one process a GPU: random weights, text of
-  docs/. Where the memory does not hold a model, it has half of its layers, or a quarter, ...: the MFU is about that of
-  the whole, the seconds are not. Beside them what `zerofit plan` predicts.
+  (zerofit/model/chunked_loss.py): milliseconds, and the memory that is taken beside inputs and gradients.
+* Updates of three models in bf16 under several strategies (ROWS), one process a GPU.
 
-Writes on-gpu.md and on-gpu.json: figures, hardware, versions. A launch is stopped after 90 s; after 570 s none begins.
+Writes on-gpu.json, and with --predict on-gpu.md: figures, hardware, versions. Predictions take the processor, so they
+are made by themselves. A launch is stopped after 90 s; after 540 s none begins: the same command goes on.
 """
 
 import argparse
@@ -21,28 +21,46 @@ import time
 from pathlib import Path
 
 import torch
-from provenance import provenance
 
-from zerofit.model.chunked_loss import IGNORE, _Chunked, chunk_rows
+from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked, chunk_rows
 from zerofit.record.environment import describe_environment
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import gpu_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-STRATEGIES = ("zero1", "fsdp2", "tp")
-NOT_COUNTED, UPDATES = 3, 10
-LAUNCH_S, ALL_S = 90, 570
+NOT_COUNTED, UPDATES = 4, 16
+LAUNCH_S, ALL_S = 90, 540
 UNTIL = time.monotonic() + ALL_S
-TINY = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,head_dim=16"
-SIZES = {  # vocabulary, hidden, tokens, chunks of the head; {model: its shape}; vocabulary, rows, length of a batch
-    False: (
-        (128256, 4096, 8192, (256, 512, 1024, 2048)),
-        {"Llama-3.2-1B": ("llama-3.2-1b", "", 16), "Llama-3-8B": ("llama-3-8b", "", 32)},
-        (128256, 4, 2048),
-    ),
-    True: ((1000, 64, 128, (16, 32)), {"Llama of 64": ("llama-3-8b", TINY, 2)}, (8, 2, 64)),
+HEAD = (128256, 4096, 8192, (256, 512, 1024, 2048))  # vocabulary, hidden, tokens, rows of a chunk
+MODELS = {  # name, changes, vocabulary, length
+    "GPT-2": ("gpt2", "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0", 50304, 1024),
+    "Llama-3.2-1B": ("llama-3.2-1b", "", 128256, 2048),
+    "8 layers of Llama-3-8B": ("llama-3-8b", "num_hidden_layers=8", 128256, 2048),
 }
+ROWS = [  # model, strategy, micro-batch, further options
+    ("Llama-3.2-1B", "single", 4, ""),
+    ("Llama-3.2-1B", "single", 8, ""),
+    ("Llama-3.2-1B", "single", 8, "--packing documents"),
+    ("Llama-3.2-1B", "single", 8, "--torch_compile"),
+    ("Llama-3.2-1B", "single", 16, "--gradient_checkpointing full"),
+    ("Llama-3.2-1B", "single", 16, "--gradient_checkpointing selective"),
+    ("Llama-3.2-1B", "zero1", 8, ""),
+    ("Llama-3.2-1B", "zero2", 8, ""),
+    ("Llama-3.2-1B", "zero3", 8, ""),
+    ("Llama-3.2-1B", "fsdp2", 8, ""),
+    ("Llama-3.2-1B", "zero2_offload", 8, ""),
+    ("Llama-3.2-1B", "zero3_offload", 8, ""),
+    ("GPT-2", "single", 16, ""),
+    ("GPT-2", "single", 32, "--torch_compile"),
+    ("GPT-2", "zero2", 16, ""),
+    ("8 layers of Llama-3-8B", "single", 2, ""),
+    ("8 layers of Llama-3-8B", "fsdp2", 4, "--gradient_checkpointing full"),
+]
+TINY = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,num_hidden_layers=2"
+TINY_HEAD = (1000, 64, 128, (16, 32))
+TINY_MODELS = {"Llama of 64": ("llama-3-8b", TINY, 8, 64)}
+TINY_ROWS = [("Llama of 64", "zero1", 2, ""), ("Llama of 64", "fsdp2", 2, "--gradient_checkpointing full")]
 
 
 # ------------------------------------------------------------------------------------------------------------ the head
@@ -61,7 +79,7 @@ def time_head(device: torch.device, vocabulary: int, hidden: int, tokens: int, c
             before = _restart_peak(device)
             _wait(device)
             began = time.perf_counter()
-            loss = _Chunked.apply(states, weight, None, targets, rows, [True, True, False], None)
+            loss = _Chunked.apply(states, weight, None, targets, rows, [True, True, False], None, PLAIN, None)
             torch.autograd.grad(loss, (states, weight))
             _wait(device)
             times.append(time.perf_counter() - began)
@@ -92,122 +110,66 @@ def _restart_peak(device: torch.device) -> int:
 # ------------------------------------------------------------------------------------------------------------- updates
 
 
-def flags_of(name: str, changes: str, layers: int, vocabulary: int, rows: int, length: int) -> list[str]:
+def flags_of(model: tuple[str, str, int, int], rows: int, further: str) -> list[str]:
     """The recipe of a launch, and of its prediction."""
-    shape = ",".join(filter(None, [changes, f"num_hidden_layers={layers}"]))
+    name, changes, vocabulary, length = model
     return [
-        "--config_name",
-        name,
-        "--config_overrides",
-        shape,
-        "--make_vocab_size_divisible_by",
-        str(vocabulary),
-        *("--train_tokenizer_vocab_size 4096 --train_file docs/*.md --packing concatenate --block_size").split(),
-        str(length),
-        "--per_device_train_batch_size",
-        str(rows),
-        *"--precision bf16 --gradient_accumulation_steps 1".split(),
+        *("--config_name", name),
+        *(("--config_overrides", changes) if changes else ()),
+        *("--make_vocab_size_divisible_by", str(vocabulary), "--train_tokenizer_vocab_size", "4096"),
+        *("--train_file", "docs/*.md", "--block_size", str(length), "--per_device_train_batch_size", str(rows)),
+        *("--packing concatenate --precision bf16 --gradient_accumulation_steps 1".split()),
+        *further.split(),
     ]
 
 
-def predict(flags: list[str], strategy: str, gpus: int, where: list[str]) -> dict:
-    """What `zerofit plan` says of this micro-batch; empty, with a reason, if it says nothing."""
-    words = [
-        sys.executable,
-        *"-m zerofit.cli plan --task clm".split(),
-        *flags,
-        *where,
-        "--num_gpus",
-        str(gpus),
-        "--strategies",
-        strategy,
-        "--batch_sizes",
-        flags[flags.index("--per_device_train_batch_size") + 1],
-        "--json",
-        "-",
-    ]
-    said, reason = _run(words)
+def predict(row: dict, hardware: list[str]) -> dict:
+    """What `zerofit plan` says of this micro-batch; a reason, if it says nothing."""
+    flags, strategy = row["flags"], row["strategy"]
+    rows = flags[flags.index("--per_device_train_batch_size") + 1]
+    where = [*hardware, "--num_gpus", str(row["processes"]), "--strategies", strategy, "--batch_sizes", rows]
+    said, reason = run([sys.executable, *"-m zerofit.cli plan --task clm".split(), *flags, *where, "--json", "-"], 600)
     return {"reason": reason} if reason else json.loads(said[said.index("{") :])["predictions"][0]
 
 
-def train(flags: list[str], strategy: str, processes: int, output: Path) -> dict:
+def train(row: dict, output: Path) -> dict:
     """Median seconds, tokens/s, MFU and peak memory of some updates; else the reason why there are none."""
+    launcher = "-m accelerate.commands.launch --main_process_port 0 --num_processes".split()
+    shown = "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false".split()
     words = [
-        sys.executable,
-        *"-m accelerate.commands.launch --main_process_port 0 --num_processes".split(),
-        str(processes),
-        "--config_file",
-        f"accelerate_configs/{strategy}.yaml",
-        "train/clm.py",
-        *flags,
-        "--max_train_steps",
-        str(UPDATES),
-        *(
-            "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false "
-            "--sample_tokens 0 --output_dir"
-        ).split(),
-        str(output),
+        *(sys.executable, *launcher, str(row["processes"])),
+        *("--config_file", f"accelerate_configs/{row['strategy']}.yaml", "train/clm.py", *row["flags"], *shown),
+        *("--sample_tokens", "0", "--max_train_steps", str(UPDATES), "--output_dir", str(output)),
         "--overwrite_output_dir",
-        "--max_train_samples",
-        "2000",
     ]
-    _, reason = _run(words)
+    _, reason = run(words, LAUNCH_S)
     if reason:
         return {"reason": reason}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][NOT_COUNTED:]
+    environment = json.loads((output / "environment.json").read_text())
     figures = {
         name: statistics.median(line[name] for line in lines)
         for name in ("seconds", "tokens_per_s", "mfu")
         if name in lines[0]
     }
+    figures["to_first_update"] = environment["seconds_to_first_update"]
     return figures | {"peak_bytes": max(line["peak_memory_bytes"] for line in lines)}
 
 
-def _run(words: list[str]) -> tuple[str, str]:
+def run(words: list[str], limit_s: int) -> tuple[str, str]:
     """(standard output, why there is none)."""
-    limit_s = min(LAUNCH_S, int(UNTIL - time.monotonic()))
-    if limit_s <= 0:
-        return "", f"no time was left of {ALL_S} s"
-    words = [
-        "timeout",
-        "--kill-after",
-        "20",
-        str(limit_s),
-        *words,
-    ]  # the launcher ends its processes when it is told to
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    stopped = ["timeout", "--kill-after", "20", str(limit_s)]  # the launcher ends its processes when it is told to
+    done = subprocess.run([*stopped, *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode in (0, 124):
         return done.stdout, f"stopped after {limit_s} s" if done.returncode else ""
-    errors = [line for line in done.stderr.splitlines() if "rror" in line or "out of memory" in line]
-    return "", (errors or ["no message"])[0][:200].replace("|", "/")
-
-
-def time_updates(
-    name: str, model: tuple[str, str, int], sizes: tuple[int, int, int], gpus: int, where: list[str], output: Path
-) -> list[dict]:
-    """Each strategy with as many layers as fit by its prediction."""
-    known, changes, layers = model
-    found = []
-    for strategy in STRATEGIES:
-        row = {"model": name, "strategy": strategy, "processes": gpus, "layers": layers, "of_layers": layers}
-        if strategy == "tp" and gpus % 2:
-            found.append({**row, "reason": "tp needs an even number of GPUs"})
-            continue
-        while True:
-            flags = flags_of(known, changes, row["layers"], *sizes)
-            row["predicted"] = predict(flags, strategy, gpus, where)
-            if row["predicted"].get("fits", True) or row["layers"] == 1:
-                break
-            row["layers"] //= 2
-        found.append(row | train(flags, strategy, gpus, output / "run"))
-        print(json.dumps(found[-1]), flush=True)
-    return found
+    errors = [line.strip() for line in done.stderr.splitlines() if "rror" in line or "out of memory" in line]
+    return "", (errors or ["no message"])[-1][:200].replace("|", "/")
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def report(head: list[dict], updates: list[dict], about: dict) -> str:
+def report(found: dict) -> str:
     """Both tables in Markdown, and where they come from."""
 
     def shown(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -217,14 +179,14 @@ def report(head: list[dict], updates: list[dict], about: dict) -> str:
     rows += [
         f"| {line['rows']:,}{' (as trained)' * line['is_default']} | {line['milliseconds']:.2f} | "
         f"{shown(line['peak_bytes'], '.3f', GIB)} |"
-        for line in head
+        for line in found["head"]
     ]
-    heads = "model | strategy | layers | s | predicted | MFU | predicted | peak, GiB | predicted | tokens/s"
-    rows += ["", f"| {heads} |", "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
-    for line in updates:
+    heads = "model | strategy | rows | options | s | predicted | MFU | predicted | peak, GiB | predicted | tokens/s"
+    rows += ["", f"| {heads} |", "|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for line in found["updates"]:
         said = line.get("predicted", {})
-        start = f"| {line['model']} | `{line['strategy']}` ({line['processes']}) | "
-        start += f"{line['layers']} of {line['of_layers']} |"
+        start = f"| {line['model']} | `{line['strategy']}` ({line['processes']}) | {line['rows']} | "
+        start += f"{line['options'] and '`' + line['options'] + '`'} |"
         peak = shown(said.get("peak_allocated_bytes"), ".2f", GIB)
         seconds, mfu = shown(said.get("seconds_per_update"), ".3f"), shown(said.get("mfu"), ".1%")
         if reason := line.get("reason"):
@@ -234,40 +196,62 @@ def report(head: list[dict], updates: list[dict], about: dict) -> str:
                 f"{start} {line['seconds']:.3f} | {seconds} | {shown(line.get('mfu'), '.1%')} | {mfu} | "
                 f"{line['peak_bytes'] / GIB:.2f} | {peak} | {line['tokens_per_s']:,.0f} |"
             )
-    hardware = ", ".join(f"{name} {value}" for name, value in about["hardware"].items())
-    source = provenance(hardware, "torch", "accelerate", "deepspeed", "transformers")
-    return "\n".join([*rows, "", source, ""])
+    hardware = ", ".join(f"{name} {value}" for name, value in found["hardware"].items())
+    packages = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "accelerate", "deepspeed"))
+    return "\n".join([*rows, "", f"{hardware}; {packages}", ""])
+
+
+def measure(output: Path, tiny: bool, device: torch.device) -> None:
+    """Head and updates; on-gpu.json grows with each launch, and launches that it has are not repeated."""
+    head, models, rows = (TINY_HEAD, TINY_MODELS, TINY_ROWS) if tiny else (HEAD, MODELS, ROWS)
+    processes, file = 2 if device.type == "cpu" else torch.accelerator.device_count(), output / "on-gpu.json"
+    if file.exists():
+        found = json.loads(file.read_text())
+    else:
+        found = {"head": time_head(device, *head), "updates": [], **describe_environment(sys.argv, device)}
+        found["plan"] = ["--gpu", "cpu", "--gpu_memory", "8GiB"]
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+            gpu, total = gpu_of(device_name(device) or ""), torch.accelerator.get_memory_info()[1]
+            found["plan"] = ["--gpu_memory", f"{total // 2**20}MiB", *(["--gpu", gpu.name] if gpu else [])]
+    known = [{name: row[name] for name in ("model", "strategy", "rows", "options")} for row in found["updates"]]
+    for model, strategy, micro_batch, further in rows:
+        if processes > 1 and strategy == "single":
+            strategy = "ddp"
+        row = {"model": model, "strategy": strategy, "rows": micro_batch, "options": further}
+        if row in known:
+            continue
+        if time.monotonic() > UNTIL:
+            print(f"stopped after {ALL_S} s: the same command goes on")
+            return
+        row |= {"processes": processes, "flags": flags_of(models[model], micro_batch, further)}
+        row |= train(row, output / "run")
+        found["updates"].append(row)
+        print(json.dumps({name: value for name, value in row.items() if name != "flags"}), flush=True)
+        file.write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small shapes")
+    parser.add_argument("--predict", action="store_true", help="of what is measured already")
     options = parser.parse_args()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    if device.type == "cpu" and not options.tiny:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type == "cpu" and not (options.tiny or options.predict):
         parser.error("there is no GPU here: use --tiny")
     options.output.mkdir(parents=True, exist_ok=True)
-    head, models, sizes = SIZES[options.tiny]
-    if device.type == "cpu":
-        gpus, where = 2, ["--gpu", "cpu", "--gpu_memory", "8GiB"]
-    else:
-        gpu, total = gpu_of(device_name(device) or ""), torch.accelerator.get_memory_info()[1]
-        gpus, where = torch.accelerator.device_count(), ["--gpu_memory", f"{total // 2**20}MiB"]
-        where += ["--gpu", gpu.name] if gpu else []
-    timed = time_head(device, *head)
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-    updates = [
-        line
-        for name, model in models.items()
-        for line in time_updates(name, model, sizes, gpus, where, options.output)
-    ]
-    about = describe_environment(sys.argv, device)
-    (options.output / "on-gpu.json").write_text(json.dumps({"head": timed, "updates": updates, **about}, indent=1))
-    text = report(timed, updates, about)
-    (options.output / "on-gpu.md").write_text(text)
-    print("", text, sep="\n")
+    if not options.predict:
+        measure(options.output, options.tiny, device)
+    if not (options.predict or options.tiny):
+        return
+    found = json.loads((options.output / "on-gpu.json").read_text())
+    for row in found["updates"]:
+        row["predicted"] = predict(row, found["plan"])
+        print(row["model"], row["strategy"], row["rows"], row["options"], flush=True)
+    (options.output / "on-gpu.json").write_text(json.dumps(found, indent=1))
+    (options.output / "on-gpu.md").write_text(report(found))
+    print("", report(found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def flash(monkeypatch):
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **kwargs: module)
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr(transformers.modeling_flash_attention_utils, "_loaded_implementation", None)
-    monkeypatch.setattr(attention, "_kernel", lambda: kernel.varlen_attn)
+    monkeypatch.setattr(attention, "varlen_attn", kernel.varlen_attn)
     attention._register_varlen()
     return kernel
 
@@ -144,9 +144,7 @@ def test_half_precision_reaches_the_kernel_under_autocast(flash, monkeypatch):
     """Weights and rotary embeddings are fp32 there, and a flash kernel takes none of it."""
     dtypes = []
     monkeypatch.setattr(
-        attention,
-        "_kernel",
-        lambda: lambda q, *rest, **how: dtypes.append(q.dtype) or flash.varlen_attn(q, *rest, **how),
+        attention, "varlen_attn", lambda q, *rest, **how: dtypes.append(q.dtype) or flash.varlen_attn(q, *rest, **how)
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss_and_gradients(tiny_model("llama", VARLEN), flatten=True)
@@ -251,7 +249,7 @@ def test_why_it_is_sdpa_on_a_gpu(gpu, precision, changes, said):
 
 def test_an_old_gpu_and_a_kernel_that_is_wrong(gpu, flash, monkeypatch):
     right = flash.varlen_attn
-    monkeypatch.setattr(attention, "_kernel", lambda: lambda *args, **how: 2 * right(*args, **how))
+    monkeypatch.setattr(attention, "varlen_attn", lambda *args, **how: 2 * right(*args, **how))
     assert "does not work here: its error is 300.1%" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability" in choose_attention(tiny_model("llama", None), None, "fp16", gpu)

@@ -286,6 +286,7 @@ def test_another_base_of_the_same_shapes_is_refused(build, capsys):
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight += 0.01 * torch.randn(32, 32)
     model.save_pretrained(case.base)
+    capsys.readouterr()  # its progress bar
     assert "model.layers.1.self_attn.q_proj" in refusal(case, capsys)
 
 

@@ -4,6 +4,7 @@ A fake tensor has a shape, a dtype and a storage of the right size that holds no
 milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no backward pass in a CPU build of torch.
 """
 
+import contextlib
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerofit.estimate.module_visits import Visit
-from zerofit.estimate.operations import Operation, operation_of
+from zerofit.estimate.operations import BY_FLOPS, Operation, operation_of
 
 
 @dataclass
@@ -62,6 +63,9 @@ class AllocationTracker(TorchDispatchMode):
             keeps a mask in the dtype of its input (aten/src/ATen/native/Dropout.cpp).
         tied: shapes of weights that several modules have. Autograd adds the gradients of such a weight in the place of
             the first (torch/csrc/autograd/input_buffer.cpp).
+
+    Attributes:
+        multiplied: the storages that have gone into matrix products and attention, or came out of them.
     """
 
     def __init__(self, rounding: int = 1, thin_masks: bool = False, tied: frozenset[torch.Size] = frozenset()):
@@ -69,7 +73,9 @@ class AllocationTracker(TorchDispatchMode):
         self.rounding, self.thin_masks, self.live, self.peak = rounding, thin_masks, 0, 0
         self.tied = tied
         self.segments: list[Segment] = []
+        self.multiplied: set[int] = set()
         self._known: dict[int, int] = {}
+        self._counts = True
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these: weights, which are accounted for elsewhere."""
@@ -80,6 +86,19 @@ class AllocationTracker(TorchDispatchMode):
         """Count these, which were there before: inputs."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), self._rounded(tensor.untyped_storage().nbytes()))
+
+    def storages(self) -> set[int]:
+        """All that are alive."""
+        return set(self._known)
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Do not count what is made within."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
 
     def mark(self, name: Hashable) -> None:
         """A segment begins."""
@@ -116,10 +135,14 @@ class AllocationTracker(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
-                    self._follow(storage, self._rounded(storage.nbytes()))
+                    self._follow(storage, self._rounded(storage.nbytes()) if self._counts else 0)
         if self.thin_masks and function is torch.ops.aten.bernoulli_.float:
             self._resize(result.untyped_storage(), self._rounded(result.numel()))
-        self.note(operation_of(function, args, kwargs or {}, result))
+        operation = operation_of(function, args, kwargs or {}, result)
+        if operation and operation.kind in BY_FLOPS:
+            tensors = (tensor for tensor in tree_leaves((args, result)) if isinstance(tensor, torch.Tensor))
+            self.multiplied.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        self.note(operation)
         return result
 
     def note(self, operation: Operation | None) -> None:
@@ -154,6 +177,7 @@ class AllocationTracker(TorchDispatchMode):
         self._change(size)
 
     def _release(self, key: int) -> None:
+        self.multiplied.discard(key)
         self._change(-self._known.pop(key, 0))
 
     def _change(self, size: int) -> None:

@@ -12,9 +12,9 @@ from zerofit.estimate.exchanges import Links, MeasuredLinks
 from zerofit.estimate.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
 from zerofit.estimate.speeds import Curve, Speeds
 from zerofit.estimate.time_constants import (
+    ADAM_OF_ONE,
     CONTENTION,
     CONTENTION_CPU,
-    GPUS_OF_A_HOST,
     HOST_ADAM,
     MULTIPROCESSORS,
     NETWORK,
@@ -193,8 +193,7 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
         rates[MATRIX, False] = rates[ATTENTION, False] = Curve(((1.0, gpu.single * best),))
     pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA
     source = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
-    adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(
-        1.0, min(options.num_gpus, options.gpus_per_node) / GPUS_OF_A_HOST
-    )
+    local = min(options.num_gpus, options.gpus_per_node)
+    adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
     multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
     return Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source, multiprocessors), ""

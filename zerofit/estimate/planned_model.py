@@ -208,6 +208,7 @@ class PlannedModel:
             watched=is_third_stage,
             offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
             experts=layout.data_size if getattr(sharding, "divides_experts", False) else 0,
+            compiled=bool(self.recipe.torch_compile),
         )
 
     def tracer(

@@ -72,9 +72,9 @@ DISK_BYTES, DISK = 2 * 16, 3e9
 
 # The host's Adam, elements a second of a machine of eight GPUs. Fitted: on hosts of H200 and B200 (6.4e9, two rows),
 # and of V100 and A800 (1e9, six rows). Ren et al. 2021, ZeRO-Offload, table 4, has 3.9e9 for Adam alone on a DGX-2.
-# That a GPU has an eighth of the machine is an assumption: so are most machines rented and most jobs submitted.
-# --calibrate measures it.
-HOST_ADAM, NEWER_HOST_ADAM, GPUS_OF_A_HOST = 1e9, 6.4e9, 8
+# One process reaches half of that: measured beside an H100, with 16 cores (docs/measurements/gpu.md). --calibrate
+# measures it.
+HOST_ADAM, NEWER_HOST_ADAM, ADAM_OF_ONE = 1e9, 6.4e9, 0.5
 
 # What a step on the host takes, relative to its Adam alone: each fp32 gradient is also scaled for clipping (read and
 # written), and each weight cast to half precision (4 bytes read, 2 written). Source: DeepSpeed 0.19,

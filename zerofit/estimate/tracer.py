@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofit.estimate.allocations import AllocationTracker, Segment
+from zerofit.estimate.fused_layers import FusedLayers
 from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs
 from zerofit.estimate.traced_shares import (
@@ -58,6 +59,7 @@ class TraceSettings:
         watched: the visits of modules are noted, for ZeRO-3.
         offloaded: the inputs of layers that are recomputed wait in the host's memory.
         experts: ranks that divide the experts of a mixture; 0: they are not divided.
+        compiled: layers are compiled.
     """
 
     dtype: torch.dtype
@@ -73,6 +75,7 @@ class TraceSettings:
     watched: bool = False
     offloaded: bool = False
     experts: int = 0
+    compiled: bool = False
 
     @property
     def gpu_kernels(self) -> bool:
@@ -189,10 +192,11 @@ class Tracer:
             ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
             if self.settings.watched:
                 self.visits.begin(ledger.visit)
-            borders = Borders(ledger)
+            borders, fused = Borders(ledger), FusedLayers(ledger)
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
-                    for handle in borders.watch(name, index, layer):
+                    # What a layer gives up at its end belongs to its own segment: that hook comes first.
+                    for handle in [*(fused.watch(layer) if self._fuses else ()), *borders.watch(name, index, layer)]:
                         hooks.callback(handle.remove)
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
@@ -211,6 +215,11 @@ class Tracer:
                     run_backward(loss * 1.0)
                 del loss
         return ledger.close()
+
+    @property
+    def _fuses(self) -> bool:
+        """Whether what layers keep is what compiled ones keep; with recomputation they keep their inputs."""
+        return self.settings.compiled and not self.settings.recomputed and not self.settings.evaluated
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.autocast is None:

@@ -9,13 +9,17 @@ end to end (zerofit/data/collate.py); otherwise the mask is converted once.
 import contextlib
 import functools
 import importlib.util
+import inspect
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from zerofit.recipe.errors import UserError
 
+# torch 2.11 computes with fewer heads of key and value unasked.
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
 PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
 HALF = ("bf16", "fp16")
@@ -120,7 +124,7 @@ def has_attention_dropout(config) -> bool:
 
 def _why_not_varlen(model, precision: str, device: torch.device, dropout: bool) -> str:
     config = model.config.get_text_config()
-    if torch.version.hip is not None or importlib.util.find_spec("torch.nn.attention.varlen") is None:
+    if torch.version.hip is not None:
         return "torch has no flash kernel for packed documents here, and flash-attn is not installed"
     if dropout:
         return "the model has dropout on attention weights, which only flash-attn 2 supports, and it is not installed"
@@ -179,7 +183,7 @@ def varlen_attention(
     parts = [F.pad(part, (0, columns)) if columns else part for part, columns in missing]  # a padding by 0 is a copy
     parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
-    output = _kernel()(
+    output = varlen_attn(
         *parts,
         cu_seq_lens_q,
         cu_seq_lens_k,
@@ -187,15 +191,9 @@ def varlen_attention(
         max_length_k,
         scale=scaling,
         window_size=window,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if TAKES_GROUPS else {}),
     )
     return output[None, ..., :width], None
-
-
-def _kernel():
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn
 
 
 def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, q_length=0, kv_length=0, **kwargs):

@@ -18,12 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _detach_helper,
-    _VersionWrapper,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import UserError
@@ -183,7 +178,7 @@ class Noting(_Context):
         have a version of their own."""
         place = tensor.untyped_storage().data_ptr()
         for index, (operator, held) in enumerate(self.results):
-            if isinstance(held, _VersionWrapper) and held.val.untyped_storage().data_ptr() == place:
+            if isinstance(held, _Held) and held.tensor.untyped_storage().data_ptr() == place:
                 self.results[index] = operator, None
 
 
@@ -198,13 +193,31 @@ class Replaying(_Context):
         """It was recomputed."""
 
 
+class _Held:
+    """A result, which has to be the same when it is given back."""
+
+    def __init__(self, result: torch.Tensor):
+        # With this key detach shares the counter of changes in place, as it does above autograd.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self.tensor = result.detach()
+        self.version = self.tensor._version
+
+    def given(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError("a result that selective recomputation keeps was changed in place")
+        return self.tensor
+
+
 def _held(result: Any) -> Any:
-    return tuple(map(_held, result)) if isinstance(result, tuple) else _VersionWrapper(_detach_helper(result))
+    if isinstance(result, tuple):
+        return tuple(map(_held, result))
+    return _Held(result) if isinstance(result, torch.Tensor) else result
 
 
 def _given(held: Any) -> Any:
-    """Raises RuntimeError where the tensor was changed in place since."""
-    return tuple(map(_given, held)) if isinstance(held, tuple) else held.get_val(allow_cache_entry_mutation=False)
+    if isinstance(held, tuple):
+        return tuple(map(_given, held))
+    return held.given() if isinstance(held, _Held) else held
 
 
 def keeping_contexts() -> tuple[Noting, Replaying]:

@@ -84,6 +84,9 @@ def start_processes(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **backend), ddp],
         **kwargs,
     )
+    everyone = torch.distributed.group.WORLD
+    if shared and everyone is not None:  # DeepSpeed has bound it to a device, and gloo cannot split such a group
+        everyone.bound_device_id = None
     if accelerator.num_processes != launch.world_size:
         raise RuntimeError(
             f"the launcher started {launch.world_size} processes, and accelerate sees "

@@ -57,6 +57,11 @@ class Strategy:
         return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
 
     @property
+    def can_compile(self) -> bool:
+        """Whether it goes together with torch.compile of each layer: reading a recipe refuses the others."""
+        return not self.shards_parameters and self.layout.sequence == 1
+
+    @property
     def fully_shards(self) -> bool:
         """Whether torch shards the weights (FSDP2)."""
         return self.fsdp is not None

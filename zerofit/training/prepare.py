@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from zerofit.data.sources import files_and_sizes
 from zerofit.data.token_updates import TokenUpdates
 from zerofit.health.flight import FOLDER, PREFIX
-from zerofit.model.compilation import compile_model
+from zerofit.model.compilation import blocks_of, compile_model
 from zerofit.model.load import build_model, size_of_model
 from zerofit.model.lora import Adapter, add_adapter
 from zerofit.model.parameters import count_parameters
@@ -43,6 +43,11 @@ from zerofit.training.rank_meeting import MEETING
 from zerofit.training.session import LONG, Session
 from zerofit.training.stream import RunLength, run_length
 from zerofit.training.summary import about_the_model
+
+# docs/measurements/gpu.md
+FASTER_COMPILED = (
+    "layers are not compiled. --torch_compile took a quarter of an update's time and memory off on an H100"
+)
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,7 @@ def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
     if not recipe.model_name_or_path:
         notes += filter(None, [session.strategy.sharded_init_reason(session.facts.parameters)])
     device = started.accelerator.device
-    notes += prepare_activations(model, recipe, device)
+    notes += prepare_activations(model, recipe, device, recipe.trains and session.strategy.can_compile)
     if recipe.trains:
         notes += filter(None, [without_mfu(device, session.strategy.precision, recipe.peak_tflops)])
     parameters, trainable = count_parameters(whole_model(model))
@@ -244,8 +249,14 @@ def check_output_folder(config: RunConfiguration, engine: Engine) -> None:
     check_same({view: "the run" if is_seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
 
 
-def prepare_activations(model: torch.nn.Module, recipe: ModelOptions, device: torch.device) -> list[str]:
-    """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log."""
+def prepare_activations(
+    model: torch.nn.Module, recipe: ModelOptions, device: torch.device, can_compile: bool
+) -> list[str]:
+    """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log.
+
+    Args:
+        can_compile: whether the strategy goes together with torch.compile.
+    """
     notes = []
     if recipe.gradient_checkpointing:
         enable_recomputation(model, recipe.gradient_checkpointing, is_traced=bool(recipe.torch_compile))
@@ -255,4 +266,6 @@ def prepare_activations(model: torch.nn.Module, recipe: ModelOptions, device: to
         offload_inputs(model, host_store(device))
     if recipe.torch_compile:
         compile_model(model, str(recipe.torch_compile))
+    elif can_compile and device.type == "cuda" and blocks_of(model):
+        notes.append(FASTER_COMPILED)
     return notes
