@@ -140,7 +140,7 @@ CASES = {
     "preferences": Case("clm", 16, (  # each layout makes its own reference
         "--model_name_or_path", "{llama}", "--train_file", "{pairs}", "--chat_template", "instruction",
         "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
-    ), ("zero3",)),
+    )),
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon")),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),
     "distilled": Case("clm", 22, (  # the run spans two epochs
@@ -531,6 +531,7 @@ def test_plain_peft_has_the_loss_that_the_run_reported(run, llama, material, cas
     assert lines[-1]["eval_loss"] == pytest.approx(total.item() / count.item(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
     """What ZeRO-3 has trained and exported, through `zerofit merge` and `zerofit generate`."""
     adapter = run("lora", "zero3")[1] / "model"

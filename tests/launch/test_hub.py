@@ -101,8 +101,9 @@ def test_an_outage_is_said_once_and_the_next_push_has_everything(hub, tmp_path):
 
 @pytest.mark.parametrize(
     ("strategy", "flags"),
-    [pytest.param("zero3", (), id="model", marks=pytest.mark.long), pytest.param("ddp", ["--lora"], id="adapter")],
+    [pytest.param("zero3", (), id="model"), pytest.param("ddp", ["--lora"], id="adapter")],
 )
+@pytest.mark.long
 def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, strategy, flags):
     run = tmp_path / "run"
     launch(

@@ -55,7 +55,10 @@ def run(start, tmp_path_factory):
     return once
 
 
-@pytest.mark.parametrize("strategy", ["sp", "zero3_hpz", "fsdp2", HSDP])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("sp", marks=pytest.mark.long), pytest.param("zero3_hpz", marks=pytest.mark.long), "fsdp2", HSDP],
+)
 def test_it_trains_as_one_process_does(run, strategy):
     check_alike(metrics(run(strategy)), metrics(run("single")))
 

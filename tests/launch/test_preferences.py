@@ -30,6 +30,7 @@ def flags(llama, pairs, cache) -> list[str]:
     ]))  # fmt: skip
 
 
+@pytest.mark.long
 def test_what_was_measured_before_a_kill_is_not_measured_again(llama, pairs, tmp_path, monkeypatch):
     measured = []
     plain = preferences.log_probabilities

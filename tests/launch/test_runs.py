@@ -224,6 +224,7 @@ def test_deepspeeds_scheduler_block_gives_the_recipes_curve(text, cache, tmp_pat
 # ----------------------------------------------------------------------------------------------- the published command
 
 
+@pytest.mark.long
 def test_the_published_command_word_for_word(material, tmp_path):
     """Its names resolve to folders here, as the hub cannot be reached: a small gpt2-xl, and texts of our own."""
     tiny_model("gpt2", vocab_size=3000, n_positions=128).config.save_pretrained(tmp_path / "gpt2-xl")

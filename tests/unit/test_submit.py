@@ -43,7 +43,7 @@ def written(capsys):
 def test_every_recipe_on_every_number_of_nodes(written, kind, strategy):
     assert len(RECIPES) >= 20
     for recipe in RECIPES:
-        for nodes in (1, 2, 16):
+        for nodes in (1, 2, 16) if strategy == "zero2" else (2,):
             text, _ = written(kind, recipe.relative_to(ROOT), "--strategy", strategy, "--nodes", nodes)
             assert problems(kind, text, nodes) == [], f"{recipe} on {nodes} nodes\n{text}"
             assert text.startswith("#")

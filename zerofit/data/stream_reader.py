@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import pyarrow as pa
-from aiohttp import ClientError
 from datasets import IterableDataset, load_dataset
 
 from zerofit.recipe.addresses import open_address
@@ -25,7 +24,7 @@ from zerofit.recipe.paths import find_files, is_address
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".tar": "webdataset"}
 RECORDS = 64  # of a batch; a window ends after one
 PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # before a lost connection is tried again: about 7 minutes
-LOST = (OSError, ClientError, asyncio.TimeoutError, EOFError)
+LOST = (OSError, asyncio.TimeoutError, EOFError)
 NOT_LOST = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
@@ -139,13 +138,18 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
             return
         except NOT_LOST as error:
             raise UserError(f"train_file: {name} cannot be read: {first_line(error)}") from None
-        except LOST as error:
+        except Exception as error:  # the library raises a dozen types
+            if not _is_lost(error):
+                raise UserError(f"{name}, after record {record}: {first_line(error.__cause__ or error)}") from None
             pause = next(pauses, None)
             if pause is None:
                 raise UserError(f"train_file: {name} cannot be read, tried for minutes: {first_line(error)}") from None
             time.sleep(pause)
-        except Exception as error:  # the library raises a dozen types
-            raise UserError(f"{name}, after record {record}: {first_line(error.__cause__ or error)}") from None
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether a connection is lost. aiohttp is imported by what opens an address, and by nobody else."""
+    return isinstance(error, LOST) or type(error).__module__.partition(".")[0] == "aiohttp"
 
 
 def _open(reader: str, name: str) -> IterableDataset:
