@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = {  # what takes the place of the material's parts; others have the same name
@@ -31,6 +32,8 @@ os.environ["WANDB_MODE"] = "offline"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the user's own cache stays as it is; workers have that of the session
     os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="zerofit-tests-")
     atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: their threads would wait for each other
+    torch.set_num_threads(1)
 sys.path.insert(0, str(ROOT / "tests"))  # helpers.py, material
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import refusal, tiny_model
+from helpers import recipe_of, refusal, tiny_model
 from torch._dynamo.utils import counters
 
 from zerofit.model.attention import _convert_masks_once
@@ -13,6 +13,7 @@ from zerofit.model.compilation import compile_model, uncompiled
 from zerofit.model.recomputation import enable_recomputation
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy.read import _check_compiled
+from zerofit.training.prepare import FASTER_COMPILED, prepare_activations
 
 LONG = pytest.mark.long
 START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
@@ -86,3 +87,10 @@ def test_what_is_called_once_is_not_compiled():
         assert not counters["stats"]["unique_graphs"]
         assert model(**next(packed_rows(1))).loss == pytest.approx(expected.item(), rel=1e-5)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "can_compile", "notes"), [("cuda", True, [FASTER_COMPILED]), ("cuda", False, []), ("cpu", True, [])]
+)
+def test_a_run_on_a_gpu_says_what_compiling_saves(device, can_compile, notes):
+    assert prepare_activations(tiny_model("llama"), recipe_of(), torch.device(device), can_compile) == notes

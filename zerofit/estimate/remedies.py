@@ -289,7 +289,7 @@ def _host_takes(s: Shortage, setup: StateSetup) -> bool:
 
 
 def _of_allocator(s: Shortage) -> list[Remedy]:
-    what = "(in the environment) lets torch use memory that it holds in pieces too small"
+    what = "in the environment: torch can use memory that it holds in pieces too small"
     return [Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", what, s.unused)] if s.unused else []
 
 

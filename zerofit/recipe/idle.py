@@ -7,7 +7,10 @@ from zerofit.recipe.base import Recipe
 
 # {options: (when they have no effect, what would change that)}
 IDLE: dict[tuple[str, ...], tuple[Callable[[Any], Any], str]] = {
-    ("report_to", "report_name"): (lambda recipe: not recipe.with_tracking, "Set with_tracking"),
+    ("report_to", "report_name"): (
+        lambda recipe: not recipe.with_tracking and recipe.report_to != "none",
+        "Set with_tracking",
+    ),
     ("num_train_epochs",): (lambda recipe: recipe.max_train_steps, "max_train_steps overrides it: keep one of them"),
     ("warmup_ratio", "num_warmup_steps"): (
         lambda recipe: recipe.lr_scheduler_type == "constant",
