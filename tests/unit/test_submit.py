@@ -38,16 +38,22 @@ def written(capsys):
     return write
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "nodes"),
+    [
+        pytest.param(strategy, nodes, marks=() if strategy == "zero2" or nodes == 2 else pytest.mark.long)
+        for strategy in STRATEGIES
+        for nodes in (1, 2, 16)
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_recipe_on_every_number_of_nodes(written, kind, strategy):
+def test_every_recipe_on_every_number_of_nodes(written, kind, strategy, nodes):
     assert len(RECIPES) >= 20
     for recipe in RECIPES:
-        for nodes in (1, 2, 16) if strategy == "zero2" else (2,):
-            text, _ = written(kind, recipe.relative_to(ROOT), "--strategy", strategy, "--nodes", nodes)
-            assert problems(kind, text, nodes) == [], f"{recipe} on {nodes} nodes\n{text}"
-            assert text.startswith("#")
-            assert f": {strategy} on {nodes} node" in text.splitlines()[kind == "slurm"]
+        text, _ = written(kind, recipe.relative_to(ROOT), "--strategy", strategy, "--nodes", nodes)
+        assert problems(kind, text, nodes) == [], f"{recipe} on {nodes} nodes\n{text}"
+        assert text.startswith("#")
+        assert f": {strategy} on {nodes} node" in text.splitlines()[kind == "slurm"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

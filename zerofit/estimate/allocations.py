@@ -4,7 +4,6 @@ A fake tensor has a shape, a dtype and a storage of the right size that holds no
 milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no backward pass in a CPU build of torch.
 """
 
-import contextlib
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -66,6 +65,7 @@ class AllocationTracker(TorchDispatchMode):
 
     Attributes:
         multiplied: the storages that have gone into matrix products and attention, or came out of them.
+        counts: whether what is made now is counted.
     """
 
     def __init__(self, rounding: int = 1, thin_masks: bool = False, tied: frozenset[torch.Size] = frozenset()):
@@ -74,8 +74,8 @@ class AllocationTracker(TorchDispatchMode):
         self.tied = tied
         self.segments: list[Segment] = []
         self.multiplied: set[int] = set()
+        self.counts = True
         self._known: dict[int, int] = {}
-        self._counts = True
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these: weights, which are accounted for elsewhere."""
@@ -90,15 +90,6 @@ class AllocationTracker(TorchDispatchMode):
     def storages(self) -> set[int]:
         """All that are alive."""
         return set(self._known)
-
-    @contextlib.contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Do not count what is made within."""
-        self._counts = False
-        try:
-            yield
-        finally:
-            self._counts = True
 
     def mark(self, name: Hashable) -> None:
         """A segment begins."""
@@ -135,7 +126,7 @@ class AllocationTracker(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
-                    self._follow(storage, self._rounded(storage.nbytes()) if self._counts else 0)
+                    self._follow(storage, self._rounded(storage.nbytes()) if self.counts else 0)
         if self.thin_masks and function is torch.ops.aten.bernoulli_.float:
             self._resize(result.untyped_storage(), self._rounded(result.numel()))
         operation = operation_of(function, args, kwargs or {}, result)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerofit.estimate.allocations import AllocationTracker
+from zerofit.strategy.layout import replaced
 
 
 @dataclass
@@ -27,6 +28,7 @@ class FusedLayers:
 
     def __init__(self, ledger: AllocationTracker):
         self.ledger = ledger
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self.saved: list[_Saved] = []
         self.before: set[int] = set()
 
@@ -36,14 +38,14 @@ class FusedLayers:
 
     def _enter(self, *_: Any) -> None:
         self.saved, self.before = [], self.ledger.storages()
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self.hooks.__enter__()
 
     def _leave(self, *_: Any) -> None:
         self.hooks.__exit__(None, None, None)
         kept = self.before | self.ledger.multiplied
         for saved in self.saved:
-            if saved.tensor is not None and saved.tensor.untyped_storage()._cdata not in kept:
+            assert saved.tensor is not None  # no backward pass has begun
+            if saved.tensor.untyped_storage()._cdata not in kept:
                 saved.tensor = None
         self.saved = []
 
@@ -56,5 +58,5 @@ class FusedLayers:
         if saved.tensor is not None:
             return saved.tensor
         shape, stride, dtype = saved.layout
-        with self.ledger.uncounted():
+        with replaced(self.ledger, "counts", False):
             return torch.empty_strided(shape, stride, dtype=dtype)

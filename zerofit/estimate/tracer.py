@@ -193,10 +193,11 @@ class Tracer:
             if self.settings.watched:
                 self.visits.begin(ledger.visit)
             borders, fused = Borders(ledger), FusedLayers(ledger)
+            fuses = self.settings.compiled and not self.settings.recomputed  # which decides by itself what is kept
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
                     # What a layer gives up at its end belongs to its own segment: that hook comes first.
-                    for handle in [*(fused.watch(layer) if self._fuses else ()), *borders.watch(name, index, layer)]:
+                    for handle in [*(fused.watch(layer) if fuses else ()), *borders.watch(name, index, layer)]:
                         hooks.callback(handle.remove)
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
@@ -215,11 +216,6 @@ class Tracer:
                     run_backward(loss * 1.0)
                 del loss
         return ledger.close()
-
-    @property
-    def _fuses(self) -> bool:
-        """Whether what layers keep is what compiled ones keep; with recomputation they keep their inputs."""
-        return self.settings.compiled and not self.settings.recomputed and not self.settings.evaluated
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.autocast is None:

@@ -147,11 +147,11 @@ def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager[Any
 
 
 @contextlib.contextmanager
-def replaced(module: Any, name: str, function: Any) -> Iterator[None]:
-    """The context in which a module has another function, or class, of this name."""
-    before = getattr(module, name)
-    setattr(module, name, function)
+def replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
+    """The context in which a module or an object has another function, class or value of this name."""
+    before = getattr(owner, name)
+    setattr(owner, name, other)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(owner, name, before)
