@@ -11,7 +11,7 @@ from helpers import ROOT
 
 # From the bottom of the house to its top: a room imports the rooms before it.
 ROOMS = "recipe model data strategy estimate record health checkpoint training tools cli".split()
-LONGEST = 350  # lines of a module
+LONGEST = 600  # lines of a module
 
 
 def modules() -> dict[str, Path]:
