@@ -15,7 +15,6 @@ setup(
         "zerofit": ["py.typed"],
         "zerofit.estimate": ["measured_rows.csv"],
         "zerofit.model": ["architectures/*.json", "templates/*.jinja"],
-        "zerofit.tools.convert.megatron_args": ["stubs.sh"],
         "zerofit.tools.simulate": ["csrc/*", "device/*.py"],
     },
 )

@@ -1,16 +1,16 @@
-"""The launch scripts that articles print, through the converter.
+"""The launch scripts that articles print, run by bash with the documented line at their top.
 
 The scripts are shortened; names and values of flags are those that were published.
 """
 
-import yaml
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
-from zerofit.cli import main as zerofit
-from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.calls import calls_in
-from zerofit.tools.convert.megatron_args.corpora import convert_preparation
-from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
-from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
+import yaml
+from helpers import ROOT
 
 GPT_22B = """
 torchrun --nproc_per_node 8 --nnodes ${WORLD_SIZE} --node_rank ${RANK} --master_addr ${MASTER_ADDR} \\
@@ -31,26 +31,35 @@ python tools/preprocess_data.py --input my-corpus.json --output-prefix my-gpt2 -
 """
 
 
-def test_every_flag_of_the_articles_is_known():
-    (call,) = calls_in(GPT_22B, {"WORLD_SIZE": "2"})
-    done = convert_pretraining(call, MegatronArgsOptions())
-    found = [done.flags, convert_preparation(calls_in(CORPORA, {})[0], None, [])[1]]
-    assert not any(flags.problems for flags in found)
-    rows = [row for flags in found for row in flags.finish()]
-    assert len(rows) >= 40
-    assert {row.status for row in rows} == {"carried over", "satisfied", "no counterpart"}
-    assert parameters_of(done.recipe, 51_200) == 22_074_273_792
-    assert (done.layout.strategy, done.layout.world) == ("3d", 16)
+def run(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Run a script as docs/megatron.md says."""
+    lines = re.search(r"^torchrun\(\) .*\n^python\(\) .*$", (ROOT / "docs/megatron.md").read_text(), re.MULTILINE)[0]
+    (folder / "run.sh").write_text(lines + "\n" + script)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "COLUMNS": "160", **variables}
+    return subprocess.run(["bash", "run.sh"], cwd=folder, env=env, capture_output=True, text=True)
 
 
-def test_a_job_of_two_machines_keeps_the_clouds_variables(tmp_path, capsys):
-    script = tmp_path / "run.sh"
-    script.write_text(GPT_22B)
-    assert zerofit(["convert", "megatron-args", str(script), "--output", str(tmp_path / "no")]) == 2
-    assert "the number of machines: $WORLD_SIZE (nothing sets it)" in capsys.readouterr().err
-    assert not (tmp_path / "no").exists()
-    out = tmp_path / "out"
-    assert zerofit(["convert", "megatron-args", str(script), "WORLD_SIZE=2", "--output", str(out)]) == 0
-    shown = capsys.readouterr().out
-    assert "with its own --machine_rank (0 to 1)" in shown
-    assert yaml.safe_load((out / "accelerate.yaml").read_text())["num_machines"] == 2
+def test_the_training_script_of_an_article(tmp_path):
+    refused = run(GPT_22B, tmp_path)
+    assert refused.returncode == 2
+    assert "the number of machines" in refused.stderr
+    assert not (tmp_path / "outputs").exists()
+    job = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "alpha", "MASTER_PORT": "6000"}
+    done = run(GPT_22B, tmp_path, **job)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"[23]\d carried over, \d satisfied, \d no counterpart\n", done.stdout), "and none is unknown"
+    assert "model        22,074,273,792 parameters" in done.stdout
+    assert "3d on 16 processes" in done.stdout
+    assert "--machine_rank 1" in done.stdout.splitlines()[-1]
+    written = yaml.safe_load((tmp_path / "outputs/megatron-converted/accelerate.yaml").read_text())
+    assert (written["num_machines"], written["main_process_ip"]) == (2, "alpha")
+
+
+def test_the_script_of_an_article_that_prepares_data(tmp_path):
+    done = run(CORPORA, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2] == (
+        "zerofit prepare --input my-corpus.json --output_prefix my-gpt2 --vocab_file gpt2-vocab.json "
+        "--merge_file gpt2-merges.txt --workers 20 --append_eod"
+    )

@@ -15,7 +15,7 @@ from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.schedule import make_schedule
 from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.calls import call_of, calls_in
+from zerofit.tools.convert.megatron_args.calls import call_of
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
@@ -61,8 +61,8 @@ torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \\
   --disable-bias-linear --frobnicate 3 $ds_args
 """
 GPT = """
-VOCAB_FILE=<Specify path to file>/gpt2-vocab.json
-MERGE_FILE=<Specify path to file>/gpt2-merges.txt
+VOCAB_FILE=v/vocab.json
+MERGE_FILE=v/merges.txt
 DATA_PATH=${1:-"data/mine_text_document"}
 GPT_ARGS=(
     --num-layers 2
@@ -79,13 +79,11 @@ GPT_ARGS=(
     --fp16
     --no-bias-gelu-fusion
 )
-GPT_ARGS+=("${MORE[@]}")
 DATA_ARGS="--data-path $DATA_PATH --vocab-file $VOCAB_FILE --merge-file $MERGE_FILE"
 CMD="deepspeed --num_gpus 2 ./Megatron/pretrain_gpt.py ${GPT_ARGS[@]} $DATA_ARGS"
 echo $CMD
 eval "$CMD" 2>&1 | tee log.txt
 """
-FILLED = {"VOCAB_FILE": "v/vocab.json", "MERGE_FILE": "v/merges.txt", "MORE": ""}
 STAGES = {"stages": 2, "use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
 MINIMAL = (
     "pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
@@ -95,9 +93,18 @@ MINIMAL = (
 OF_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
 
 
-def converted(text: str, given: dict | None = None, options: MegatronArgsOptions | None = None):
-    (call,) = calls_in(text, given or {})
-    return convert_pretraining(call, options or MegatronArgsOptions())
+def words_of(script: str, folder) -> list[str]:
+    """The words with which a script calls its launcher. bash runs it in `folder`."""
+    record = "".join(f"{name}() {{ printf '%s\\0' {name} \"$@\" >> words; }}\n" for name in ("torchrun", "deepspeed"))
+    (folder / "data").mkdir(exist_ok=True)
+    subprocess.run(["bash", "-c", record + script], cwd=folder, check=True, capture_output=True)
+    return (folder / "words").read_text().split("\0")[:-1]
+
+
+@pytest.fixture
+def llama(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return words_of(LLAMA, tmp_path)
 
 
 def typed(words: str, **options):
@@ -111,8 +118,8 @@ def statuses(done) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- recipes
 
 
-def test_a_llama_becomes_this_recipe():
-    done = converted(LLAMA)
+def test_a_llama_becomes_this_recipe(llama):
+    done = convert_pretraining(call_of(llama), MegatronArgsOptions())
     assert not done.flags.problems
     assert done.recipe == {
         "config_name": "llama-2-7b",
@@ -130,8 +137,8 @@ def test_a_llama_becomes_this_recipe():
     assert (done.layout.tensor, done.layout.stage, done.layout.replicas) == (2, 1, 8)
 
 
-def test_no_flag_is_lost():
-    done = converted(LLAMA)
+def test_no_flag_is_lost(llama):
+    done = convert_pretraining(call_of(llama), MegatronArgsOptions())
     found = statuses(done)
     assert len(found) > 50
     assert set(re.findall(r"(--[a-z][\w-]+)", LLAMA[LLAMA.index("pretrain_gpt.py") :])) <= set(found)
@@ -142,8 +149,8 @@ def test_no_flag_is_lost():
     assert "(--seed" in found, "Megatron's defaults count where ours are others"
 
 
-def test_a_gpt_counts_samples():
-    recipe = converted(GPT, FILLED).recipe
+def test_a_gpt_counts_samples(tmp_path):
+    recipe = convert_pretraining(call_of(words_of(GPT, tmp_path)), MegatronArgsOptions()).recipe
     assert recipe["config_name"] == "gpt2"
     assert recipe["config_overrides"] == (
         "hidden_size=32,n_inner=128,num_hidden_layers=2,num_attention_heads=4,max_position_embeddings=64,"
@@ -157,7 +164,6 @@ def test_a_gpt_counts_samples():
         "v/merges.txt",
     )
     assert recipe["data_path"] == "data/mine_text_document"
-    assert converted(GPT, {**FILLED, "1": "other"}).recipe["data_path"] == "other"
 
 
 SHAPES = {
@@ -383,11 +389,11 @@ def test_heads_and_tied_embeddings_are_those_of_the_weights(flags, stored, said,
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_writes_what_can_be_launched(tmp_path, capsys):
-    script, output = tmp_path / "llama.sh", tmp_path / "out"
-    script.write_text(LLAMA)
-    line = ["convert", "megatron-args", str(script), "STAGE=2", "--output", str(output)]
-    assert zerofit(line) == 0
+def test_the_command_writes_what_can_be_launched(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    output, words = tmp_path / "out", words_of("STAGE=2\n" + LLAMA, tmp_path)
+    line = ["convert", "megatron-args", "--output", str(output)]
+    assert zerofit([*line, "--", *words]) == 0
     shown_text = capsys.readouterr().out
     assert "1 unknown" in shown_text
     assert shown_text.splitlines()[-1] == (
@@ -402,6 +408,6 @@ def test_the_command_writes_what_can_be_launched(tmp_path, capsys):
     assert config["zero_optimization"]["reduce_bucket_size"] == 1000
     assert (config["train_batch_size"], config["bf16"]) == ("auto", {"enabled": "auto"})
     assert "curriculum_learning" not in config
-    assert zerofit(line) == 2
+    assert zerofit([*line, "--", *words]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert zerofit([*line, "--overwrite"]) == 0
+    assert zerofit([*line, "--overwrite", "--", *words]) == 0

@@ -104,21 +104,18 @@ def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
     assert not (tmp_path / "out").exists()
 
 
-JOB = """
-torchrun --nnodes $WORLD_SIZE --node_rank $RANK --nproc_per_node 8 --master_addr $MASTER_ADDR \\
-  --master_port $MASTER_PORT \\
-  -m llmacc.pretrain --task-type llmacc.megatron.GPT --num-layers 48 --num-attention-heads 64 --hidden-size 6144 \\
-  --seq-length 2048 --max-position-embeddings 2048 --train-iters 100 --lr 2.0e-4 --min-lr 2.0e-4 \\
-  --vocab-file v.json --merge-file m.txt --data-path data/wiki --max-global-batch-size 32
-"""
+JOB = (
+    "torchrun --nnodes 2 --node_rank 1 --nproc_per_node 8 --master_addr alpha --master_port 6000 -m llmacc.pretrain "
+    "--task-type llmacc.megatron.GPT --num-layers 48 --num-attention-heads 64 --hidden-size 6144 --seq-length 2048 "
+    "--max-position-embeddings 2048 --train-iters 100 --lr 2.0e-4 --min-lr 2.0e-4 --vocab-file v.json "
+    "--merge-file m.txt --data-path data/wiki --max-global-batch-size 32"
+)
 
 
 def test_a_job_that_searches_its_strategy_becomes_a_recipe_and_a_line_of_plan(tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("DEVICE_MEMORY_GB", raising=False)
-    (tmp_path / "job.sh").write_text(JOB)
-    convert = ["convert", "megatron-args", str(tmp_path / "job.sh"), "WORLD_SIZE=2"]
+    monkeypatch.setenv("DEVICE_MEMORY_GB", "40")
     out = tmp_path / "out"
-    assert zerofit([*convert, "DEVICE_MEMORY_GB=40", "--output", str(out)]) == 0
+    assert zerofit(["convert", "megatron-args", "--output", str(out), "--", *JOB.split()]) == 0
     printed = capsys.readouterr().out
     plan, launch = printed.splitlines()[-2:]
     assert "22,068,768,768 parameters" in printed
@@ -126,8 +123,47 @@ def test_a_job_that_searches_its_strategy_becomes_a_recipe_and_a_line_of_plan(tm
         f"zerofit plan --task clm --config {out}/recipe.yaml --num_gpus 16 --gpus_per_node 8 --gpu_memory 40GB "
         f"--max_global_batch_size 32 --top 1 --write {out}/pairs"
     )
-    rendezvous = "MACHINE_RANK=$RANK MAIN_PROCESS_IP=$MASTER_ADDR MAIN_PROCESS_PORT=$MASTER_PORT"
-    assert launch == f"{rendezvous} sh {out}/pairs/*.sh"
+    assert launch == f"MACHINE_RANK=1 MAIN_PROCESS_IP=alpha MAIN_PROCESS_PORT=6000 sh {out}/pairs/*.sh"
     options, _ = read_with_recipe(PlanOptions, shlex.split(plan)[2:], "zerofit plan")
     assert (options.max_global_batch_size, options.global_batch_size, options.min_lr_ratio) == (32, None, 1.0)
-    assert [file.name for file in out.iterdir()] == ["recipe.yaml"], "plan writes the pair"
+    assert [file.name for file in out.iterdir()] == ["recipe.yaml"], "plan writes the strategy"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nnodes --node_rank 0 --nproc_per_node 8 pretrain_gpt.py", "the number of machines"),
+        ("torchrun --nproc_per_node --nnodes 2 pretrain_gpt.py", "the number of processes"),
+        ("torchrun --nproc_per_node gpu pretrain_gpt.py", "as many GPUs as a machine has"),
+        ("torchrun --nproc_per_node 8 --nnodes 2 --master_port $PORT pretrain_gpt.py", "the port of machine 0"),
+    ],
+)
+def test_what_the_shell_did_not_know_is_named(words, said):
+    assert said in " ".join(typed(f"{words} {FLAGS}").flags.problems)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world"),
+    [("deepspeed", 8), ("deepspeed --num_gpus=2", 2), ("", 8), ("python", 1), ("torchrun --nproc-per-node 4", 4),
+     ("--nproc_per_node 4 --nnodes 2", 8), ("srun --nodes 3 --ntasks-per-node 2 python", 6)],
+)  # fmt: skip
+def test_processes_are_those_of_the_launcher(launcher, world):
+    done = typed(f"{launcher} x/pretrain_gpt.py {FLAGS} --global-batch-size 48")
+    assert not done.flags.problems
+    assert done.layout.world == world
+
+
+def test_a_script_is_not_run(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text(f"touch {tmp_path}/ran\n{JOB}")
+    assert zerofit(["convert", "megatron-args", str(script)]) == 2
+    assert 'torchrun() { zerofit convert megatron-args -- "$@"; }' in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys):
+    words = ["preprocess_data.py", "--input", "a\x1b]0;b", *"--output-prefix p --vocab-file v --merge-file m".split()]
+    assert zerofit(["convert", "megatron-args", "--", *words]) == 0
+    shown_text = capsys.readouterr().out
+    assert "\\x1b]0;b" in shown_text
+    assert "\x1b" not in shown_text

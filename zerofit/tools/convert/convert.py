@@ -50,7 +50,7 @@ def _usage() -> str:
     return "\n".join(
         [
             "usage: zerofit convert DIRECTION --input FOLDER --output FOLDER [--option value]",
-            "       zerofit convert megatron-args SCRIPT [NAME=value ...]",
+            "       zerofit convert megatron-args [--option value] -- WORDS",
             "",
             *lines,
             f"  megatron-args  {MegatronArgsOptions.__doc__}",

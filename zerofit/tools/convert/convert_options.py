@@ -38,10 +38,10 @@ class ToMetaOptions(ConvertOptions):
 
 @dataclass
 class MegatronArgsOptions(Recipe):
-    """A Megatron launch script (pretrain_gpt.py, preprocess_data.py, merge_datasets.py) to a recipe and a pair"""
+    """A Megatron command line (pretrain_gpt.py, preprocess_data.py, merge_datasets.py) to a recipe and a strategy"""
 
-    output: str | None = option(None, "The folder to write; by default outputs/ and the script's name.")
+    output: str | None = option(None, "The folder to write; by default outputs/megatron-converted.")
     overwrite: bool = option(False, "Replace files of an earlier conversion.")
-    tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, instead of the script's files.")
+    tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, instead of Megatron's files.")
     model_name_or_path: str | None = option(None, "Weights to begin with, instead of Megatron's --load.")
-    num_processes: int | None = option(None, "Processes; by default as many as the script starts.", positive=True)
+    num_processes: int | None = option(None, "Processes; by default as many as the launcher starts.", positive=True)

@@ -1,7 +1,6 @@
 """preprocess_data.py and merge_datasets.py as lines of `zerofit prepare`."""
 
 import shlex
-from pathlib import Path
 
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.tools.convert.megatron_args.calls import Call
@@ -10,18 +9,15 @@ from zerofit.tools.convert.megatron_args.ledger import FlagLedger
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
 
 
-def convert_preparation(call: Call, tokenizer: str | None, made: list[str]) -> tuple[str, FlagLedger]:
-    """(a command line of zerofit prepare, the ledger of flags).
-
-    Args:
-        made: the corpora that the script makes before; those of this call are added.
-    """
+def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLedger]:
+    """(a command line of zerofit prepare, the ledger of flags)."""
     flags = FlagLedger.of(call)
-    merges = call.program == "merge_datasets.py"
-    line = _merge(flags, made) if merges else _preprocess(flags, tokenizer)
-    if not merges:
-        keys = flags.words("json_keys") or flags.words("json_key") or ["text"]
-        made += [f"{prefix}_{key}_document" for prefix in flags.words("output_prefix") for key in keys]
+    if call.program == "merge_datasets.py":
+        line = ["zerofit", "prepare", "merge"]
+        for name in ("input", "output_prefix"):
+            line += _option(flags, name, needed=True)
+    else:
+        line = _preprocess(flags, tokenizer)
     for name in flags.flags:
         if name not in flags.rows and name in PREPARE_HINTS:
             flags.none(name, PREPARE_HINTS[name].removeprefix("remove it: "))
@@ -63,16 +59,6 @@ def _tokenizer(flags: FlagLedger) -> str:
     if not flags.problems:
         flags.wrong("tokenizer_type" if kind else "", "the tokenizer is not known: add --tokenizer_name FOLDER")
     return "-"
-
-
-def _merge(flags: FlagLedger, made: list[str]) -> list[str]:
-    """Megatron joins all corpora of a folder, in the order of their names; so does zerofit prepare merge. Where the
-    folder has none yet, those that the script makes are named."""
-    folder, line = flags.text("input"), ["zerofit", "prepare", "merge", *_option(flags, "input", needed=True)]
-    if folder and not any(Path(folder).glob("*.bin")) and made:
-        flags.carried("input", "--input, the corpora that the script makes before")
-        line[3:] = ["--input", *made]
-    return line + _option(flags, "output_prefix", needed=True)
 
 
 def _option(flags: FlagLedger, name: str, needed: bool = False) -> list[str]:

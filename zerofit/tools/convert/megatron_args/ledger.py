@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from zerofit.recipe.errors import printable
 from zerofit.recipe.megatron_flags import TYPED, flag_status
 from zerofit.recipe.parse import is_flag
-from zerofit.tools.convert.megatron_args.calls import Call, missing
-from zerofit.tools.convert.megatron_args.shell import shown, unknown_in
+from zerofit.tools.convert.megatron_args.calls import Call
 
 WIDTH = 46  # of the column of flags
 
@@ -30,7 +29,6 @@ class FlagLedger:
     """
 
     flags: dict[str, list[str]]
-    reasons: dict[str, str]
     written: dict[str, str] = field(default_factory=dict)
     rows: dict[str, FlagRow] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -47,9 +45,9 @@ class FlagLedger:
                 flags[name].append(_unquoted(word))
             else:
                 stray.append(word)
-        ledger = cls(flags, call.reasons, written)
+        ledger = cls(flags, written)
         for word in stray:
-            ledger.wrong("", f"{shown(word)!r} is where a flag was expected")
+            ledger.wrong("", f"{word!r} is where a flag was expected")
         return ledger
 
     def has(self, name: str) -> bool:
@@ -61,23 +59,11 @@ class FlagLedger:
 
     def spelled(self, name: str) -> str:
         """The flag as it was written, with its value."""
-        words = [f"--{self.written.get(name, name.replace('_', '-'))}", *self.flags.get(name, [])]
-        return shown(" ".join(words))
+        return " ".join([f"--{self.written.get(name, name.replace('_', '-'))}", *self.flags.get(name, [])])
 
     def words(self, name: str) -> list[str]:
-        """All words that follow a flag; none, and a problem, where one of them is not known."""
-        words = self.flags.get(name, [])
-        unknown = [variable for word in words for variable in unknown_in(word)]
-        for variable in unknown:
-            self.problems.append(
-                missing(variable, self.reasons)
-                if variable
-                else f"{self.spelled(name)}: only a running shell knows the value"
-            )
-        if unknown:
-            self.rows[name] = FlagRow(self.spelled(name), "error", f"${unknown[0]} is not known")
-            return []
-        return words
+        """All words that follow a flag."""
+        return self.flags.get(name, [])
 
     def text(self, name: str, default: str | None = None) -> str | None:
         words = self.words(name)

@@ -12,9 +12,8 @@ from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.places import place
 from zerofit.strategy.deepspeed_json import HERE, KNOWN_KEYS, PROJECTS, REFUSED_KEYS, monitors_in_use
 from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
-from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call, missing
+from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
-from zerofit.tools.convert.megatron_args.shell import shown, unknown_in
 
 DEGREES = tuple(
     (
@@ -48,7 +47,7 @@ class Layout:
         stage: of ZeRO; 0: DDP.
         block: the keys of the script's DeepSpeed JSON that are carried over.
         trackers: {tracker: project or None} of that JSON.
-        rank, address, port: of this machine and of machine 0, as the script writes them: a value, or $NAME.
+        rank, address, port: of this machine and of machine 0.
     """
 
     world: int
@@ -80,11 +79,7 @@ class Layout:
     @property
     def launch_options(self) -> list[str]:
         """Options of `accelerate launch` for this machine; none where there is one machine."""
-        if self.machines == 1:
-            return []
-        addresses = {"--main_process_ip": self.address, "--main_process_port": self.port}
-        words = ["--machine_rank", self.rank]
-        return words + [word for name, value in addresses.items() if "$" in value for word in (name, value)]
+        return ["--machine_rank", self.rank] if self.machines > 1 else []
 
     @property
     def strategy(self) -> str:
@@ -104,9 +99,11 @@ def read_machines(flags: FlagLedger, call: Call, processes: int | None) -> Layou
     if not processes:
         _say_processes(flags, call, world)
     layout = Layout(world, machines if world % machines == 0 else 1)
-    layout.rank = _written(call.of_launcher(("node_rank", "node-rank"))) or layout.rank
-    layout.address = _written(call.of_launcher(("master_addr", "master-addr"))) or layout.address
-    layout.port = _written(call.of_launcher(("master_port", "master-port"))) or layout.port
+    layout.rank = call.of_launcher(("node_rank", "node-rank")) or layout.rank
+    layout.address = call.of_launcher(("master_addr", "master-addr")) or layout.address
+    layout.port = call.of_launcher(("master_port", "master-port")) or layout.port
+    if not layout.port.isdigit():
+        flags.wrong("", f"the port of machine 0: a number was expected, and the launcher has {layout.port}")
     return layout
 
 
@@ -121,7 +118,7 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
             layout.split *= degree if name in SPLITTING else 1
     split = {name: degree for name, degree in degrees.items() if degree > 1}
     refused = {name: why for name in split if (why := _take_degree(layout, name, split))}
-    _read_block(flags, call, layout)
+    _read_block(flags, layout)
     _stage(flags, layout, bool(refused.keys() & set(SPLITTING)))
     for name in split:
         if name in refused:
@@ -134,16 +131,14 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
 
 
 def _say_processes(flags: FlagLedger, call: Call, world: int) -> None:
-    said, remedy = call.of_launcher(PROCESSES) or "", "Set --num_processes N, of all machines"
-    for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES) or "")):
-        unknown = unknown_in(value)
-        if unknown:
-            why = missing(unknown[0], call.reasons) if unknown[0] else f"only a running shell knows it. {remedy}"
-            flags.wrong("", f"the number of {what}: {why}")
+    said, remedy = call.of_launcher(PROCESSES), "Set --num_processes N, of all machines"
+    for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES))):
+        if value == "":
+            flags.wrong("", f"the number of {what}: the launcher's option has no value. Set its variable, or {remedy}")
     if said in ("gpu", "auto"):
         flags.wrong("", f"the number of processes: {said} is as many GPUs as a machine has. {remedy}")
     elif call.processes is None:
-        words = f"num_processes: {world}, a guess: the script does not say. {remedy}"
+        words = f"num_processes: {world}, a guess: the launcher does not say. {remedy}"
         flags.rows["=processes"] = FlagRow("(processes)", "carried over", words)
 
 
@@ -159,11 +154,6 @@ def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
         return f"num_processes = {layout.world} is not a multiple of {size}: "
     setattr(layout, kinds[name], split[name])
     return ""
-
-
-def _written(text: str | None) -> str | None:
-    """A launcher's value, with $NAME for what the machine's own environment has; None where only a shell knows it."""
-    return None if not text or "" in unknown_in(text) else shown(text)
 
 
 def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
@@ -208,24 +198,18 @@ def _drop_beside_degrees(flags: FlagLedger, layout: Layout) -> list[str]:
     return [key for key in keys if zero.pop(key, None) is not None]
 
 
-def _read_block(flags: FlagLedger, call: Call, layout: Layout) -> None:
-    """Read the DeepSpeed JSON that the script writes or names."""
+def _read_block(flags: FlagLedger, layout: Layout) -> None:
+    """Read the DeepSpeed JSON that the command line names."""
     if not flags.has("deepspeed_config"):
         return
     name = flags.text("deepspeed_config")
     if name is None:
         return
-    text = call.file(name)
-    if text is None and Path(name).is_file():
-        text = Path(name).read_text(encoding="utf-8")
-    if text is None:
+    if not Path(name).is_file():
         flags.none("deepspeed_config", "there is no such file here: nothing of it is carried over")
         return
-    if unknown := [variable for variable in unknown_in(text) if variable]:
-        flags.wrong("deepspeed_config", missing(unknown[0], call.reasons))
-        return
     try:
-        config = parse_json(text)
+        config = parse_json(Path(name).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         flags.wrong("deepspeed_config", f"{name} is not valid JSON: {error}")
         return
@@ -275,8 +259,7 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     settings = yaml.safe_load(place(f"accelerate_configs/{layout.strategy}.yaml").read_text())
     settings |= {"num_machines": layout.machines, "num_processes": layout.world}
     if layout.machines > 1:
-        address, port = (None if "$" in value else value for value in (layout.address, layout.port))
-        settings |= {"main_process_ip": address or Layout.address, "main_process_port": int(port or Layout.port)}
+        settings |= {"main_process_ip": layout.address, "main_process_port": int(layout.port)}
     if layout.stage:
         settings["deepspeed_config"]["deepspeed_config_file"] = str(folder / "deepspeed.json")
         settings["deepspeed_config"]["zero3_init_flag"] &= layout.stage == 3

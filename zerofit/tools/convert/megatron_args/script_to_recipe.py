@@ -1,15 +1,13 @@
-"""`zerofit convert megatron-args`: a Megatron launch script as a recipe, a strategy pair and the line that starts it.
+"""`zerofit convert megatron-args`: a Megatron command line as a recipe, a strategy and the line that starts it.
 
-    zerofit convert megatron-args pretrain_llama2_distributed.sh
-    zerofit convert megatron-args pretrain_gpt.sh DATA_PATH=data/mine_text_document --output outputs/mine
     zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
 
-Bash runs the script where nothing exists that it could start or change (shell.py). A table shows the result for each
-flag (ledger.py). A flag that contradicts the model, or cannot be converted, is an error, and then nothing is written.
+A launch script is read by the user's own shell, with `torchrun() { zerofit convert megatron-args -- "$@"; }` at its
+top (docs/megatron.md). A table shows the result for each flag (ledger.py). A flag that contradicts the model, or
+cannot be converted, is an error, and then nothing is written.
 """
 
 import json
-import re
 import shlex
 import tempfile
 from pathlib import Path
@@ -23,7 +21,7 @@ from zerofit.recipe.errors import UserError, printable
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call, call_of, calls_in
+from zerofit.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call, call_of
 from zerofit.tools.convert.megatron_args.corpora import convert_preparation
 from zerofit.tools.convert.megatron_args.ledger import summary, table
 from zerofit.tools.convert.megatron_args.pair import pair_of
@@ -33,53 +31,27 @@ from zerofit.tools.convert.megatron_args.searched import plan_lines
 from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.configuration import check_layout, check_task
 
-VARIABLE = re.compile(r"(\w+)=(.*)", re.DOTALL)
-
 
 def main(argv: list[str]) -> int:
-    argv, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, None)
-    positional = []
-    while argv and not argv[0].startswith("-"):
-        positional.append(argv.pop(0))
+    argv, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    if argv and not argv[0].startswith("-"):
+        raise UserError(
+            f"{argv[0]!r}: scripts are not run. Put this line at its top, and run it in your own shell: "
+            'torchrun() { zerofit convert megatron-args -- "$@"; }'
+        )
     options = parse_recipe(
-        MegatronArgsOptions, argv, prog="zerofit convert megatron-args [SCRIPT [NAME=value ...]]", tool=True
+        MegatronArgsOptions, argv, prog="zerofit convert megatron-args [--option value] -- WORDS", tool=True
     )
-    name, calls, given = _calls(positional, words)
-    folder = Path(options.output or f"outputs/{name}-converted")
-    for note in calls[0].doubts:
-        print(printable(f"note: {note}\n"), flush=True)
-    made: list[str] = []
-    for call in calls:
-        if call.program not in PREPARATION:
-            continue
-        line, flags = convert_preparation(call, options.tokenizer_name, made)
+    if not words:
+        raise UserError("give Megatron's command line after --: zerofit convert megatron-args -- torchrun ...")
+    call = call_of(words)
+    if call.program in PREPARATION:
+        line, flags = convert_preparation(call, options.tokenizer_name)
         _show(call, flags)
         print(printable(f"\n{line}\n"), flush=True)
-    training = [call for call in calls if call.program not in PREPARATION]
-    if training:
-        _convert(training[0], folder, name, options, given)
-    if len(training) > 1:
-        print(f"note: the first of {len(training)} trainings; give the arguments of another after --", flush=True)
+    else:
+        _convert(call, Path(options.output or "outputs/megatron-converted"), options)
     return 0
-
-
-def _calls(positional: list[str], words: list[str] | None) -> tuple[str, list[Call], dict[str, str]]:
-    """(name, the calls, {variable: value} of the command line)."""
-    if (words is None) == (not positional):
-        raise UserError("name a script, or give Megatron's arguments after --: zerofit convert megatron-args SCRIPT")
-    if words is not None:
-        return "megatron", [call_of(words)], {}
-    script, *variables = positional
-    assignments = [VARIABLE.fullmatch(text) for text in variables]
-    wrong = [text for text, match in zip(variables, assignments) if not match]
-    if wrong:
-        raise UserError(f"{wrong[0]!r}: expected a value for a variable of the script, NAME=value, or 1=value for $1")
-    try:
-        text = Path(script).expanduser().read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{script!r} cannot be read: {error.strerror}. Name Megatron's launch script") from None
-    given = {match[1]: match[2] for match in assignments}
-    return Path(script).stem, calls_in(text, given), given
 
 
 def _show(call: Call, flags) -> None:
@@ -89,25 +61,25 @@ def _show(call: Call, flags) -> None:
         raise UserError(list(dict.fromkeys(flags.problems)))
 
 
-def _convert(call: Call, folder: Path, name: str, options: MegatronArgsOptions, given: dict[str, str]) -> None:
+def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
     done = convert_pretraining(call, options)
-    done.recipe.setdefault("output_dir", f"outputs/{name}")
+    done.recipe.setdefault("output_dir", "outputs/megatron")
     _show(call, done.flags)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
     if call.program == SEARCH:
-        lines = plan_lines(done, folder, given)
+        lines = plan_lines(done, folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.yaml").write_text(written(done, name, lines), encoding="utf-8")
+        (folder / "recipe.yaml").write_text(written(done, lines), encoding="utf-8")
         parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")])  # the strategy is checked by plan
     else:
-        check(done, name)
-        lines = [write(done, name, folder)]
+        check(done)
+        lines = [write(done, folder)]
     shown = ["", *closing(done, folder / "recipe.yaml", call.program == SEARCH), "", *lines]
     print(printable("\n".join(shown)), flush=True)
 
 
-def write(done: ConvertedScript, name: str, folder: Path) -> str:
+def write(done: ConvertedScript, folder: Path) -> str:
     """Write the recipe and the pair. Returns the command line that launches them."""
     folder.mkdir(parents=True, exist_ok=True)
     launch = " ".join(
@@ -119,12 +91,12 @@ def write(done: ConvertedScript, name: str, folder: Path) -> str:
             shlex.quote(str(folder / "recipe.yaml")),
         ]
     )
-    for file, text in {"recipe.yaml": written(done, name, [launch]), **pair_of(done.layout, folder)}.items():
+    for file, text in {"recipe.yaml": written(done, [launch]), **pair_of(done.layout, folder)}.items():
         (folder / file).write_text(text, encoding="utf-8")
     return launch
 
 
-def check(done: ConvertedScript, name: str) -> None:
+def check(done: ConvertedScript) -> None:
     """Resolve recipe and pair as a run does.
 
     Raises:
@@ -134,7 +106,7 @@ def check(done: ConvertedScript, name: str) -> None:
     layout, model = done.layout, done.recipe.get("model_name_or_path")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write(done, name, folder)
+        write(done, folder)
         try:
             recipe = parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")]).draft()
             local = layout.world // layout.machines
@@ -150,9 +122,9 @@ def check(done: ConvertedScript, name: str) -> None:
             ) from None
 
 
-def written(done: ConvertedScript, name: str, commands: list[str]) -> str:
+def written(done: ConvertedScript, commands: list[str]) -> str:
     """The recipe as text."""
-    lines = [f"# {name}, converted from Megatron's flags by `zerofit convert megatron-args`."]
+    lines = ["# Converted from Megatron's flags by `zerofit convert megatron-args`."]
     lines += [*(f"#   {command}" for command in commands), ""]
     for option, value in done.recipe.items():
         lines.append(f"{option}: {json.dumps(value) if not isinstance(value, float) else repr(value)}")

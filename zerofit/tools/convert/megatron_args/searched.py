@@ -54,13 +54,9 @@ def read_batches(done: ConvertedScript) -> None:
         flags.none("micro_batch_size", "zerofit plan chooses it")
 
 
-def plan_lines(done: ConvertedScript, folder: Path, given: dict[str, str]) -> list[str]:
-    """The command lines: the search, which writes the best pair and its script; the launch.
-
-    Args:
-        given: {variable: value} from the command line.
-    """
-    layout, memory = done.layout, given.get(MEMORY_VARIABLE) or os.environ.get(MEMORY_VARIABLE)
+def plan_lines(done: ConvertedScript, folder: Path) -> list[str]:
+    """The command lines: the search, which writes the best strategy and its script; the launch."""
+    layout, memory = done.layout, os.environ.get(MEMORY_VARIABLE)
     words = [
         *"zerofit plan --task clm --config".split(),
         str(folder / "recipe.yaml"),
@@ -73,7 +69,7 @@ def plan_lines(done: ConvertedScript, folder: Path, given: dict[str, str]) -> li
     if done.flags.has("max_global_batch_size"):
         words += ["--max_global_batch_size", str(done.batch)]
     if not memory:
-        done.notes.append(f"the script names no GPU: replace {EXAMPLE}, or say {MEMORY_VARIABLE}=40 after its name")
+        done.notes.append(f"no GPU is named: replace {EXAMPLE}, or set {MEMORY_VARIABLE}=40 before")
     pairs = folder / "pairs"
     words += ["--top", "1", "--write", str(pairs)]
     rendezvous = {"MACHINE_RANK": layout.rank, "MAIN_PROCESS_IP": layout.address, "MAIN_PROCESS_PORT": layout.port}
