@@ -24,7 +24,6 @@ TOOLS = (
     *"doctor plan compare verify prepare".split(),
     "prepare merge",
     "convert meta-to-hf",
-    "convert hf-to-meta",
     "convert megatron-args",
     "merge",
     "evaluate",

@@ -50,7 +50,7 @@ COMMANDS = (
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "zerofit.tools.merge:main"),
     Command(
         "convert",
-        "Meta's Llama to transformers and back; Megatron's flags to a recipe.",
+        "Meta's Llama to transformers; Megatron's flags to a recipe.",
         "zerofit.tools.convert.convert:main",
     ),
     Command(

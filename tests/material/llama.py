@@ -21,7 +21,7 @@ def write_llama(folder: Path) -> None:
     model.save_pretrained(hf)
     meta.mkdir()
     shutil.copy(hf / "tokenizer.model", meta)
-    _write_meta(meta, model)
+    write_meta(meta, model)
 
 
 def _trained(vocabulary: Path):
@@ -71,11 +71,15 @@ NAMES = {
 }  # fmt: skip
 
 
-def _write_meta(folder: Path, model) -> None:
-    """consolidated.00.pth and params.json: written here by hand, so that they can judge `zerofit convert`."""
+def write_meta(folder: Path, model, shards: int = 1) -> None:
+    """consolidated.NN.pth and params.json: written here by hand, so that they can judge `zerofit convert`.
+
+    Shards are cut as Meta cuts them: where there are fewer heads of keys and values than shards, several share one.
+    """
     import torch
 
-    config = model.config
+    config, rope = model.config, model.config.rope_parameters
+    of_llama_3 = rope["rope_theta"] == 500_000.0  # embeddings are cut along the vocabulary
     tensors = {"tok_embeddings.weight": model.model.embed_tokens.weight, "norm.weight": model.model.norm.weight,
                "output.weight": model.lm_head.weight}  # fmt: skip
     for number, layer in enumerate(model.model.layers):
@@ -84,10 +88,24 @@ def _write_meta(folder: Path, model) -> None:
             if metas in ("attention.wq", "attention.wk"):
                 weight = _interleaved(weight, config.head_dim)
             tensors[f"layers.{number}.{metas}.weight"] = weight
-    torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, folder / "consolidated.00.pth")
+
+    def shard(name: str, tensor, index: int):
+        if tensor.dim() == 1:
+            return tensor
+        parts = min(shards, config.num_key_value_heads) if name.endswith(("wk.weight", "wv.weight")) else shards
+        across = name.endswith(("wo.weight", "w2.weight")) or (name.startswith("tok") and not of_llama_3)
+        return tensor.chunk(parts, int(across))[index * parts // shards]
+
+    for index in range(shards):
+        shares = {name: shard(name, tensor, index).detach().clone() for name, tensor in tensors.items()}
+        torch.save(shares, folder / f"consolidated.{index:02}.pth")
     params = {"dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads,
               "n_kv_heads": config.num_key_value_heads, "vocab_size": config.vocab_size, "multiple_of": 4,
               "norm_eps": config.rms_norm_eps, "max_seq_len": config.max_position_embeddings}  # fmt: skip
+    if of_llama_3:
+        params |= {"rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] == "llama3":
+        params |= {"use_scaled_rope": True, "rope_scaling_factor": rope["factor"]}
     (folder / "params.json").write_text(json.dumps(params))
 
 

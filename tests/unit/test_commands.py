@@ -14,7 +14,7 @@ from zerofit.recipe import parse_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
+from zerofit.tools.convert.convert_options import FromMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
 from zerofit.tools.evaluate.evaluate_options import EvaluateOptions
 from zerofit.tools.generate.generate_options import GenerateOptions
@@ -31,7 +31,7 @@ from zerofit.tools.verify.verify import VerifyOptions
 
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare",): PrepareOptions,
-    ("convert", "meta-to-hf"): FromMetaOptions, ("convert", "hf-to-meta"): ToMetaOptions, ("merge",): MergeOptions,
+    ("convert", "meta-to-hf"): FromMetaOptions, ("merge",): MergeOptions,
     ("evaluate",): EvaluateOptions, ("generate",): GenerateOptions, ("compare",): CompareOptions,
     ("plan",): PlanOptions, ("verify",): VerifyOptions,
 }  # fmt: skip

@@ -7,11 +7,12 @@ from zerofit.recipe.options import Recipe
 
 
 @dataclass
-class ConvertOptions(Recipe):
-    """What is converted"""
+class FromMetaOptions(Recipe):
+    """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
 
     input: str | None = option(None, "The folder of the checkpoint.")
     output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    tokenizer: str | None = option(None, "tokenizer.model; by default the input's or the folder's above. none: no.")
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -20,20 +21,6 @@ class ConvertOptions(Recipe):
         if not self.output:
             problems.append("no output: set --output to the folder that the checkpoint is to be written to")
         return problems
-
-
-@dataclass
-class FromMetaOptions(ConvertOptions):
-    """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
-
-    tokenizer: str | None = option(None, "tokenizer.model; by default the input's or the folder's above. none: no.")
-
-
-@dataclass
-class ToMetaOptions(ConvertOptions):
-    """A transformers Llama folder to Meta's consolidated.*.pth, params.json and tokenizer.model"""
-
-    shards: int = option(1, "Cut for this many tensor-parallel processes, a file of each.", positive=True)
 
 
 @dataclass

@@ -1,7 +1,6 @@
-"""A checkpoint of Meta's to a transformers folder and back, each proven before the folder gets its name."""
+"""A checkpoint of Meta's to a transformers folder, proven before the folder gets its name."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -10,27 +9,15 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from zerofit.model.folders import has_tokenizer, model_folder
-from zerofit.model.pretrained_io import atomic_folder, read_config
-from zerofit.recipe.errors import UserError
+from zerofit.model.pretrained_io import atomic_folder
 from zerofit.recipe.words import counted
-from zerofit.tools.convert.convert_options import FromMetaOptions, ToMetaOptions
-from zerofit.tools.convert.meta.config import (
-    check_config,
-    config_of,
-    cut_along_vocabulary,
-    params_of,
-    scaling_factor,
-    sizes_of,
-    version_of,
-)
+from zerofit.tools.convert.convert_options import FromMetaOptions
+from zerofit.tools.convert.meta.config import config_of, scaling_factor, version_of
 from zerofit.tools.convert.meta.folder import INDEX, HfFolder, MetaFolder
-from zerofit.tools.convert.meta.layout import choose_cut, same_bits, to_hf, to_meta, weights
+from zerofit.tools.convert.meta.layout import is_converted, to_hf
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
 
 LARGEST_FILE = 4 * 2**30  # bytes, about: what is in memory
-
-# --------------------------------------------------------------------------------------------- Meta's to transformers'
 
 
 def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
@@ -83,63 +70,11 @@ def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: P
     return len(files.filename_to_tensors)
 
 
-# --------------------------------------------------------------------------------------------- transformers' to Meta's
-
-
-def to_meta_folder(options: ToMetaOptions, output: Path) -> list[str]:
-    """Write a Llama of transformers' as a folder of Meta's. Returns lines for the terminal.
-
-    Raises:
-        UserError: it is not a Llama, Meta's code cannot compute it, or it cannot be cut into that many shards.
-        RuntimeError: the written weights differ from the input. Then no file is left.
-    """
-    source = Path(model_folder(options.input))
-    if not (source / "config.json").is_file():
-        raise UserError(f"input = {options.input!r} has no config.json. Name a model's folder, or a run's")
-    config = read_config("input", str(source))
-    says = f"input = {str(source)!r}"
-    check_config(config, says, options.shards)
-    hf = HfFolder(source)
-    wrong = hf.wrong_shapes(config)
-    if wrong:
-        raise UserError(f"{says} is not the Llama of its config.json: it {wrong[0]} ({len(wrong)} such)")
-    notes = [f"read         {len(hf.files)} weights"]
-    with atomic_folder(output) as partial:
-        for index in range(options.shards):
-            _write_shard(hf, config, partial, index, options.shards)
-        (partial / "params.json").write_text(json.dumps(params_of(config), indent=2) + "\n", encoding="utf-8")
-        notes.append(f"written      {counted(options.shards, 'file')}")
-        notes += _copy_tokenizer(source, partial)
-        meta = MetaFolder(partial, "output")
-        notes += prove(meta, hf, config)
-    return notes
-
-
-def _write_shard(hf: HfFolder, config, folder: Path, index: int, number: int) -> None:
-    """Write one process' shards of all weights, consolidated.NN.pth. They are in memory together."""
-    sizes, shard = sizes_of(config), {}
-    for weight in tqdm(weights(sizes), f"shard {index + 1} of {number}", leave=False, disable=None):
-        tied = config.tie_word_embeddings and weight.hf == "lm_head.weight"  # Meta's code has a weight for the head
-        tensor = to_meta(hf.read("model.embed_tokens.weight" if tied else weight.hf), weight.heads)
-        cut = choose_cut(weight, number, sizes.kv_heads, cut_along_vocabulary(config))
-        shard[weight.meta] = cut.shard(tensor, index, number).clone()  # of a view torch.save would write all
-    torch.save(shard, folder / f"consolidated.{index:02}.pth")
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
-    for file in (source / "original" / "tokenizer.model", source / "tokenizer.model"):
-        if file.is_file():
-            shutil.copyfile(file, folder / "tokenizer.model")
-            return []
-    other = "tokenizer.json cannot be turned back" if has_tokenizer(source) else "the input has none"
-    return [f"warning: no tokenizer.model is written: {other}. Copy the one that the model started with"]
-
-
 # ----------------------------------------------------------------------------------------------------------- the proof
 
 
 def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
-    """Compare the two folders: shapes with the configuration, and every weight there and back, bit for bit.
+    """Compare the two folders: shapes with the configuration, and every weight, bit for bit.
 
     Returns lines for the terminal. Copies of a replicated weight (norms) may differ between Meta's files: then the
     first is taken, with a warning.
@@ -152,15 +87,13 @@ def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
         raise RuntimeError(f"the folder {wrong[0]} ({len(wrong)} such). Nothing is written")
     unlike_copies = []
     for weight in tqdm(meta.weights, "check", leave=False, disable=None):
-        stored = hf.read(weight.hf)
-        if not same_bits(to_hf(meta.read(weight), weight.heads), stored):
+        if not is_converted(meta.read(weight), hf.read(weight.hf), weight.heads):
             raise RuntimeError(f"{weight.hf} is not {weight.meta}. Nothing is written")
-        unlike = meta.unlike(weight, to_meta(stored, weight.heads))
-        if unlike and meta.cuts[weight.meta].axis is None and meta.files[0].name not in unlike:
-            unlike_copies.append(weight.meta)
-        elif unlike:
-            raise RuntimeError(f"{weight.meta} converted back differs from {unlike[0]}. Nothing is written")
-    lines = [f"proven       shapes, and {len(meta.weights)} weights there and back, bit for bit"]
+        unlike = meta.unlike_copies(weight)
+        if unlike and meta.cuts[weight.meta].axis is not None:
+            raise RuntimeError(f"{weight.meta} differs in {unlike[0]} from its copies. Nothing is written")
+        unlike_copies += [weight.meta] if unlike else []
+    lines = [f"proven       shapes, and {len(meta.weights)} weights, bit for bit"]
     if unlike_copies:
         lines.append(f"warning: {len(unlike_copies)} weights, such as {unlike_copies[0]}, differ; the first are taken")
     return lines

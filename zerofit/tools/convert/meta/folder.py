@@ -192,13 +192,14 @@ class MetaFolder:
             return shards[0]
         return torch.cat(shards[:: cut.copies], cut.axis)
 
-    def unlike(self, weight: MetaWeight, full) -> list[str]:
-        """The files with a shard that differs from that of the full weight `full`, in Meta's order."""
-        number, cut = len(self.files), self.cuts[weight.meta]
+    def unlike_copies(self, weight: MetaWeight) -> list[str]:
+        """The files whose shard differs from the first of its copies."""
+        cut, shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
+        copies = len(shards) if cut.axis is None else cut.copies
         return [
-            file.name
-            for index, (file, shard) in enumerate(zip(self.files, self.shards))
-            if not same_bits(cut.shard(full, index, number), shard[weight.meta])
+            self.files[index].name
+            for index, shard in enumerate(shards)
+            if not same_bits(shard, shards[index // copies * copies])
         ]
 
 

@@ -55,12 +55,6 @@ class ShardCut:
     axis: int | None
     copies: int = 1
 
-    def shard(self, tensor, index: int, num_shards: int):
-        """The shard of process `index`."""
-        if self.axis is None:
-            return tensor
-        return tensor.chunk(num_shards // self.copies, self.axis)[index // self.copies]
-
 
 def weights(sizes: Sizes) -> list[MetaWeight]:
     """All weights in transformers' order, the embeddings first and the head last."""
@@ -99,12 +93,12 @@ def to_hf(tensor, heads: int):
     return tensor.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def to_meta(tensor, heads: int):
-    """The inverse of `to_hf`."""
+def is_converted(meta, hf, heads: int) -> bool:
+    """Whether transformers' weight is Meta's, bit for bit: of each head the even rows, then the odd ones."""
     if not heads:
-        return tensor
-    rows, columns = tensor.shape
-    return tensor.reshape(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+        return same_bits(meta, hf)
+    here, there = hf.view(heads, 2, -1, hf.shape[1]), meta.view(heads, -1, hf.shape[1])
+    return all(same_bits(here[:, half], there[:, half::2]) for half in (0, 1))
 
 
 def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> ShardCut | None:
@@ -117,17 +111,6 @@ def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> Sha
         if parts and not rest and others_fit and num_shards % parts == 0 and (parts == num_shards or weight.copied):
             return ShardCut(axis, num_shards // parts)
     return None
-
-
-def choose_cut(weight: MetaWeight, num_shards: int, kv_heads: int, along_vocabulary: bool) -> ShardCut:
-    """How a weight is to be cut for this many processes."""
-    if num_shards == 1 or not weight.axes:
-        return ShardCut(None)
-    if weight.axes == EITHER:
-        return ShardCut(0 if along_vocabulary else 1)
-    if weight.meta.endswith(("wk.weight", "wv.weight")) and num_shards > kv_heads:
-        return ShardCut(0, num_shards // kv_heads) if kv_heads > 1 else ShardCut(None)
-    return ShardCut(weight.axes[0])
 
 
 def same_bits(tensor, expected) -> bool:
