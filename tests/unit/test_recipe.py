@@ -2,14 +2,18 @@
 
 import dataclasses
 import re
+import typing
 
 import pytest
 from helpers import ROOT, check_refusal, refusal
 
-from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from zerofit.recipe import parse as parsing
+from zerofit.recipe.fields import kind_of
 from zerofit.recipe.foreign_options import FOREIGN_NAMES, HINTS
 
 TASKS = (ClmRecipe, ClsRecipe, Seq2SeqRecipe)
+RECIPES = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
 
 MINIMAL = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
 
@@ -24,12 +28,11 @@ def recipe_file(tmp_path, text: str) -> list[str]:
 
 
 def test_every_recipe_in_the_tree_parses():
-    recipes = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
     files = sorted((ROOT / "recipes").rglob("*.yaml"))
     assert len(files) >= 7
-    assert {file.parent.name for file in files} == recipes.keys()
+    assert {file.parent.name for file in files} == RECIPES.keys()
     for file in files:
-        recipe = parse_recipe(recipes[file.parent.name], ["--config", str(file)])
+        recipe = parse_recipe(RECIPES[file.parent.name], ["--config", str(file)])
         assert recipe.output_dir, file
         header = file.read_text().splitlines()
         assert header[0].startswith("#")
@@ -43,6 +46,84 @@ def test_flags_override_the_file_and_both_are_remembered(tmp_path):
     assert recipe.source("learning_rate") == "--learning_rate"
     assert recipe.source("block_size").endswith("recipe.yaml, line 3")
     assert recipe.source("seed") is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "left_out"),
+    [
+        ("clm/stdlib-gpt2", "--sample_tokens 0", "sample_prompt"),
+        ("clm/stdlib-gpt2", "--model_name_or_path M", "config_name config_overrides train_tokenizer_vocab_size"),
+        ("clm/stdlib-gpt2", "--config_name llama-2-7b", "config_overrides"),
+        ("clm/stdlib-gpt2", "--tokenizer_name gpt2", "train_tokenizer_vocab_size"),
+        ("clm/stdlib-gpt2", "--gradient_accumulation_steps 4", "global_batch_size"),
+        ("clm/gpt2-345m-pretrain", "--save_strategy no", "save_steps save_total_limit"),
+        ("clm/gpt2-345m-pretrain", "--save_strategy epoch", "save_steps"),
+        ("clm/stories-continual", "--train_file a.txt",
+         "data_path split reset_position_ids reset_attention_mask eod_mask_loss"),
+        ("clm/gpt2-wikitext2", "--train_file a.txt", "dataset_name dataset_config_name"),
+        ("clm/gpt2-wikitext2", "--dataset_name other", "dataset_config_name"),
+        ("clm/gpt2-wikitext2", "--data_path corpus", "dataset_name dataset_config_name packing"),
+        ("clm/stories-stream", "--streaming null", ""),
+        ("clm/stories-dpo", "--preference_loss null", "preference_beta"),
+        ("clm/stdlib-distilled", "--distill_divergence null", "distill_weight"),
+        ("cls/deberta-xl-mrpc", "--train_file a.csv", ""),
+        ("seq2seq/stdlib-functions", "--tokens_per_batch 4096 --max_source_length 64 --max_target_length 64",
+         "global_batch_size"),
+    ],
+)  # fmt: skip
+def test_what_a_flag_takes_out_takes_what_hangs_on_it(recipe, flags, left_out):
+    task, file = recipe.split("/")[0], ROOT / f"recipes/{recipe}.yaml"
+    given = parse_recipe(RECIPES[task], ["--config", str(file)])
+    found = parse_recipe(RECIPES[task], ["--config", str(file), *flags.split()])
+    assert {note.split()[0] for note in found.left_out} == set(left_out.split())
+    for name in left_out.split():
+        assert found.source(name) is None or name == "global_batch_size"  # which tokens_per_batch sets
+        assert getattr(found, name) != getattr(given, name), name
+    assert all(flags.split()[0] in note and f"{file.name}, line" in note for note in found.left_out)
+
+
+# Of each option the values that switch something off, or choose something else.
+OFF = {bool: ["false"], int: ["0"], float: ["0"]}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda file: file.stem)
+def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
+    cls = RECIPES[file.parent.name]
+    entries = parsing._read_yaml(str(file), {}, [])  # once: it takes as long as all the rest
+    monkeypatch.setattr(parsing, "_read_yaml", lambda *_: entries)
+    kinds, tried = {name: kind_of(each) for name, each in typing.get_type_hints(cls).items()}, 0
+    for field in dataclasses.fields(cls):
+        kind = kinds[field.name]
+        values = ["null"] * kind.optional + OFF.get(kind.base, []) + list(field.metadata["choices"])
+        for value in values:
+            tried += 1
+            try:
+                parse_recipe(cls, ["--config", str(file), f"--{field.name}", value])
+            except UserError as error:
+                for problem in error.problems:
+                    useless = re.split("no effect|not supported", problem)[0]
+                    names = [name for name in entries if re.search(rf"\b{name}\b", useless) and name != field.name]
+                    assert not names or problem.startswith("no ") or field.name in NEEDS, (field.name, value, problem)
+    assert tried > 120
+
+
+NEEDS = ("streaming", "distill_divergence", "regression")  # other data than the file's: a flag must name them
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "words"),
+    [
+        ("sample_prompt: a\nsample_tokens: 0\n", ["--seed", "3"], "sample_prompt has no effect"),  # two lines of it
+        ("seed: 3\n", ["--sample_prompt", "a", "--sample_tokens", "0"], "sample_prompt has no effect"),  # two flags
+        ("sample_tokens: 0\n", ["--sample_prompt", "a"], "sample_prompt has no effect"),  # the flag has none
+        ("preference_loss: dpo\n", ["--z_loss", "1e-4"], "z_loss = 0.0001 has no effect"),
+        ("save_steps: 5\nsave_strategy: no\n", ["--save_total_limit", "2"], "keep one of them"),
+    ],
+)
+def test_what_one_says_twice_is_refused(tmp_path, text, flags, words):
+    text = text.replace("no\n", "'no'\n")
+    with pytest.raises(UserError, match=words):
+        parse(*recipe_file(tmp_path, text), *flags)
 
 
 def test_forms_of_flags():

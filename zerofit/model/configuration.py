@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import socket
 import time
 from functools import cache
@@ -17,6 +18,8 @@ from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.paths import is_missing_folder
 
+# What transformers raises at files that are not as it expects.
+OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
 ARCHITECTURES = Path(__file__).parent / "architectures"
 # What a config.json may name: other names are repositories of the hub, whose code transformers would run.
 ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
@@ -92,7 +95,13 @@ def check_task(recipe: ModelOptions, config, auto_class) -> None:
 
 
 def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
-    """Call a `from_pretrained`, and replace its many errors for "not found" by one message."""
+    """Call a `from_pretrained`, and replace its many errors by one sentence each.
+
+    Raises:
+        UserError: nothing is found, a package is missing, or the files are not what transformers expects.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
     if is_missing_folder(name):
         raise UserError(f"{option} = {name!r}: there is no such folder")
     if not Path(name).is_dir():
@@ -103,12 +112,19 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
         return loaded
     except pickle.UnpicklingError:
         raise UserError(f"{option} = {name!r}: a file holds more than tensors. Name safetensors") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except ImportError as error:
+        raise UserError(f"{option} = {name!r} {missing_package(error)}") from None
+    except (*OF_FILES, StrictDataclassError) as error:
         first = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(f"{option} = {name!r} has its own code: read it, add --trust_remote_code") from None
-        if Path(name).is_dir():
-            raise UserError(f"{option} = {name!r}: the folder cannot be loaded: {first}") from None
+        if family := re.search("has model type `(.+?)`", str(error)):
+            raise UserError(f"{option} = {name!r}: {unknown_family(family[1])}") from None
+        if not isinstance(error, (OSError, ValueError, RecursionError)):
+            first = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if Path(name).is_dir() or not isinstance(error, (OSError, ValueError)):
+            what = "the folder" if Path(name).is_dir() else "it"
+            raise UserError(f"{option} = {name!r}: {what} cannot be loaded: {first}") from None
         reason = "no connection" if "connect to" in first else first.rstrip(".")
         remedy = "name a local folder, or run once where the hub can be reached"
         if option == "config_name":
@@ -116,6 +132,49 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
         elif option == "model_name_or_path" and name.lower() in known_architectures():
             remedy += f" (to train from scratch and not from its weights: --config_name {name})"
         raise UserError(f"{option} = {name!r} is neither a folder nor on the hub ({reason}); {remedy}") from None
+
+
+def missing_package(error: ImportError) -> str:
+    """What an ImportError of a `from_pretrained` says, as the end of a sentence, with the package to install."""
+    reason = " ".join(str(error).split())[:300].rstrip(".")
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    remedy = f": pip install {package}" if package and "pip install" not in reason else ""
+    return f"needs what is not installed here: {reason}{remedy}"
+
+
+def unknown_family(model_type: str) -> str:
+    """The problem of a model_type that transformers does not know, with what to do."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    close = nearest(model_type, CONFIG_MAPPING.keys())
+    remedy = f"Did you mean {close}? Else install" if close else "Install"
+    return (
+        f"transformers {__version__} knows no model_type {model_type!r}. {remedy} the version that its config.json "
+        "names (pip install -U transformers)"
+    )
+
+
+def check_quantiser(option: str, name: str, config: Any) -> None:
+    """Check that quantised weights can be read here, before data or weights are read.
+
+    Raises:
+        UserError: transformers knows no such method, its package is missing, or it needs another device.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    stated = f"{option} = {name!r} is quantised (quant_method {getattr(method, 'value', method)})"
+    try:
+        quantiser = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
+        quantiser.validate_environment(device_map=None)
+    except ImportError as error:
+        raise UserError(f"{stated} and {missing_package(error)}. Or name weights that are not quantised") from None
+    except (*OF_FILES, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise UserError(f"{stated}: {reason}. Name weights that are not quantised") from None
 
 
 def _check_kernels(option: str, name: str, config) -> None:

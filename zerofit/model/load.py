@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import zerofit.model.activations  # noqa: F401
-from zerofit.model.configuration import from_hub_or_folder
+from zerofit.model.configuration import from_hub_or_folder, missing_package
 from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
 from zerofit.model.rows import keep_rows
@@ -107,6 +107,8 @@ def _build(
         for option in ("attn_implementation", "config_overrides"):
             if getattr(recipe, option):
                 raise UserError(f"{option} = {getattr(recipe, option)!r}: {reason}") from None
+        if isinstance(error, ImportError):
+            raise UserError(f"config_name = {recipe.config_name!r} {missing_package(error)}") from None
         raise
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):

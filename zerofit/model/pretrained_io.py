@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zerofit.model.configuration import from_hub_or_folder
+from zerofit.model.configuration import check_quantiser, from_hub_or_folder
 from zerofit.model.folders import has_tokenizer
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError, first_line
@@ -55,6 +55,7 @@ def read_model(
     common = {"dtype": DTYPES.get(precision, "auto"), "trust_remote_code": trust_remote_code, **more}
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised:
+        check_quantiser(option, name, config)
         common |= _on_the_accelerator()
     try:
         model, info = from_hub_or_folder(
@@ -68,7 +69,7 @@ def read_model(
         )
     except SafetensorError as error:
         raise UserError(f"{option} = {name!r}: its weights are broken: {first_line(error)}") from None
-    except (ImportError, RuntimeError) as error:
+    except RuntimeError as error:
         if not quantised:
             raise
         raise UserError(f"{option} = {name!r} is quantised, and needs more: {first_line(error)}") from None

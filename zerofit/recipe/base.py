@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,6 +21,14 @@ class Recipe:
     def source(self, name: str) -> str | None:
         """What set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None: nothing did."""
         return self.__dict__.get("_sources", {}).get(name)
+
+    def remember_left_out(self, notes: Iterable[str]) -> None:
+        self._left_out = list(notes)
+
+    @property
+    def left_out(self) -> list[str]:
+        """A note on each value of the recipe's file that does not go together with a flag, and has no effect."""
+        return self.__dict__.get("_left_out", [])
 
     def is_changed(self, name: str) -> bool:
         """Whether this option is set, and to a value other than its default (a run's recipe.yaml sets all options)."""

@@ -27,11 +27,14 @@ class BatchOptions(Recipe):
         common=True,
     )
     per_device_eval_batch_size: int = option(8, "Micro-batch size in evaluation.", positive=True)
-    gradient_accumulation_steps: int | None = option(None, "Micro-batches per update (default 1).", positive=True)
+    gradient_accumulation_steps: int | None = option(
+        None, "Micro-batches per update (default 1).", positive=True, said_of=("global_batch_size",)
+    )
     global_batch_size: int | None = option(
         None,
         "Samples per update on all devices; sets gradient_accumulation_steps.",
         positive=True,
+        said_of=("gradient_accumulation_steps",),
         common=True,
     )
     tokens_per_batch: int | None = option(

@@ -11,7 +11,7 @@ from zerofit.recipe.parsing import parse_number
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
 TEXT_OPTIONS = (  # options of text data, without effect on corpora
-    "dataset_name", "dataset_config_name", "train_file", "validation_file", "encoding", "delimiter", "field",
+    "dataset_config_name", "validation_file", "encoding", "delimiter", "field",
     "validation_split_percentage", "allow_data_loss",
     "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
     "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
@@ -102,6 +102,9 @@ class CorpusOptions(Recipe):
         if not self.data_path:
             names = ("split", "data_cache_path", *RESETS)
             return problems + [f"{name} has no effect without data_path" for name in names if self.is_changed(name)]
+        for name in ("dataset_name", "train_file"):
+            if other := getattr(self, name):
+                problems.append(f"data_path = {' '.join(self.data_path)} and {name} = {other}: keep one of the two")
         unused = [name for name in TEXT_OPTIONS if self.is_changed(name)]
         problems += [
             f"{name} ({self.source(name)}) has no effect with data_path: a corpus is already tokenized, and --split "
@@ -229,14 +232,15 @@ class PreferenceOptions(Recipe):
             "block_size_warmup": self.block_size_warmup,
         }
         problems += [
-            f"{name} = {getattr(self, name)} and preference_loss = {loss}: a pair is two rows, trained on its answers"
+            f"{name} = {getattr(self, name)} is not supported with preference_loss = {loss}: a pair is two rows, "
+            "trained on its answers"
             for name, is_given in given.items()
             if is_given
         ]
         if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
             problems.append(
-                f"evaluate_only and preference_loss = {loss}: the reference is the model before training. Evaluate "
-                "while it trains (eval_steps)"
+                f"evaluate_only is not supported with preference_loss = {loss}: the reference is the model before "
+                "training. Evaluate while it trains (eval_steps)"
             )
         return problems
 

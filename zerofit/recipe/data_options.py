@@ -33,7 +33,7 @@ class SourceOptions(Recipe):
         "stdlib-search (anchor, positive).",
         common=True,
     )
-    dataset_config_name: str | None = option(None, "Configuration of dataset_name.")
+    dataset_config_name: str | None = option(None, "Configuration of dataset_name.", said_of=("dataset_name",))
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
         None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, .conll, also .gz; .xlsx.", common=True

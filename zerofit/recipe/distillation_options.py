@@ -49,7 +49,7 @@ class DistillationOptions(Recipe):
         if self.preference_loss:
             problems.append(f"{stated} and preference_loss = {self.preference_loss}: keep one of the two")
         if self.streaming and not self.teacher:
-            problems.append(f"{stated} and streaming = {self.streaming}: not supported. Remove streaming")
+            problems.append(f"streaming = {self.streaming} is not supported with {stated}. Remove streaming")
         if not (self.predict_file or self.teacher):
             problems += [
                 f"{name} ({self.source(name)}) has no effect with {stated}: samples are as written. Give it to "

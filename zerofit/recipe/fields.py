@@ -20,6 +20,7 @@ def option(
     common: bool = False,
     hidden: bool = False,
     zero: str = "",
+    said_of: tuple[str, ...] = (),
 ):
     """A dataclass field for an option: its default, its help text, and the values it allows.
 
@@ -30,6 +31,7 @@ def option(
         common: --help shows it. --help_all shows all options.
         hidden: no help shows it.
         zero: of an option whose value must be above zero: what to type instead of 0.
+        said_of: options that it hangs on: a recipe's value is left out with theirs, or where a flag changes theirs.
     """
     metadata = {
         "help": help,
@@ -40,6 +42,7 @@ def option(
         "common": common,
         "hidden": hidden,
         "zero": zero,
+        "said_of": said_of,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)

@@ -8,6 +8,8 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import Compilation, Recomputation, option
 from zerofit.recipe.paths import is_run
 
+FROM_SCRATCH = ("config_name", "model_type")
+
 
 @dataclass
 class ModelOptions(Recipe):
@@ -22,19 +24,25 @@ class ModelOptions(Recipe):
     model_type: str | None = option(
         None, "Architecture family to train from scratch with its default sizes: gpt2, ..."
     )
-    config_overrides: str | None = option(None, "Changes to the model's configuration, such as n_layer=4,n_embd=256.")
+    config_overrides: str | None = option(
+        None, "Changes to the model's configuration, such as n_layer=4,n_embd=256.", said_of=FROM_SCRATCH
+    )
     tokenizer_name: str | None = option(
-        None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True
+        None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True, said_of=FROM_SCRATCH
     )
     vocab_file: str | None = option(
         None,
         "Vocabulary of a byte-level BPE, such as GPT-2's vocab.json. Needs merge_file; replaces tokenizer_name.",
+        said_of=FROM_SCRATCH,
     )
     merge_file: str | None = option(
-        None, "Merges of that tokenizer, such as GPT-2's merges.txt.", aliases=("merges_file",)
+        None, "Merges of that tokenizer, such as GPT-2's merges.txt.", aliases=("merges_file",), said_of=FROM_SCRATCH
     )
     train_tokenizer_vocab_size: int | None = option(
-        None, "Train a byte-level BPE tokenizer of this size on the training text (cached).", minimum=258
+        None,
+        "Train a byte-level BPE tokenizer of this size on the training text (cached).",
+        minimum=258,
+        said_of=FROM_SCRATCH,
     )
     trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
     attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
@@ -146,7 +154,7 @@ class LoraOptions(Recipe):
             problems.append("load_in_4bit and load_in_8bit are both set: keep one of the two")
         names = [field.name for field in dataclasses.fields(LoraOptions) if field.name != "lora"]
         if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
-            useless = [name for name in names if self.source(name)]
+            useless = [name for name in names if self.is_changed(name)]
             if useless:
                 problems.append(f"{', '.join(useless)} ({self.source(useless[0])}): no effect without --lora")
         return problems

@@ -159,7 +159,9 @@ class EvaluationOptions(Recipe):
     )
     eval_on_start: bool = option(True, "Evaluate before the first update.")
     metric_for_best_model: str | None = option(
-        None, "Evaluation metric that decides which evaluation is the best; the default depends on the task."
+        None,
+        "Evaluation metric that decides which evaluation is the best; the default depends on the task.",
+        said_of=("predict_with_generate", "preference_loss", "task_name", "regression"),
     )
     save_best: bool | None = option(
         None,
@@ -175,10 +177,26 @@ class EvaluationOptions(Recipe):
         aliases=("load_best_model",),
     )
 
+    @property
+    def holds_nothing_out(self) -> str | None:
+        """The option by which nothing is there to evaluate on, and its value; None: something is, or only the data
+        tell."""
+        known = self.train_file or (self.dataset_name or "").startswith("stdlib-")  # type: ignore[attr-defined]
+        if not (self.trains and known) or self.validation_file or self.validation_split_percentage:  # type: ignore
+            return None
+        return "validation_split_percentage = 0"
+
     def problems(self) -> list[str]:
         problems = super().problems()
         if self.load_best_model_at_end and self.save_best is False:
             problems.append("load_best_model_at_end = true and save_best = false: there would be no best to load")
+        if self.holds_nothing_out:
+            problems += [
+                f"{name} = {getattr(self, name)}: nothing is held out ({self.holds_nothing_out}), so no figure tells "
+                "which evaluation is the best. Name a validation_file"
+                for name in ("early_stopping_patience", "load_best_model_at_end", "save_best")
+                if getattr(self, name)
+            ]
         if self.early_stopping_threshold and not self.early_stopping_patience:
             problems.append("early_stopping_threshold has no effect without early_stopping_patience")
         return problems

@@ -1,6 +1,8 @@
 """From a YAML file and flags to one checked recipe; flags win. All problems are reported together."""
 
 import dataclasses
+import functools
+import itertools
 import re
 import sys
 import typing
@@ -82,6 +84,7 @@ def read_recipe(
             else:
                 _take(name, value, source, kinds, values, problems)
                 sources[name] = source
+    of_file = {name: (value, sources[name]) for name, value in values.items()}
     for name, texts in flags.items():
         _take_flag(name, texts, kinds, values, problems)
         sources[name] = f"--{name}"
@@ -94,19 +97,22 @@ def read_recipe(
             problems.append(f"{name} = {_show(value)} ({sources[name]}): {rule}")
             broken.append(name)
     values = {name: value for name, value in values.items() if name not in broken}
+    of_file = {name: said for name, said in of_file.items() if name not in broken}
+    sources = {name: sources[name] for name in values} | ({"config": config} if config else {})
     recipe = cls(**values)
-    recipe.remember_sources({name: sources[name] for name in values} | ({"config": config} if config else {}))
+    recipe.remember_sources(sources)
     if tool and getattr(recipe, "trust_remote_code", False) and not sources["trust_remote_code"].startswith("--"):
         problems.append(
             f"trust_remote_code = true ({sources['trust_remote_code']}) would run Python code of others here. Read "
             "it, and add --trust_remote_code to the command line"
         )
     if not problems:
-        recipe.settle()
-        problems.extend(recipe.problems())
+        recipe, found = _Overruling(cls, of_file, values, sources).resolve()
+        problems.extend(found)
     return recipe, problems
 
 
+@functools.cache
 def _annotations(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -229,6 +235,95 @@ def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problem
         )
         return
     values[name] = parsed if kind.many else parsed[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- flags win
+
+
+class _Overruling:
+    """What a recipe's file says, and what flags say over it: a value of the file that contradicts a flag, or hangs on
+    what a flag has taken out, is left out. Two flags that contradict each other, or two lines of the file, stay.
+
+    Args:
+        of_file: {option: (its value, its line)} of the file.
+        values: those that hold, of the file and of flags.
+        sources: who set them.
+    """
+
+    def __init__(self, cls: type[Recipe], of_file: dict, values: dict, sources: dict[str, str]):
+        self.cls, self.sources = cls, sources
+        self.of_file = {name: value for name, (value, _) in of_file.items()}
+        self.lines = {name: line for name, (_, line) in of_file.items()}
+        self.flags = {name: value for name, value in values.items() if sources[name].startswith("--")}
+
+    def resolve(self) -> tuple[Any, list[str]]:
+        """(The recipe, with notes on what is left out; its problems)."""
+        left_out = self._without_contradictions({})
+        unflagged = self.cls(**self.of_file)
+        changed = {name for name in self.flags if self.flags[name] != getattr(unflagged, name)}
+        hanging = {}
+        for field in dataclasses.fields(self.cls) if self.flags else ():
+            said_of = [name for name in field.metadata["said_of"] if name in left_out or name in changed]
+            if said_of and field.name in self.of_file and field.name not in [*left_out, *self.flags]:
+                hanging[field.name] = left_out.get(said_of[0], f"--{said_of[0]}")
+        for part in (hanging, *({name: reason} for name, reason in hanging.items())):  # all of them, or what can be
+            if set(self._problems({**left_out, **part})) <= set(self._problems(left_out)):
+                left_out = left_out | part
+        recipe, problems = self._made(left_out)
+        recipe.remember_left_out(
+            f"{name} = {_show(self.of_file[name])} ({self.lines[name]}) is left out: it does not go together with "
+            f"{reason}"
+            for name, reason in left_out.items()
+            if getattr(recipe, name) != self.of_file[name]
+        )
+        return recipe, problems
+
+    def _made(self, left_out: typing.Iterable[str], but: str | None = None) -> tuple[Any, list[str]]:
+        """The recipe without some values of the file, and without the flag `but`; and its problems."""
+        values = {name: value for name, value in self.of_file.items() if name not in left_out}
+        values |= {name: value for name, value in self.flags.items() if name != but}
+        recipe = self.cls(**values)
+        sources = self.sources | {
+            name: line for name, line in self.lines.items() if name not in self.flags or name == but
+        }
+        recipe.remember_sources({name: source for name, source in sources.items() if name in {*values, "config"}})
+        recipe.settle()
+        return recipe, recipe.problems()
+
+    def _problems(self, left_out: typing.Iterable[str], but: str | None = None) -> list[str]:
+        return self._made(left_out, but)[1]
+
+    def _without_contradictions(self, left_out: dict[str, str], at_first: list[str] | None = None) -> dict[str, str]:
+        """{value of the file to leave out: the flags that it contradicts}, some of which are known.
+
+        A problem is one of a flag and a value of the file where it is gone without the one, and without the other; of
+        a value that has no effect beside the other, only where it is the file's.
+
+        Args:
+            at_first: the problems with all values; what is new follows from what was left out.
+        """
+        problems = self._problems(left_out)
+        for problem in problems:
+            flags = [f"--{flag}" for flag in self.flags if problem not in self._problems(left_out, but=flag)]
+            reason = " and ".join(flags)
+            if at_first is not None and problem not in at_first:
+                reason = list(left_out.values())[-1]
+            subject = re.split("no effect|not supported", problem)[0]
+            named = [
+                name
+                for name in self.of_file
+                if name not in self.flags and name not in left_out and re.search(rf"\b{name}\b", subject)
+            ]
+            choices = [*itertools.combinations(named, 1), *itertools.combinations(named, 2)] if reason else []
+            for may_lack, names in itertools.product(((), ("no tokenizer",)), choices):
+                without = left_out | dict.fromkeys(names, reason)
+                if problem in self._problems(without):
+                    continue
+                solution = self._without_contradictions(without, at_first or problems)
+                others = set(self._problems(solution)) - {each for each in problems if each != problem}
+                if all(each.startswith(may_lack) for each in others):
+                    return solution
+        return left_out
 
 
 def _unquote_hint(value: Any, kind) -> str:

@@ -43,7 +43,7 @@ class StreamOptions(Recipe):
         if not self.max_train_steps:
             problems.append(f"{stated}: nobody has counted the records. Say max_train_steps, the updates of the run")
         return problems + [
-            f"{stated} and {name} ({self.source(name)}): not supported, the records are read as they come"
+            f"{name} ({self.source(name)}) is not supported with {stated}: the records are read as they come"
             for name in NOT_STREAMED
             if hasattr(self, name) and self.is_changed(name)
         ]

@@ -9,7 +9,7 @@ import torch
 from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
 from zerofit.data.lengths import LENGTHS, choose_length, growing_blocks
 from zerofit.model.chat import named_template
-from zerofit.model.configuration import load_configuration
+from zerofit.model.configuration import check_quantiser, load_configuration
 from zerofit.model.lora import check_quantisation
 from zerofit.model.stages import check_stages
 from zerofit.model.tensor_parallel.split import check_split
@@ -92,7 +92,7 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
     if recipe.dataloader_num_workers is None:
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
-    notes += [*idle_options(recipe), *plan.notes]
+    notes += [*recipe.left_out, *idle_options(recipe), *plan.notes]
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
@@ -109,6 +109,9 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
         UserError: there is no such model, the strategy cannot split it, it has too few positions.
     """
     config, problems = load_configuration(recipe, auto_class), Problems()
+    if recipe.model_name_or_path:
+        with problems.collected():
+            check_quantiser("model_name_or_path", recipe.model_name_or_path, config)
     with problems.collected():
         if strategy is not None:
             check_layout(config, strategy, recipe)
