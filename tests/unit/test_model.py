@@ -1,6 +1,8 @@
 """Published architectures, parameter counts, weight decay, vocabulary."""
 
+import json
 import shutil
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from zerofit.model.configuration import known_architectures, load_configuration
+from zerofit.model.configuration import from_hub_or_folder, known_architectures, load_configuration
 from zerofit.model.load import build_model
 from zerofit.model.parameters import (
     check_finite,
@@ -31,6 +33,7 @@ from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.strategy import Strategy
+from zerofit.training.configuration import check_model
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2": 124_439_808,
@@ -129,6 +132,69 @@ def test_overrides():
 @pytest.mark.parametrize("overrides", ["n_layers=3", "n_layer=2.5"])
 def test_overrides_that_fit_nothing(overrides):
     check_refusal(["n_layer"], load_configuration, ClmRecipe(config_name="gpt2", config_overrides=overrides))
+
+
+QUANTISED = {  # quant_method: (what its settings hold besides, the package that reads it)
+    "bitsandbytes": ({"load_in_4bit": True}, "bitsandbytes"), "gptq": ({"bits": 4}, "optimum"),
+    "awq": ({"bits": 4}, "gptqmodel"), "compressed-tensors": ({"config_groups": {}}, "compressed_tensors"),
+    "aqlm": ({}, "aqlm"), "quanto": ({"weights": "int8"}, "optimum"), "hqq": ({"quant_config": {}}, "hqq"),
+    "torchao": ({"quant_type": "int4_weight_only"}, "torchao"), "superquant": ({}, "superquant"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+@pytest.mark.parametrize("reads", ["train", "tools"])
+def test_quantised_weights_name_the_package_before_anything_is_read(tmp_path, method, reads):
+    settings, package = QUANTISED[method]
+    if find_spec(package):
+        pytest.skip(f"{package} is installed")
+    config = tiny_model("llama").config
+    config.quantization_config = {"quant_method": method, **settings}
+    config.save_pretrained(tmp_path)  # and no weights
+    if reads == "train":
+        recipe = ClmRecipe(model_name_or_path=str(tmp_path), train_file=["a.txt"])
+        said = refusal(check_model, "clm", recipe, None, AutoModelForCausalLM)
+    else:
+        config = load_configuration(ClmRecipe(model_name_or_path=str(tmp_path)))
+        said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), config, precision="fp32")
+    assert f"quant_method {method}" in said
+    assert package.replace("_", "-") in said
+    recipe = ClmRecipe(config_name=str(tmp_path), train_file=["a.txt"])  # from scratch nothing is read
+    assert not hasattr(check_model("clm", recipe, None, AutoModelForCausalLM), "quantization_config")
+
+
+BAD_FILES = {  # name: (the file, what is in it, words)
+    "family": ("config.json", '{"model_type": "foollama"}', ["model_type 'foollama'", "Did you mean", "pip install"]),
+    "sizes": ("config.json", '{"model_type": "llama", "num_hidden_layers": "two"}', ["num_hidden_layers", "int"]),
+    "dtype": ("config.json", '{"model_type": "llama", "dtype": "float99"}', ["float99"]),
+    "code": ("own.py", "import no_such_kernels\nfrom transformers import PretrainedConfig as C", ["no_such_kernels"]),
+    "newer": ("own.py", "from transformers import Mistaken as C", ["Mistaken", "transformers"]),
+    "tokenizer": ("tokenizer.json", "{}", ["cannot be loaded", "added_tokens"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_transformers_stumbles_over_are_one_sentence(tmp_path, name, monkeypatch):
+    file, content, words = BAD_FILES[name]
+    config = {"auto_map": {"AutoConfig": "own.C"}} if file == "own.py" else {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / file).write_text(content)
+    recipe = ClmRecipe(model_name_or_path=str(tmp_path), trust_remote_code=True)
+    if file == "tokenizer.json":
+        said = refusal(load_tokenizer, TokenizerOptions.of(recipe), None)
+    else:
+        said = refusal(load_configuration, recipe)
+    assert "\n" not in said
+    assert str(tmp_path) in said
+    assert all(word in said for word in words), said
+
+
+def test_a_package_that_the_weights_need_is_named(tmp_path):
+    def load(name):
+        import no_such_package.part  # noqa: F401
+
+    said = refusal(from_hub_or_folder, "model", str(tmp_path), load)
+    assert said.endswith("pip install no_such_package")
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -70,6 +70,8 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
             config = from_hub_or_folder(
                 option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
             )
+    if not recipe.model_name_or_path and hasattr(config, "quantization_config"):
+        del config.quantization_config  # it is of weights that are not read
     _override(config, recipe.config_overrides)
     if auto_class is not None:
         check_task(recipe, config, auto_class)
