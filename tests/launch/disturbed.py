@@ -53,6 +53,17 @@ def disturb(what: str) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
         Session.phase = stopped
+    elif what.startswith("kill "):
+        enter_phase = Session.phase
+
+        def killed(self, name, update):
+            enter_phase(self, name, update)
+            if update == int(what.split()[1]):
+                while list((self.folder.path / "checkpoints").glob("*.partial")):
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Session.phase = killed
 
 
 if __name__ == "__main__":

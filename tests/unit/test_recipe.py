@@ -11,6 +11,7 @@ from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse
 from zerofit.recipe import parse as parsing
 from zerofit.recipe.fields import kind_of
 from zerofit.recipe.foreign_options import FOREIGN_NAMES, HINTS
+from zerofit.recipe.parse import read_recipe
 
 TASKS = (ClmRecipe, ClsRecipe, Seq2SeqRecipe)
 RECIPES = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
@@ -233,3 +234,37 @@ def test_what_is_published_has_no_folder_of_this_machine():
     assert (published["model_name_or_path"], published["tokenizer_name"]) == ("llama", "org/name")
     assert (published["output_dir"], published["sample_prompt"]) == ("outputs/x", "/etc is")
     assert published.keys() == recipe.to_dict().keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------- null
+
+
+@pytest.mark.parametrize("cls", TASKS)
+def test_null_is_not_stated_for_any_option(tmp_path, cls):
+    """As in the recipe.yaml of a run, which has all options; and a flag takes back what a file states."""
+    file = tmp_path / "recipe.yaml"
+    plain, problems = read_recipe(cls, [])
+    names = [field.name for field in dataclasses.fields(cls)]
+    assert len(names) > 90
+    for name in names:
+        file.write_text(f"{name}: null\n")
+        recipe, found = read_recipe(cls, ["--config", str(file)])
+        assert (recipe.source(name), found, recipe.to_dict()) == (None, problems, plain.to_dict()), name
+        assert not recipe.is_changed(name)
+    file.write_text("".join(f"{name}:\n" for name in names))
+    recipe, found = read_recipe(cls, ["--config", str(file)])
+    assert (found, recipe.to_dict()) == (problems, plain.to_dict())
+    assert not [name for name in names if recipe.source(name)]
+    optional = [field.name for field in dataclasses.fields(cls) if field.default is None]
+    assert len(optional) > 30
+    for name in optional:
+        recipe, found = read_recipe(cls, [f"--{name}", "null"])
+        assert (recipe.source(name), found, recipe.to_dict()) == (None, problems, plain.to_dict()), name
+
+
+def test_a_flag_that_is_null_takes_back_what_the_file_states(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("save_steps: 100\nblock_size: 64\nseed: 3\n")
+    recipe, _ = read_recipe(ClmRecipe, ["--config", str(file), "--save_steps", "null", "--max_hours", "null"])
+    assert (recipe.save_steps, recipe.source("save_steps"), recipe.block_size, recipe.seed) == (None, None, 64, 3)
+    assert recipe.draft().flags_given() == ["--config", str(file), "--save_steps", "null"], "of a printed command, too"

@@ -35,7 +35,7 @@ class Resume:
 
     def __init__(self, options: ClmRecipe, folder: RunFolder, processes: int):
         self.options, self.folder, self.earlier = options, folder, EarlierRuns.read(options, folder)
-        self.given_for, self.note = self.earlier.keep_global_batch(options, processes)
+        self.given_for, self.stays, self.note = self.earlier.keep_global_batch(options, processes)
 
     def plan(self, global_batch: int) -> list[str]:
         plan = self.earlier.plan(self.options, global_batch, self.folder)
@@ -52,6 +52,78 @@ def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes
     said = "".join(origin.plan(sizes.global_batch))
     assert ("the global batch stays 24, and the accumulation follows" in said) == (processes != 2)
     assert origin.sources == ["auto"]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--gradient_accumulation_steps", "3"), ("--global_batch_size", "24"),
+              ("--global_batch_size", "24", "--gradient_accumulation_steps", "3")],
+)  # fmt: skip
+@pytest.mark.parametrize(("replicas", "micro"), [(4, 3), (8, 3), (12, 2), (24, 1), (3, 4), (2, 4)])
+def test_the_micro_batch_follows_where_the_accumulation_cannot(tmp_path, flags, replicas, micro):
+    """Whoever states the global batch of 24: the options, their product, or both."""
+    options = recipe(*flags)
+    resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), replicas)
+    sizes = resolve_batches(options, replicas, total_stays=resumed.stays)
+    assert (sizes.global_batch, sizes.micro_batch, options.per_device_train_batch_size) == (24, micro, micro)
+    resumed.plan(sizes.global_batch)
+    assert resumed.sources == ["auto"]
+
+
+def test_another_micro_batch_on_as_many_processes_fits_too(tmp_path):
+    folder = leave_a_run(tmp_path, recipe("--global_batch_size", "24"), 24, 2)
+    options = recipe("--global_batch_size", "24")
+    options.per_device_train_batch_size = 5
+    resumed = Resume(options, folder, 2)
+    assert resolve_batches(options, 2, total_stays=resumed.stays).micro_batch == 4
+    assert resumed.note is None
+
+
+@pytest.mark.parametrize(
+    ("total", "growth", "replicas", "replica_size", "words"),
+    [
+        (24, None, 5, 1, ["which 5 processes cannot share", "can: 1, 2, 3, 4, 6, 8, 12, 24"]),
+        (24, None, 16, 1, ["which 16 processes cannot share"]),
+        (24, "8@10", 3, 1, ["begins with 8", "can: 1, 2, 4, 8"]),
+        (24, None, 5, 4, ["which 20 processes (5 replicas of 4)", "can: 4, 8, 12, 16, 24, 32, 48, 96"]),
+        (7, None, 2, 1, ["can: 1, 7"]),
+        (5040, None, 11, 1, ["can: 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18"]),
+    ],
+)
+def test_a_number_of_processes_that_cannot_share_the_batch(total, growth, replicas, replica_size, words):
+    """What is advised can be done: nobody may change the global batch of a run that resumes."""
+    options = recipe("--global_batch_size", str(total), *(["--global_batch_warmup", growth] if growth else []))
+    said = refusal(resolve_batches, options, replicas, replica_size, total_stays=True)
+    assert not [word for word in words if word not in said], said
+    assert "make it" not in said
+    for number in map(int, said.rpartition("can: ")[2].split(", ")):
+        again = options.draft()
+        assert resolve_batches(again, number // replica_size, total_stays=True).global_batch == total
+
+
+def test_a_growing_batch_keeps_its_first_size(tmp_path):
+    flags = "--global_batch_size", "24", "--global_batch_warmup", "8@10"
+    options = recipe(*flags)
+    resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), 4)
+    sizes = resolve_batches(options, 4, total_stays=resumed.stays)
+    assert (sizes.micro_batch, sizes.of_update(1), sizes.accumulation_of(1)) == (2, 8, 1)
+
+
+def test_a_batch_of_tokens_stays_too(tmp_path):
+    flags = "--tokens_per_batch", "768", "--block_size", "32", "--packing", "none"
+    options = recipe(*flags)
+    assert options.global_batch_size == 24
+    resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), 8)
+    sizes = resolve_batches(options, 8, total_stays=resumed.stays)
+    assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (24, 3, 1)
+    resumed.plan(sizes.global_batch)
+    assert resumed.sources == ["auto"]
+
+
+def test_another_global_batch_is_another_run(tmp_path):
+    options = recipe("--global_batch_size", "32")
+    resumed = Resume(options, leave_a_run(tmp_path, recipe("--global_batch_size", "24"), 24, 2), 8)
+    assert not resumed.stays
+    assert "global_batch_size was 24, now 32" in refusal(resumed.plan, resolve_batches(options, 8).global_batch)
 
 
 def test_the_same_command_resumes_it_again_on_what_is_left(tmp_path):

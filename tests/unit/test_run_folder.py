@@ -96,11 +96,10 @@ def test_where_a_part_of_the_record_is_lost_the_run_is_read_from_its_checkpoint(
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["learning_rate"] == 5e-5
 
 
-@pytest.mark.parametrize("flags", [(), ("--resume", "never")])
-def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, flags):
-    """Those without a state, from which no run can resume, as well."""
-    a_run(tmp_path, with_state=bool(flags))
-    said = refusal(plan, tmp_path, *flags)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, with_state):
+    a_run(tmp_path, with_state=with_state)
+    said = refusal(plan, tmp_path, "--resume", "never")
     assert "holds checkpoints/update_00000002" in said
     assert START_OVER in said
     plan(tmp_path, *START_OVER.split())

@@ -4,7 +4,8 @@ import math
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from random import Random
 
 import pytest
 from helpers import ROOT, refusal
@@ -14,6 +15,7 @@ from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
 from zerofit.tools.launches import RunningLaunch, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.tools.verify import killing
 from zerofit.tools.verify.killing import Killed
 from zerofit.tools.verify.proof import Outcome
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
@@ -101,12 +103,13 @@ def test_an_outcome_says_what_is_wrong():
         )
 
     assert outcome().is_well(1e-5)
-    assert outcome(killed=Killed(kills=1)).is_well(1e-5)
+    assert outcome(killed=Killed(kills=2, kills_resumed=1)).is_well(1e-5)
     assert not outcome().problems(1e-5)
     for wrong, said in (
         (outcome(changed(LINES, 2, loss=7.0)), "differs by more than 1e-05 in loss"),
         (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
-        (outcome(killed=Killed()), "no kill came in time"),
+        (outcome(killed=Killed()), "no kill was followed by a resume"),
+        (outcome(killed=Killed(kills=3)), "no kill was followed by a resume"),
         (Outcome("zero2", [2], "left with exit code 1"), "exit code 1"),
     ):
         assert not wrong.is_well(1e-5)
@@ -176,7 +179,9 @@ def test_a_global_batch_is_that_of_the_processes():
     short = shorten(options, cls)
     assert short.values["global_batch_size"] == 24
     assert "gradient_accumulation_steps" not in short.values
-    assert "processes = 8 * 3" in refusal(shorten, *options_of("--resumed_processes", "3"))
+    assert "These numbers of processes can: 1, 2, 4, 8, 16" in refusal(
+        shorten, *options_of("--resumed_processes", "3")
+    )
 
 
 def test_what_is_not_a_proof_is_not_replaced(tmp_path):
@@ -254,3 +259,77 @@ def test_locks_that_nobody_holds(tmp_path, monkeypatch):
     finally:
         os.close(held)
     assert len(abandoned_locks()) == 1
+
+
+class Launches:
+    """Launches that end, or are killed, where a test says so: (what each prints, the updates that it made, whether a
+    checkpoint is there then)."""
+
+    def __init__(self, monkeypatch, folder, launches: list[tuple[str, int, bool]]):
+        self.left, self.log = list(launches), folder / "log"
+        monkeypatch.setattr(killing, "launched", self)
+        monkeypatch.setattr(killing, "failure", lambda launch, how: None)
+
+    def command(self, num_processes: int) -> list[str]:
+        return []
+
+    @contextmanager
+    def __call__(self, command, output, log):
+        self.text, self.newest_update, self.has_saved = self.left.pop(0)
+        log.write_text(self.text)
+        self.is_saving, self.seconds = False, 1.0
+        yield self
+
+    def wait(self, limit_s: float, moment) -> str:
+        return "until" if moment is not None and moment(self) else "ended"
+
+    def kill(self) -> None:
+        pass
+
+
+RESUMED = "resumed   x, after update 2, written under ddp"
+
+
+@pytest.mark.parametrize(
+    ("launches", "kills", "counted"),
+    [
+        ([("", 3, True), (RESUMED, 5, True), (RESUMED, 9, True)], 2, 2),
+        ([("", 3, True), ("", 0, True), (RESUMED, 9, True)], 2, 2),  # the second came before it could resume
+        ([("", 3, True), ("", 5, True), ("", 9, True)], 2, 0),  # each started over
+        ([("", 3, True), ("", 5, True), (RESUMED, 9, True)], 2, 1),
+        ([("", 3, False)], 0, 0),  # no checkpoint: it is not killed
+    ],
+)
+def test_a_kill_counts_when_a_resume_followed(monkeypatch, tmp_path, launches, kills, counted):
+    trial = Launches(monkeypatch, tmp_path, launches)
+    trial.output = tmp_path / "run"
+    moments = [killing.once_saved(lambda launch: True)] * 2
+    killed = killing.run_and_kill(trial, tmp_path, moments, iter([2, 2, 1]), 60, lambda text: None)
+    assert (killed.kills, killed.kills_resumed) == (kills, counted)
+    outcome = Outcome("ddp", [2], difference=compare_metrics(LINES, LINES, 5), ledger=compare_samples(LEDGER, LEDGER))
+    outcome.killed = killed
+    assert outcome.is_well(1e-5) == bool(counted)
+
+
+def test_every_moment_waits_for_a_checkpoint(tmp_path):
+    launch = RunningLaunch([], tmp_path, tmp_path / "log")
+    launch.newest_update, launch.began = 50, time.monotonic() - 1000
+    partial = tmp_path / "checkpoints" / "update_00000060.partial"
+    partial.mkdir(parents=True)
+    moments = killing.spread_moments(8, 50, 0.1, 5.0, Random(0))
+    assert len(moments) == 8
+    for moment in moments:
+        moment(launch)  # notes when the update was printed
+    launch.began -= 1000
+    assert not any(moment(launch) for moment in moments)
+    (tmp_path / "checkpoints" / "update_00000002").mkdir()
+    (tmp_path / "checkpoints" / "latest").symlink_to("update_00000002")
+    assert all(moment(launch) for moment in moments)
+
+
+def test_a_checkpoint_that_comes_after_the_end_is_refused():
+    said = refusal(options_of, "--save_steps", "12")
+    assert "save_steps = 12 and updates = 12" in said
+    assert "--save_steps 2" in said
+    options_of("--save_steps", "12", "--kills", "0")
+    options_of("--save_steps", "11")

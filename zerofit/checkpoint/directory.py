@@ -22,7 +22,7 @@ from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary
 from zerofit.record.written_files import files_below, remove_empty
 
 MANIFEST = "manifest.json"
-STATE = "state"
+STATE, PROGRESS = "state", "progress.json"
 # Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to
 # resume from, and the last two of them are enough.
 ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
@@ -43,6 +43,7 @@ class CheckpointDirectory:
         self.path, self.limit, self.every = path, limit, every
         self._read: list[str] = []  # names of checkpoints that stay while other threads read them
         self._is_withheld, self._lock = False, threading.Lock()  # from being dropped
+        self._newest = 0  # the update of the checkpoint that was written last
         self.finished: list[Callable[[Path], None]] = []  # called with each complete checkpoint
 
     @property
@@ -78,6 +79,7 @@ class CheckpointDirectory:
             self._point(self.latest, folder)
             if is_best:
                 self._point(self.best, folder)
+            self._newest = update
             self._drop()
         for call in self.finished:
             call(folder)
@@ -145,11 +147,18 @@ class CheckpointDirectory:
 
     def drop_after(self, update: int) -> None:
         """Remove the checkpoints of updates that come again, and what a killed run has left half."""
+        self._drop_where(lambda other: other > update)
+
+    def drop_up_to(self, update: int) -> None:
+        """Remove the checkpoints of this update and of earlier ones, and what a killed run has left half."""
+        self._drop_where(lambda other: other <= update)
+
+    def _drop_where(self, is_dropped: Callable[[int], bool]) -> None:
         for path in self.path.glob("*.partial"):
             if NAME.fullmatch(path.stem) or TEMPORARY.fullmatch(path.name):
                 remove(path)
         for folder in self.folders():
-            if _update(folder) > update:
+            if is_dropped(_update(folder)):
                 _remove(folder)
         for link in (self.best, self.latest):
             if link.is_symlink() and not link.exists():
@@ -162,9 +171,12 @@ class CheckpointDirectory:
         self._point(self.best, self.folder(update))
 
     def _drop(self) -> None:
-        folders = self.folders()
+        """Remove what is too old. Models of later updates than the newest are of a launch that left no state: they
+        stay until their updates come again, and do not count."""
+        folders = [folder for folder in self.folders() if _update(folder) <= self._newest]
         asked = [folder for folder in folders if _why(folder) == ASKED]
-        keep = {*asked[: self.limit], *list(self.resumable())[: self.limit or AT_LEAST]}
+        states = [folder for folder in folders if (folder / STATE).is_dir()][: self.limit or AT_LEAST]
+        keep = {*asked[: self.limit], *states, *map(self._best_of, states)}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
         kept, self._is_withheld = {folder.name for folder in keep}, False
         for folder in folders:
@@ -175,6 +187,14 @@ class CheckpointDirectory:
                 self._is_withheld = True
             else:
                 _remove(folder)
+
+    def _best_of(self, checkpoint: Path) -> Path:
+        """The best checkpoint as of this one: a run that resumes from it needs both."""
+        try:
+            best = json.loads((checkpoint / STATE / PROGRESS).read_text())["best"]["update"]
+            return self.folder(int(best))
+        except (OSError, ValueError, KeyError, TypeError):
+            return checkpoint  # there was no evaluation yet
 
     @staticmethod
     def _point(link: Path, folder: Path) -> None:

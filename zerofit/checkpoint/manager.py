@@ -31,6 +31,7 @@ class CheckpointManager:
         state: of the run: saved, and restored in place.
         run: what a checkpoint tells of the run: the options that make it, its strategy, its processes.
         data: the fingerprint of the training set, which the run's place in the data refers to.
+        metric: the figure that tells which evaluation is the best, without `eval_`.
         keeps_best: the weights of the best evaluation are kept.
         advise: is given the bytes of the copies that checkpoints are written from, once there are any.
         mirror: where checkpoints are copied to, on the main process; None: nowhere.
@@ -46,6 +47,7 @@ class CheckpointManager:
         exporter: ModelExporter,
         run: dict[str, Any],
         data: dict[str, Any],
+        metric: str,
         keeps_best: bool,
         advise: Callable[[int], None] = lambda copied: None,
         mirror: Mirror | None = None,
@@ -59,7 +61,9 @@ class CheckpointManager:
         )
         self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
         self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
-        self._keeps_best, self._advise, self.mirror, self.hub = keeps_best, advise, mirror, hub
+        self._metric, self._keeps_best = metric, keeps_best
+        self._advise, self.mirror, self.hub = advise, mirror, hub
+        self._starts_over = False  # this run is in the folder, and has left no state
         self._interval_s = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else 60 * recipe.save_minutes
         self._saved_at = time.time()
         self._saved_update: int | None = None  # the update whose state was saved last
@@ -72,7 +76,7 @@ class CheckpointManager:
         Raises:
             UserError: none of the folder's checkpoints can be used, or it is of another run.
         """
-        began = time.perf_counter()
+        began, checkpoint = time.perf_counter(), None
         for source in plan.sources:
             checkpoint, warnings = self.writer.choose(source)
             self._say(*warnings)
@@ -84,8 +88,14 @@ class CheckpointManager:
                     f"start over with {START_OVER}, which deletes what is left of them"
                 )
         else:
-            if plan.sources:
-                self._say("note      this run is in the folder already, with no checkpoint: it starts over")
+            source = ""
+        self._starts_over = "auto" in plan.sources and source != "auto"
+        if self._starts_over and checkpoint is None:
+            models = "; its models stay until they come again" if self.directory.folders() else ""
+            self._say(
+                f"note      this run is in the folder already, with no state to resume from: it starts over{models}"
+            )
+        if checkpoint is None:
             return
         run = self._restore(checkpoint)["run"]
         if source == "auto":
@@ -99,7 +109,7 @@ class CheckpointManager:
 
     def drop_replaced(self) -> None:
         """Remove the checkpoints of updates that come again, on the main process; of a run that this one replaces,
-        all of them.
+        all of them. Models of this run stay where it starts over: each is replaced when its update comes again.
 
         Raises:
             UserError: another launch has put them there since this one began.
@@ -107,6 +117,8 @@ class CheckpointManager:
         self.folder.lock()
         if self._resumes_its_own_folder:
             self.directory.drop_after(self.state.updates)
+        elif self._starts_over and not self.recipe.overwrite_output_dir:
+            self.directory.drop_up_to(self.state.updates)
         else:
             refuse_to_clear(self.folder, self.recipe.overwrite_output_dir)
             self.directory.drop_after(-1)
@@ -116,20 +128,32 @@ class CheckpointManager:
         return self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve()
 
     def restore_best_checkpoint(self) -> None:
-        """Check that the best checkpoint so far is in the folder; if it is missing, best-metric tracking restarts."""
+        """Check that the best checkpoint so far is in the folder; if it is missing, or was the best by another figure,
+        best-metric tracking restarts."""
         best, is_here = self.state.best, True
-        if self._engine.is_main and self.resumed_from is not None:
+        if best.metric not in ("", self._metric):
+            self._say(
+                f"note      metric_for_best_model was {best.metric}, and is {self._metric} now: the next evaluation "
+                "is the best, and early_stopping_patience counts from there"
+            )
+            vars(best).update(vars(BestEvaluation()))
+        if self._engine.is_main:
             is_here = best.update is None or not self._keeps_best or self._best_is_here() or self._copy_best()
         if not self._engine.from_main(is_here):
             self._say(
                 f"note      the best checkpoint so far, of update {best.update}, is gone: the next evaluation is the "
                 "best"
             )
-            vars(best).update(vars(BestEvaluation(worse_in_a_row=best.worse_in_a_row)))
+            vars(best).update(vars(BestEvaluation(metric=best.metric, worse_in_a_row=best.worse_in_a_row)))
 
     def _best_is_here(self) -> bool:
-        best, update = self.directory.best, self.state.best.update
-        return update is not None and best.resolve() == self.directory.folder(update).resolve() and best.is_dir()
+        """Whether the best checkpoint is in the folder. `best` points to it then: later ones may have been the best
+        before this launch."""
+        update = self.state.best.update
+        if update is None or not (self.directory.folder(update) / "model").is_dir():
+            return False
+        self.directory.point_to_the_best(update)
+        return True
 
     def _copy_best(self) -> bool:
         """Copy the best checkpoint from the run that is resumed. Returns whether it could be had."""
@@ -171,6 +195,7 @@ class CheckpointManager:
         skipped = sorted({*self.state.skipped_updates, anomaly.update})
         self._restore(checkpoint)
         self.state.skipped_updates = skipped
+        self.restore_best_checkpoint()
         self._say(f"rewound   to {checkpoint}; skipped: update {', '.join(map(str, skipped))}")
         if self._engine.is_main:
             self.folder.metrics.start(self.state.updates)
@@ -233,8 +258,8 @@ class CheckpointManager:
         self.writer.save(
             self.state.updates, why or BEST, fill, self._exporter.weights, saved if with_state else None, is_best
         )
-        self._saved_at = time.time()
         if with_state:
+            self._saved_at = time.time()
             self._saved_update = self.state.updates
 
     def _predictions(self) -> list[Path]:
@@ -273,7 +298,8 @@ class CheckpointManager:
             return ["saves     none: a run that is killed starts over"]
         size = self.writer.bytes_of_a_checkpoint(not recipe.save_only_model)
         free = shutil.disk_usage(self.folder.path).free
-        lines = [f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each"]
+        only = ", the model only: a run that is killed starts over" if recipe.save_only_model else ""
+        lines = [f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each{only}"]
         if free < 1.05 * size:
             lines.append(
                 f"warning   {self.folder.path} has no room for a checkpoint of {size / 1e6:,.1f} MB: "

@@ -17,6 +17,7 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.words import counted
 from zerofit.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity
 from zerofit.record.written_files import CHECKPOINTS
+from zerofit.strategy.batches import RESUMED
 
 SAMPLES_LOOKED_AT = 64
 START_OVER = "--resume never --overwrite_output_dir"
@@ -68,28 +69,35 @@ class EarlierRuns:
         checkpoint = Path(recipe.resume).expanduser()
         return cls(own, checkpoint, _run_of(checkpoint))
 
-    def keep_global_batch(self, recipe: TrainingRecipe, replicas: int) -> tuple[int, str | None]:
+    def keep_global_batch(self, recipe: TrainingRecipe, replicas: int) -> tuple[int, bool, str | None]:
         """Let the accumulation follow where a run resumes with another number of data-parallel processes than its
         options were given for: the recipe adopts the global batch of the run before.
 
         Args:
             replicas: copies of the model, each of one process or more.
 
-        Returns: (the number of them that the options are given for, what was done). The number stays as it was,
-            so that the same command resumes the run again.
+        Returns: (the number of them that the options are given for, whether the global batch is that of a run that
+            resumes, what was done). The number stays as it was, so that the same command resumes the run again.
         """
         recorded = None
         if recipe.resume != "never":
             recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
         recorded = recorded or {}
         size, before = recorded.get("global_batch_size"), next(filter(None, map(recorded.get, GIVEN_FOR)), None)
-        if size is None or before in (None, replicas) or recipe.source("global_batch_size"):
-            return replicas, None
-        recipe.adopt("global_batch_size", size, f"the run that resumes, of {counted(before, 'process')}")
+        given = recipe.global_batch_size if recipe.source("global_batch_size") else None
+        if size is None or before is None or given not in (None, size) or (given is None and before == replicas):
+            return replicas, False, None
+        if before == replicas:
+            return replicas, True, None
+        recipe.adopt("global_batch_size", size, f"{RESUMED}, of {counted(before, 'process')}")
         recipe.adopt("gradient_accumulation_steps", None, "")
-        return before, (
-            f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "
-            f"{size}, and the accumulation follows"
+        return (
+            before,
+            True,
+            (
+                f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "
+                f"{size}, and the accumulation follows"
+            ),
         )
 
     def _is_evidently_another(self, recipe: TrainingRecipe) -> bool:
@@ -129,7 +137,7 @@ class EarlierRuns:
         continues = inside or ("auto" in sources and any(checkpoints.resumable()))
         in_checkpoints = () if continues else checkpoints.foreign(bool(folder.written.names))
         folder.refuse_foreign_files(in_checkpoints, recipe.overwrite_output_dir)
-        if not continues:
+        if not continues and ("auto" not in sources or folder.model.is_dir()):
             refuse_to_clear(folder, recipe.overwrite_output_dir, is_known=self.own is not None)
         return ResumePlan(folder, now, tuple(sources), tuple(notes))
 

@@ -10,6 +10,7 @@ class BestEvaluation:
     """The best evaluation so far."""
 
     update: int | None = None  # None: there was none
+    metric: str = ""  # the figure's name without `eval_`; empty: nothing was evaluated
     value: float = math.nan
     worse_in_a_row: int = 0  # evaluations since
     figures: dict[str, float] = field(default_factory=dict)

@@ -21,13 +21,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from zerofit.checkpoint.directory import entry
+from zerofit.checkpoint.directory import PROGRESS, entry
 from zerofit.model.parameters import true_shape
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.recipe.files import atomic_file
 from zerofit.strategy.pieces import Piece, overlaps
-
-PROGRESS = "progress.json"
 
 
 def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:

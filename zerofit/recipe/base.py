@@ -15,8 +15,14 @@ TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold
 class Recipe:
     """Base of all recipes: the source of each value, and checks that concern several options."""
 
-    def remember_sources(self, sources: dict[str, str]) -> None:
-        self._sources = dict(sources)
+    def remember_sources(self, sources: dict[str, str], unset: Iterable[str] = ()) -> None:
+        """Record what set each option, and which options of the recipe's file a flag has set to null."""
+        self._sources, self._unset = dict(sources), set(unset)
+
+    @property
+    def unset(self) -> set[str]:
+        """Options of the recipe's file that a flag has set to null."""
+        return self.__dict__.get("_unset", set())
 
     def source(self, name: str) -> str | None:
         """What set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None: nothing did."""
@@ -48,7 +54,7 @@ class Recipe:
         """A copy that can change until it is frozen."""
         copied = copy.copy(self)
         copied.__dict__.pop("_frozen", None)
-        copied.remember_sources(self.__dict__.get("_sources", {}))
+        copied.remember_sources(self.__dict__.get("_sources", {}), self.unset)
         return copied
 
     def freeze(self) -> None:
@@ -97,6 +103,8 @@ class Recipe:
         """
         words = ["--config", self.source("config")] if self.source("config") else []
         for field in dataclasses.fields(kind or self):
+            if field.name in self.unset and field.name not in without:
+                words += [f"--{field.name}", "null"]
             if self.source(field.name) == f"--{field.name}" and field.name not in without:
                 value = getattr(self, field.name)
                 values = (

@@ -31,7 +31,8 @@ def parse_recipe(
 ) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
 
-    The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None.
+    The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None. An option
+    that is null has its default, and no source.
 
     Args:
         prog: the program's name in its help.
@@ -81,7 +82,7 @@ def read_recipe(
             source = f"{config}, line {line}"
             if name not in kinds:
                 problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
-            else:
+            elif value is not None:  # null: not stated, as in the recipe.yaml of a run, which has all options
                 _take(name, value, source, kinds, values, problems)
                 sources[name] = source
     of_file = {name: (value, sources[name]) for name, value in values.items()}
@@ -166,7 +167,7 @@ def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems:
         given = " ".join(texts) or "nothing"
         problems.append(f"--{name} takes {kind.words}, and was given {given}")
         return
-    if kind.optional and texts == ["null"]:
+    if kind.optional and texts == ["null"]:  # whatever the file says, it is not stated
         values[name] = None
         return
     try:
@@ -222,9 +223,6 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
 
 def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problems: list[str]) -> None:
     kind = kinds[name]
-    if value is None and kind.optional:
-        values[name] = None
-        return
     items = value if isinstance(value, list) and kind.many else [value]
     try:
         parsed = [checked(item, kind.base) for item in items]
@@ -286,7 +284,9 @@ class _Overruling:
         sources = self.sources | {
             name: line for name, line in self.lines.items() if name not in self.flags or name == but
         }
-        recipe.remember_sources({name: source for name, source in sources.items() if name in {*values, "config"}})
+        stated = {name for name, value in values.items() if value is not None}
+        unset = [name for name in self.of_file if name in values.keys() - stated]
+        recipe.remember_sources({name: sources[name] for name in sources if name in {*stated, "config"}}, unset)
         recipe.settle()
         return recipe, recipe.problems()
 
@@ -338,7 +338,7 @@ def _unquote_hint(value: Any, kind) -> str:
 
 def _type_name(value: Any) -> str:
     names = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a map"}
-    return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _unknown(where: str, name: str, known: list[str], hints: dict) -> str:

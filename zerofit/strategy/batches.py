@@ -1,5 +1,6 @@
 """Micro-batch, accumulation and global batch: any two and the number of processes give the third."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,6 +9,9 @@ import numpy as np
 from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.growth import Growth, read_growth
+
+RESUMED = "the run that resumes"  # the source of a size that follows from its global batch
+NUMBERS_SHOWN = 12  # in a message
 
 
 @dataclass(frozen=True)
@@ -64,16 +68,22 @@ class BatchSizes:
         return np.cumsum([0, *(self.of_update(update) for update in range(1, self.growing + 1))])
 
 
-def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) -> BatchSizes:
+def resolve_batches(
+    recipe: BatchOptions, replicas: int, replica_size: int = 1, total_stays: bool = False
+) -> BatchSizes:
     """The sizes that the recipe states, checked against each other.
 
     Args:
         replica_size: processes of each replica.
+        total_stays: the global batch is that of a run that resumes. Where it is no multiple of what one pass takes,
+            the recipe adopts the largest smaller micro-batch with which it is.
 
     Raises:
         UserError: global_batch_size is no multiple of what one pass over all processes takes, or contradicts the
             accumulation.
     """
+    if total_stays:
+        _fit_micro_batch(recipe, replicas, replica_size)
     micro, accumulation, total = (
         recipe.per_device_train_batch_size,
         recipe.gradient_accumulation_steps,
@@ -98,6 +108,30 @@ def resolve_batches(recipe: BatchOptions, replicas: int, replica_size: int = 1) 
         )
     sizes = BatchSizes(micro, total // samples_per_micro_step, replicas, row_tokens=recipe.row_tokens)
     return _growing(recipe, sizes, what)
+
+
+def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
+    """Let the recipe adopt a micro-batch of which whole passes make the global batch, and the first of a growing one.
+
+    Raises:
+        UserError: there is none, since the samples cannot be shared evenly by so many replicas.
+    """
+    total, growth = recipe.global_batch_size, read_growth(recipe.global_batch_warmup or "")
+    assert total is not None, "of the run that resumes"
+    smallest = math.gcd(total, growth[0]) if growth else total
+    if smallest % replicas:
+        possible = [number for number in range(1, smallest + 1) if smallest % number == 0]
+        nearest = sorted(sorted(possible, key=lambda number: abs(number - replicas))[:NUMBERS_SHOWN])
+        numbers = ", ".join(str(number * replica_size) for number in nearest)
+        begins = f", and begins with {growth[0]}" if growth else ""
+        of = f" ({replicas} replicas of {replica_size})" if replica_size > 1 else ""
+        raise UserError(
+            f"the run that resumes has global_batch_size = {total}{begins}, which {replicas * replica_size} "
+            f"processes{of} cannot share evenly, and it stays as it was. These numbers of processes can: {numbers}"
+        )
+    fitting = [size for size in range(1, recipe.per_device_train_batch_size + 1) if smallest // replicas % size == 0]
+    if fitting[-1] != recipe.per_device_train_batch_size:
+        recipe.adopt("per_device_train_batch_size", fitting[-1], RESUMED)
 
 
 def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:

@@ -76,11 +76,14 @@ def _node(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 
 def resolve_config(
-    config: dict[str, Any], source: str, recipe: TrainingRecipe, layout: ParallelLayout
+    config: dict[str, Any], source: str, recipe: TrainingRecipe, layout: ParallelLayout, total_stays: bool = False
 ) -> tuple[dict[str, Any], BatchSizes]:
     """Fill every "auto" that the recipe owns, in a copy.
 
     A scheduler block is taken out: what it says is the recipe's, which sets the rate of each update.
+
+    Args:
+        total_stays: see resolve_batches.
 
     Raises:
         UserError: every statement of the configuration that the recipe contradicts, both values and sources named.
@@ -103,7 +106,7 @@ def resolve_config(
     _take_scheduler(resolver)
     resolver.raise_found()
 
-    batches = resolve_batches(recipe, layout.data_size, layout.replica_size)
+    batches = resolve_batches(recipe, layout.data_size, layout.replica_size, total_stays)
     resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
     resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps")
     resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes")

@@ -23,11 +23,11 @@ from zerofit.strategy.named import take_named
 from zerofit.strategy.optimizers import check_muon, check_optimizer
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
 
-OnLayout = Callable[[ParallelLayout], None]
+OnLayout = Callable[[ParallelLayout], bool]
 
 
 def read_strategy(
-    recipe: TrainingRecipe, config_file: str | None = None, on_layout: OnLayout = lambda layout: None
+    recipe: TrainingRecipe, config_file: str | None = None, on_layout: OnLayout = lambda layout: False
 ) -> Strategy:
     """Read the launcher's environment and the pair behind it, and see that recipe, YAML and JSON agree.
 
@@ -36,6 +36,7 @@ def read_strategy(
     Args:
         config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
         on_layout: is told the parallel layout before batches are resolved; the recipe may still adopt a global batch.
+            Returns whether the global batch is that of a run that resumes, and stays.
 
     Raises:
         UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
@@ -58,8 +59,8 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
     with problems.collected():
         precision, stated = _agreed_precision(recipe, stated)
     with problems.collected():
-        on_layout(ParallelLayout(launch.world_size, launch.rank))
-        batches = resolve_batches(recipe, launch.world_size)
+        total_stays = on_layout(ParallelLayout(launch.world_size, launch.rank))
+        batches = resolve_batches(recipe, launch.world_size, total_stays=total_stays)
     if launch.fsdp is not None:
         with problems.collected():
             check_replicas(launch.fsdp, launch.world_size, launch.source)
@@ -96,8 +97,7 @@ def _read_deepspeed(
     with problems.collected():
         tensor, pipeline, sequence = take_degrees(config, source)
         layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
-        on_layout(layout)
-        resolved, batches = resolve_config(config, source, recipe, layout)
+        resolved, batches = resolve_config(config, source, recipe, layout, on_layout(layout))
         check_degrees(resolved, source, recipe, precision, layout)
         offloaded = any(
             (resolved["zero_optimization"].get(part) or {}).get("device", "none") != "none" for part in OFFLOADED

@@ -123,6 +123,11 @@ class RunningLaunch:
         """Whether this launch is writing a checkpoint."""
         return bool(self._partials() - self._before)
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether a checkpoint is complete, of this launch or of an earlier one."""
+        return (self.output / "checkpoints" / "latest").is_dir()
+
     def _partials(self) -> set[tuple[str, int]]:
         partials = set()
         for path in (self.output / "checkpoints").glob("update_*.partial"):

@@ -32,6 +32,7 @@ class BestMetricTracker:
     def record_evaluation(self, update: int, figures: dict[str, float]) -> bool:
         """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
         value, best = figures[f"eval_{self.metric}"], self.best
+        best.metric = self.metric
         better = value == value if best.update is None else self._gain(value, best.value) > self.threshold
         if better:
             best.update, best.value, best.figures, best.worse_in_a_row = update, value, figures, 0

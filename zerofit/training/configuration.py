@@ -17,8 +17,10 @@ from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.idle import idle_options
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import TaskRecipe
+from zerofit.recipe.words import counted
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.trackers import wanted_trackers
+from zerofit.strategy.batches import RESUMED
 from zerofit.strategy.expert_parallel import check_experts
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import check_installed
@@ -64,10 +66,11 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
     earlier = EarlierRuns.read(recipe, folder)
     given_for, notes = 1, list[str]()
 
-    def keep_global_batch(layout: ParallelLayout) -> None:
+    def keep_global_batch(layout: ParallelLayout) -> bool:
         nonlocal given_for
-        given_for, note = earlier.keep_global_batch(recipe, layout.data_size)
+        given_for, stays, note = earlier.keep_global_batch(recipe, layout.data_size)
         notes.extend(filter(None, [note]))
+        return stays
 
     with problems.collected():
         trackers = tuple(wanted_trackers(recipe))
@@ -76,6 +79,11 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
     with problems.collected():
         strategy = read_strategy(recipe, config_file, keep_global_batch)
     problems.raise_found()
+    if recipe.source("per_device_train_batch_size") == RESUMED:
+        notes.append(
+            f"per_device_train_batch_size = {recipe.per_device_train_batch_size}: the largest with which "
+            f"{counted(strategy.layout.data_size, 'replica')} make the global batch of {strategy.batches.global_batch}"
+        )
     with problems.collected():
         check_task(task, strategy)
     with problems.collected():

@@ -124,6 +124,7 @@ def _resume(
         exporter,
         run,
         data,
+        best.metric,
         best.keeps,
         session.advise,
         session.mirror,

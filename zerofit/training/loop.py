@@ -9,6 +9,7 @@ import time
 from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
 from zerofit.health.shutdown import StopReason
+from zerofit.recipe.words import counted
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.training.evaluation import timed_evaluation
 from zerofit.training.run import Run, Stop
@@ -17,9 +18,16 @@ from zerofit.training.stream import UpdateStream
 
 
 def train(run: Run) -> Stop:
-    """Train from the first update that is not done to the last, or until there is a reason to stop."""
+    """Train from the first update that is not done to the last, or until there is a reason to stop.
+
+    Patience is looked at before each update: it may have run out in the evaluation that a resumed state ends with.
+    """
     state, stream, totals = run.state, begin(run), None
     while state.updates < run.length.num_updates:
+        if run.best.is_exhausted:
+            worse = counted(state.best.worse_in_a_row, "evaluation")
+            run.recorder.note(f"update {state.updates}: {worse} without a better {run.best.metric}: the end")
+            break
         update, batches, began = state.updates + 1, stream.next(), time.perf_counter()
         if update in state.skipped_updates:  # after a rewind
             result = StepResult(update, learning_rate=run.engine.schedule(update - 1))
@@ -47,7 +55,7 @@ def train(run: Run) -> Stop:
         maybe_checkpoint(run, result, is_best and run.best.keeps, held_out)
         stop_reason = reason_to_stop(run, result)
         run.recorder.note(*run.checkpoints.messages(), *run.slow_ranks.messages())
-        if stop_reason or run.best.is_exhausted:
+        if stop_reason:
             return Stop(stop_reason)
     return Stop()
 
@@ -117,9 +125,4 @@ def reason_to_stop(run: Run, result: StepResult) -> StopReason:
         return StopReason.NONE
     if run.checkpoints.last_failed and run.task.recipe.on_save_failure == "stop":
         return StopReason.CHECKPOINT_FAILED
-    if not result.signals.stop_reason and run.best.is_exhausted:
-        best = run.best
-        run.recorder.note(
-            f"update {result.update}: {best.best.worse_in_a_row} evaluations without a better {best.metric}: the end"
-        )
     return result.signals.stop_reason

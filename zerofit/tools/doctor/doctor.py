@@ -88,7 +88,7 @@ def _launchers_options(options: DoctorOptions) -> list[str]:
         return problems
     content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     for name in (field.name for field in dataclasses.fields(DoctorOptions)):
-        if name in content:
+        if content.get(name) is not None:
             given = f"{config}: {name} = {content[name]!r}"
             problems.append(f"{given}: a recipe says what is trained, and not how. Use the flag --{name}")
             if not (options.source(name) or "").startswith("--"):
@@ -141,6 +141,8 @@ def _program(options: DoctorOptions, task: str | None) -> list[str]:
         if name not in own and (options.source(name) or "").startswith("--"):
             values = value if isinstance(value, list) else [value]
             words += [f"--{name}", *(() if value is True else map(shown_value, values))]
+    for name in sorted(options.unset):
+        words += [f"--{name}", "null"]
     return words
 
 

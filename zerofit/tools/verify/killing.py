@@ -34,9 +34,14 @@ def after_seconds(seconds: float) -> Moment:
     return lambda launch: launch.seconds >= seconds
 
 
+def once_saved(moment: Moment) -> Moment:
+    """The moment, and a checkpoint is there: a kill before it would prove nothing, since nothing is resumed."""
+    return lambda launch: moment(launch) and launch.has_saved
+
+
 def spread_moments(num_kills: int, num_updates: int, update_s: float, start_s: float, random: Random) -> list[Moment]:
-    """One moment in each of `num_kills` equal parts of a run: after an update, during a save, after an update, while
-    a launch starts.
+    """One moment in each of `num_kills` equal parts of a run, once there is a checkpoint: after an update, during a
+    save, after an update, while a launch starts.
 
     Args:
         update_s: seconds that an update takes.
@@ -52,7 +57,7 @@ def spread_moments(num_kills: int, num_updates: int, update_s: float, start_s: f
         else:
             saving = index % 4 == 1
             moments.append(while_saving(update) if saving else after_update(update, (place % 1) * update_s))
-    return moments
+    return [once_saved(moment) for moment in moments]
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Killed:
 
     processes: list[int] = field(default_factory=list)  # of each launch
     kills: int = 0
+    kills_resumed: int = 0  # those after which a launch resumed from a checkpoint
     kills_while_saving: int = 0
     kills_while_starting: int = 0  # before the launch's first update: while it loads, builds, resumes
     resumes: int = 0  # launches that resumed from a checkpoint; the others started from the beginning
@@ -84,7 +90,7 @@ def run_and_kill(
         limit_s: the longest time of a launch.
         say: called with a message for each kill and each end.
     """
-    killed, numbers = Killed(), count(1)
+    killed, numbers, not_resumed = Killed(), count(1), 0
     for moment, num_processes in zip(chain(moments, [None]), processes):
         log = logs / f"{trial.output.name}-{next(numbers)}.log"
         with launched(trial.command(num_processes), trial.output, log) as launch:
@@ -94,11 +100,15 @@ def run_and_kill(
         killed.processes.append(num_processes)
         resumed = next((line for line in launch.text.splitlines() if line.startswith("resumed ")), None)
         killed.resumes += resumed is not None
+        killed.kills_resumed += not_resumed if resumed else 0
+        if resumed or launch.newest_update:  # else it was killed before it could resume
+            not_resumed = 0
         if how != "until":
             killed.failure = failure(launch, how)
             say(f"{counted(num_processes, 'process')}{_from(resumed)}: {'failed' if killed.failure else 'ended'}")
             return killed
         killed.kills += 1
+        not_resumed += 1
         killed.kills_while_saving += launch.is_saving
         killed.kills_while_starting += not launch.newest_update
         saving = ", while saving" if launch.is_saving else ""

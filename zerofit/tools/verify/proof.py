@@ -39,8 +39,8 @@ class Outcome:
     killed: Killed | None = None
 
     def is_well(self, tolerance: float) -> bool:
-        """Whether it equals the other run, and was killed at least once if it should be."""
-        disturbed = self.killed is None or self.killed.kills > 0
+        """Whether it equals the other run, and was resumed after a kill at least once if it should be."""
+        disturbed = self.killed is None or self.killed.kills_resumed > 0
         same = self.ledger is not None and self.ledger.is_same and self.difference.within(tolerance)
         return self.failure is None and same and disturbed
 
@@ -58,8 +58,8 @@ class Outcome:
             problems += [f"in some update {' and '.join(odd)} is not a number"] if odd else []
         if self.ledger.elsewhere:
             problems.append(f"{self.ledger.elsewhere} updates have other samples than they should have")
-        if self.killed is not None and not self.killed.kills:
-            problems.append("no kill came in time: set more --updates")
+        if self.killed is not None and not self.killed.kills_resumed:
+            problems.append("no kill was followed by a resume: set more --updates, or smaller --save_steps")
         return problems
 
 
@@ -173,7 +173,7 @@ class Proof:
         after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
         if not self.is_well:
             return f"NOT verified ({after}). The runs and their logs are in {self.output}"
-        kills = sum(each.killed.kills for each in self.resumed)
+        kills = sum(each.killed.kills_resumed for each in self.resumed)
         left = "1 kill has" if kills == 1 else f"{kills} kills have"
         also = f", and {left} left no trace" if kills else "; no run was killed"
         agree = "agrees" if len(self.options.names) == 1 else "agree"

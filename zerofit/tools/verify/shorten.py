@@ -25,9 +25,8 @@ def shorten(recipe, cls: type[TrainingRecipe]) -> ToolRecipe:
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
     if recipe.kills:
-        resolve_batches(
-            BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch), recipe.resumed_processes
-        )
+        other = BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch)
+        resolve_batches(other, recipe.resumed_processes, total_stays=True)
     values |= {"max_train_steps": recipe.updates, "eval_steps": recipe.updates}
     values["max_eval_samples"] = min(recipe.max_eval_samples or EVALUATED, EVALUATED)
     changes = [f"{recipe.updates} updates of {batches.global_batch} samples"]

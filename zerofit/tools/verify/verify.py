@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     output.mkdir(parents=True, exist_ok=True)
     (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
-    proof = Proof(options, configs, output, output / RECIPE, options.save_steps or max(1, options.updates // 6))
+    # A recipe's own save_steps may be more than all updates of the proof.
+    save_steps = options.save_steps if options.source("save_steps") == "--save_steps" else max(1, options.updates // 6)
+    proof = Proof(options, configs, output, output / RECIPE, save_steps)
     with ending_in_order():
         proof.run()
     (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
@@ -59,7 +61,9 @@ class VerifyOptions(LaunchedStrategiesOptions):
     """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
 
     updates: int = option(12, "Length of the runs.", minimum=2, common=True)
-    kills: int = option(3, "How often a run is killed and resumed; 0: not at all.", minimum=0, common=True)
+    kills: int = option(
+        3, "How often a run is killed, once it has saved, and resumed; 0: not at all.", minimum=0, common=True
+    )
     resumed_processes: int = option(1, "Processes of every third launch of a killed run.", positive=True)
     tolerance: float | None = option(None, "Largest relative difference; else 1e-5, or 5e-2 in half.", positive=True)
     launch_minutes: float = option(60.0, "A launch that has not ended by then has failed.", positive=True)
@@ -70,4 +74,9 @@ class VerifyOptions(LaunchedStrategiesOptions):
         problems = super().problems()
         if self.kills >= self.updates:
             problems.append(f"kills = {self.kills} and updates = {self.updates}: use more updates")
+        if self.kills and self.source("save_steps") == "--save_steps" and self.save_steps >= self.updates:
+            problems.append(
+                f"save_steps = {self.save_steps} and updates = {self.updates}: there would be no checkpoint to resume "
+                f"from. Use --save_steps {max(1, self.updates // 6)}, or --kills 0"
+            )
         return problems

@@ -1,0 +1,229 @@
+"""Runs of the real loop that are killed after any update: they resume, or start over, and end as if nobody had."""
+
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from test_saving import Alone
+
+from zerofit.checkpoint.manager import CheckpointManager
+from zerofit.checkpoint.resume import ResumePlan
+from zerofit.checkpoint.run_state import RunState
+from zerofit.recipe import ClmRecipe
+from zerofit.record.meters import Rates
+from zerofit.record.run_folder import RunFolder
+from zerofit.strategy.batches import BatchSizes
+from zerofit.training.best_metric import make_best_tracker
+from zerofit.training.loop import train
+from zerofit.training.run import Run
+from zerofit.training.step import StepResult
+from zerofit.training.stream import run_length
+from zerofit.training.task import Task
+
+UPDATES = 12
+FIGURES = ("accuracy", "loss")
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+class Exporter:
+    writes_all = True
+
+    def __init__(self, engine):
+        self.engine, self.weights = engine, engine.weights
+
+    def write(self, weights, held_out, folder: Path, in_thread: bool) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        save_file({name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors")
+
+
+class SavingEngine(Alone):
+    def weights(self):
+        return self.module.state_dict().items()
+
+
+class Launches:
+    """The launches of one run, each in a process of its own, as it were.
+
+    Args:
+        held_out: what each evaluation finds: {update: {eval_accuracy, eval_loss}}.
+    """
+
+    def __init__(self, path: Path, held_out: dict[int, dict[str, float]], **options):
+        self.folder, self.held_out, self.options = RunFolder(path), held_out, options
+        self.said: list[str] = []
+
+    def launch(self, killed_after: int | None = None, resume: tuple[str, ...] = ("auto",), **changes) -> RunState:
+        """Train to the end, or until the update after this one is to be made. Returns the state at the end."""
+        recipe = ClmRecipe(max_train_steps=UPDATES, dataloader_num_workers=0, **{**self.options, **changes})
+        engine, state = SavingEngine(), RunState()
+        best = make_best_tracker(recipe, FIGURES, True, state.best)
+        run = {"strategy": "single", "num_processes": 1}
+        checkpoints = CheckpointManager(
+            self.folder, engine, recipe, state, Exporter(engine), run, {}, best.metric, best.keeps
+        )
+        checkpoints._say = lambda *lines: self.said.extend(lines)
+        checkpoints.resume(ResumePlan(self.folder, {}, sources=resume))
+        checkpoints.drop_replaced()
+        self.folder.start(recipe, 1, {}, {}, state.updates, checkpoints.resumed_from)
+        checkpoints.restore_best_checkpoint()
+        checkpoints.start()
+        self.first = state.updates + 1
+
+        def step(update, batches, totals, prefetch) -> StepResult:
+            if update - 1 == killed_after:
+                checkpoints.wait()
+                raise Killed
+            self.folder.metrics.add({"update": update})
+            engine.train(range(update, update + 1))
+            return StepResult(update, 1.0, 1.0, learning_rate=0.1)
+
+        step.detector = MagicMock()
+        evaluate = lambda engine: self.held_out[state.updates + 1]  # noqa: E731
+        task = Task(recipe, SimpleNamespace(sort_key=None, lengths=None), None, None, evaluate, num_held_out=1)
+        recorder = MagicMock()
+        recorder.note = lambda *lines: self.said.extend(lines)
+        throughput = SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[])
+        length = run_length(recipe, 4, BatchSizes(1, 1, 1))  # an epoch has four updates
+        parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, MagicMock(),
+                    lambda name, update: None, MagicMock())  # fmt: skip
+        try:
+            train(parts)
+            checkpoints.finish(after_anomaly=False)
+        except Killed:
+            pass
+        self.folder.metrics.close()
+        vars(self.folder)["_lock"] = None
+        self.weights, self.loads = dict(engine.weights()), best.loads
+        return state
+
+    @property
+    def best(self) -> str:
+        best = self.folder.path / "checkpoints" / "best"
+        return best.resolve().name if (best / "model" / "model.safetensors").is_file() else ""
+
+
+@pytest.fixture(autouse=True)
+def no_data(monkeypatch):
+    monkeypatch.setattr("zerofit.checkpoint.directory.sync", lambda path: None)  # the machine does not fail here
+    stream = SimpleNamespace(next=lambda: SimpleNamespace(samples=[]), prefetch=None)
+    monkeypatch.setattr("zerofit.training.loop.UpdateStream", lambda *_: stream)
+    # what a step and an evaluation are given is not looked at
+    monkeypatch.setattr(StepResult, "metrics", lambda self, *_: {"update": self.update})
+
+
+SAVES = (
+    {"save_minutes": 0.0},
+    {"save_minutes": 30.0},
+    {"save_steps": 1},
+    {"save_steps": 3},
+    {"save_steps": 3, "save_total_limit": 1},
+    {"save_strategy": "epoch", "save_total_limit": 2},
+    {"save_steps": 2, "save_only_model": True, "save_total_limit": 2},
+    {"save_steps": 4, "save_best": False, "load_best_model_at_end": False},
+)
+
+
+@pytest.mark.parametrize("number", range(len(SAVES)))
+def test_patience_runs_out_at_the_same_update_wherever_a_run_was_killed(tmp_path, number):
+    """Values go up and down, so that one which a threshold refuses lies between two that are the best."""
+    saves, eval_steps, draw = SAVES[number], (1, 2, None)[number % 3], Random(number)
+    held_out = {
+        update: {"eval_accuracy": draw.choice((0.1, 0.2, 0.25, 0.3, 0.35)) + 0.01 * update, "eval_loss": 1.0}
+        for update in range(UPDATES + 1)
+    }
+    options = {
+        **saves, "early_stopping_patience": 1 + number % 2 * bool(eval_steps), "early_stopping_threshold": 0.08,
+        "eval_steps": eval_steps, "save_async": False,
+    }  # fmt: skip
+    undisturbed = Launches(tmp_path / "undisturbed", held_out, **options)
+    expected = undisturbed.launch()
+    assert expected.updates < UPDATES
+    for killed_after in range(1, expected.updates + 1):
+        run = Launches(tmp_path / f"{killed_after}", held_out, **options)
+        run.launch(killed_after)
+        state = run.launch()
+        assert state.updates == expected.updates, killed_after
+        assert vars(state.best) == vars(expected.best), killed_after
+        assert run.best == undisturbed.best, killed_after
+        for name, tensor in undisturbed.weights.items():
+            assert tensor.equal(run.weights[name]), killed_after
+
+
+def falling(update: int) -> dict[str, float]:
+    """Each evaluation is better than the one before, by both figures."""
+    return {"eval_accuracy": 0.01 * update, "eval_loss": 1.0 - 0.01 * update}
+
+
+def test_a_best_model_without_a_state_keeps_no_run_from_starting_over(tmp_path):
+    held_out = {update: falling(update) for update in range(UPDATES + 1)}
+    for number, options in enumerate(({}, {"save_steps": 2, "save_only_model": True}, {"save_minutes": 0.0})):
+        run = Launches(tmp_path / f"{number}", held_out, eval_steps=3, save_async=False, save_best=True, **options)
+        run.launch(killed_after=7)
+        left = {folder.name for folder in (run.folder.path / "checkpoints").glob("update_*")}
+        assert "update_00000006" in left
+        run.launch(killed_after=1)
+        assert run.first == 1
+        assert any("it starts over; its models stay until they come again" in line for line in run.said)
+        assert {folder.name for folder in (run.folder.path / "checkpoints").glob("update_*")} == left, (
+            "nothing is lost"
+        )
+        run.launch()
+        assert run.first == 1
+        assert run.best == "update_00000012"
+
+
+def test_states_come_by_the_clock_however_often_an_evaluation_is_the_best(tmp_path, monkeypatch):
+    clock = iter(range(0, 10**6, 60))
+    monkeypatch.setattr("zerofit.checkpoint.manager.time", SimpleNamespace(
+        time=lambda: next(clock), perf_counter=lambda: 0.0))  # fmt: skip
+    held_out = {update: falling(update) for update in range(UPDATES + 1)}
+    run = Launches(tmp_path / "run", held_out, eval_steps=1, save_async=False, save_best=True, save_minutes=3.0)
+    engine, state = SavingEngine(), RunState()
+    recipe = ClmRecipe(max_train_steps=UPDATES, **run.options)
+    run.folder.path.mkdir()
+    manager = CheckpointManager(run.folder, engine, recipe, state, Exporter(engine), {}, {}, "accuracy", True)
+    due = []
+    for state.updates in range(1, UPDATES + 1):
+        due.append(manager.is_due_by_clock())
+        manager.save("clock" if due[-1] else None, True, {})
+    assert sum(due) >= 2
+
+
+@pytest.mark.parametrize(("before", "now"), [("accuracy", "loss"), ("loss", "accuracy")])
+@pytest.mark.parametrize("killed_after", [4, 5, 6, 7])
+def test_another_metric_is_never_compared_with_the_old_value(tmp_path, before, now, killed_after):
+    """A loss of 1 is no better than an accuracy of 0.5, nor an accuracy better than it."""
+    held_out = {
+        update: {"eval_accuracy": 0.5 + 0.001 * update, "eval_loss": 2.0 - 0.01 * update} for update in range(13)
+    }
+    options = {"eval_steps": 2, "save_steps": 1, "save_async": False, "early_stopping_patience": 2}
+    run = Launches(tmp_path / "run", held_out, **options)
+    run.launch(killed_after, metric_for_best_model=before)
+    state = run.launch(metric_for_best_model=now)
+    assert any(f"metric_for_best_model was {before}, and is {now} now" in line for line in run.said)
+    assert (state.updates, state.best.update, state.best.metric) == (UPDATES, UPDATES, now)
+    assert state.best.value == held_out[UPDATES][f"eval_{now}"]
+    run.said.clear()
+    run.launch(metric_for_best_model=now)
+    assert not any("metric_for_best_model" in line for line in run.said), "said once"
+
+
+def test_patience_counts_anew_for_another_metric(tmp_path):
+    """The accuracy never rises: with one more evaluation patience would have run out."""
+    held_out = {update: {"eval_accuracy": 0.5, "eval_loss": 2.0 - 0.01 * update} for update in range(13)}
+    options = {"eval_steps": 2, "save_steps": 1, "save_async": False, "early_stopping_patience": 3}
+    run = Launches(tmp_path / "run", held_out, **options)
+    run.launch(7, metric_for_best_model="accuracy")
+    state = run.launch(metric_for_best_model="loss")
+    assert (state.updates, state.best.worse_in_a_row, state.best.update) == (UPDATES, 0, UPDATES)
+    again = Launches(tmp_path / "again", held_out, **options)
+    again.launch(7, metric_for_best_model="loss")
+    state = again.launch(metric_for_best_model="accuracy")
+    assert (state.updates, state.best.update) == (UPDATES, 8), "8 is the first, then 10 and 12 are no better"
