@@ -3,14 +3,19 @@
 import csv
 import importlib.util
 import io
+import json
 
 import pandas as pd
 import pytest
 from datasets import Dataset
 
 from tests.helpers import read_data, refusal
+from zerofit.data.chat.instructions import FormOptions, find_form
 from zerofit.data.file_formats import BUILDERS
-from zerofit.data.tables import check_name, columns_present
+from zerofit.data.pairs.columns import PairColumns, find_columns
+from zerofit.data.records import BadRecord
+from zerofit.data.tables import check_name, columns_present, worded_columns
+from zerofit.data.text import text_column
 from zerofit.recipe import ClsRecipe
 from zerofit.recipe.columns import is_value
 
@@ -71,3 +76,82 @@ def test_excel_files_go_through_pandas_and_its_engine(tmp_path, cache, monkeypat
     monkeypatch.setattr(pd, "read_excel", lambda *args, **kwargs: sheet)
     assert BUILDERS["xlsx"][0] == "csv"
     assert [tuple(record.values()) for record in read(*recipe.train_file, cache)] == ROWS
+
+
+# ------------------------------------------------------------------------------------------------- values as written
+
+VALUES = {
+    "id": ["007", "8", "0009"],
+    "label": ["0110", "1e3", "1_000"],
+    "date": ["2024-01-01", "2024-01-02T00:00:00Z", "1999-12-31"],
+    "flag": ["true", "False", "TRUE"],
+    "word": ["N/A", "nan", "None"],
+    "number": ["1.0", "1.50", "Infinity"],
+    "big": ["900000000000013009", "90000000000001300900", "1"],
+}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.json", "a.parquet", "a.csv.gz"])
+def test_texts_stay_as_they_are_written(tmp_path, cache, name):
+    path, frame = tmp_path / name, pd.DataFrame(VALUES)
+    if "csv" in name or "tsv" in name:
+        frame.to_csv(path, index=False, sep="\t" if "tsv" in name else ",")
+    elif name.endswith("parquet"):
+        frame.to_parquet(path)
+    else:
+        frame.to_json(path, orient="records", lines=name.endswith("l"))
+    assert read(str(path), cache).to_dict() == VALUES
+
+
+@pytest.mark.parametrize(("values", "texts"), [
+    (["0", 1, "007"], ["0", "1", "007"]),
+    (["a", 3, 3.0, 2.5, True, None], ["a", "3", "3", "2.5", "True", None]),
+    (["2024-01-01", 5], ["2024-01-01", "5"]),
+    ([90000000000001300900, 1], ["90000000000001300900", "1"]),
+    ([["2024-01-01"], ["2024-01-02"]], [["2024-01-01"], ["2024-01-02"]]),
+    ([["a", 1], None], [["a", "1"], None]),
+    ([{"text": "2024-01-01"}, {"text": "2024-01-02"}], [{"text": "2024-01-01"}, {"text": "2024-01-02"}]),
+    ([1, 2.5, None], [1, 2.5, None]),  # numbers stay numbers
+    ([True, False], [True, False]),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_values_of_several_types_are_texts(tmp_path, cache, values, texts, name):
+    rows = [{"label": value, "text": "x"} for value in values]
+    text = json.dumps(rows) if name.endswith("json") else "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / name).write_text(text)
+    table = read(str(tmp_path / name), cache)
+    assert table["label"][:] == texts
+    assert table["text"][:] == ["x"] * len(rows)
+
+
+def test_columns_of_numbers_are_not_taken_for_the_text(tmp_path, cache):
+    rows = [(f"{n:03}", "2024", "a text", str(n / 2)) for n in range(5)]
+    table = read(write(tmp_path / "a.csv", header=("number", "text", "body", "grade"), rows=rows), cache)
+    assert worded_columns(table) == ["body"]
+    assert columns_of_pairs(table.select_columns(["number", "body"]).add_column("more", ["b"] * 5)) == ("body", "more")
+
+
+def columns_of_pairs(table: Dataset) -> tuple[str, str]:
+    found = find_columns(PairColumns(), table)
+    return found.source, found.target
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_answers_and_texts_of_digits_in_every_reader(tmp_path, cache, ending):
+    rows, sep = [(f"{n} + 1?", f"0{n + 1}") for n in range(5)], "\t" if ending == ".tsv" else ","
+    table = read(write(tmp_path / f"a{ending}", sep, header=("question", "answer"), rows=rows), cache)
+    assert columns_of_pairs(table) == ("question", "answer")
+    assert find_columns(PairColumns(), table).read(table[0])[0].target == "01"
+    form = find_form(FormOptions("auto", None, None, None), table)
+    assert form.read(table[0])[-1]["content"] == "01"
+    assert text_column(table, "answer") == "answer"
+
+
+@pytest.mark.parametrize("words", [("True", "False"), ("true", "false")])
+def test_answers_that_a_csv_file_marks_as_bad_are_refused(tmp_path, cache, words):
+    rows = [("a question", "an answer", words[n % 2]) for n in range(4)]
+    table = read(write(tmp_path / "a.csv", header=("prompt", "completion", "label"), rows=rows), cache)
+    columns = find_columns(PairColumns(), table)
+    assert columns.read(table[0])
+    with pytest.raises(BadRecord, match="rejected"):
+        columns.read(table[1])

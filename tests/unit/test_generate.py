@@ -299,9 +299,9 @@ def test_an_encoder_decoder(blenderbot, generate, given, tokenizer):
 def test_an_encoder_decoder_answers_as_it_was_trained(blenderbot, talk, generate, given, tokenizer, tmp_path):
     """The source's form lies in its tokenizer's configuration, and how it searches in generation_config.json."""
     folder = shutil.copytree(blenderbot, tmp_path / "trained")
-    form = {"prefix": "Q: ", "separator": " / ", "max_length": 20}
+    form = {"source_prefix": "Q: ", "turn_separator": " / ", "max_source_length": 20}
     search = {"num_beams": 3, "max_new_tokens": 5, "min_new_tokens": 2}
-    for file, more in (("tokenizer_config.json", {"source_format": form}), ("generation_config.json", search)):
+    for file, more in (("tokenizer_config.json", {"trained_with": form}), ("generation_config.json", search)):
         known = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps({**known, **more}))
     done = talk(["one", "two"], "--model", folder, "--context", "persona")

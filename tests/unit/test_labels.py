@@ -14,6 +14,7 @@ from zerofit.data.labelled.labels import (
     configure_labels,
     find_labels,
     in_model_order,
+    trained_labels,
 )
 from zerofit.data.records import BadRecord
 from zerofit.recipe import ClsRecipe
@@ -35,20 +36,40 @@ def found(values, class_names=None, regression=None) -> Labels:
         (["1.0", "1", "0"], ("0", "1")),
         (["yes", "no", "yes"], ("no", "yes")),
         ([1.0, NAN, 0.0], ("0", "1")),  # pandas stores a missing label so
-        (["yes", "", "no", None, "-"], ("no", "yes")),
+        (["yes", "", "no", None], ("no", "yes")),
+        (["0110", "0210", "110"], ("0110", "0210", "110")),  # a text is a name, byte for byte
+        (["900000000000013009", "900000000000013010"], ("900000000000013009", "900000000000013010")),
+        (["1e3", "1000", "1_000"], ("1000", "1_000", "1e3")),
+        (["007", "7", "7.0"], ("007", "7", "7.0")),
+        (["1.0", "0.0"], ("0.0", "1.0")),  # no integer beside them
+        ([1.0, 0.0], ("0", "1")),
+        (["1.0", 1, 0, "2"], ("0", "1", "2")),
+        (["1.0", "1", "dev"], ("1", "1.0", "dev")),  # versions
+        (["0", 1], ("0", "1")),
+        (["a", 3, "b"], ("3", "a", "b")),
+        (["10", "9", "-1"], ("-1", "9", "10")),
+        (["+1", "1"], ("+1", "1")),
+        (["nan", "-", "+", "None", "null", "NA", "N/A"], ("+", "-", "N/A", "NA", "None", "nan", "null")),
+        (["true", "True", "false"], ("True", "false", "true")),
+        (["Infinity", "-inf", "1E5"], ("-inf", "1E5", "Infinity")),
+        (["\u00b2", "2", "\u0662"], ("2", "\u00b2", "\u0662")),  # digits that are no ASCII
+        (["2024-01-01", "2024-01-02"], ("2024-01-01", "2024-01-02")),
     ],
 )
 def test_classes_that_are_found(values, names):
     labels = found(values)
     assert labels.names == names
     assert labels.num_outputs == len(names)
-    there = [labels.encode(value) for value in values if value not in (None, "", "-") and value == value]
+    there = [labels.encode(value) for value in values if value not in (None, "") and value == value]
     assert sorted(set(there)) == list(range(len(names)))
 
 
 @pytest.mark.parametrize(("names", "class_names", "value", "number"), [
     (("0", "1"), None, 1, 1), (("0", "1"), None, "1", 1), (("0", "1"), None, 1.0, 1), (("0", "1"), None, "1.0", 1),
     (NLI, NLI, 2, 2), (NLI, NLI, "2", 2), (NLI, NLI, "neutral", 1),
+    (("0.0", "1.0"), None, 1, 1), (("0", "1"), None, " 1 ", 1), (("no", "yes"), None, "yes ", 1),
+    (("no", "yes"), ("no", "yes"), "1.0", 1), (("007", "7"), None, "007", 0), (("007", "7"), None, 7, 1),
+    (None, None, "1e3", 1000.0), (None, None, " 2 ", 2.0),
     (("ham", "spam"), ("spam", "ham"), 0, 1),  # numbers of the data follow its names into the model's order
     (None, None, "0.5", 0.5), (None, None, 2, 2.0),
 ])  # fmt: skip
@@ -57,15 +78,67 @@ def test_the_same_label_written_in_different_ways(names, class_names, value, num
 
 
 @pytest.mark.parametrize(("names", "class_names", "value", "words"), [
-    *((("no", "yes"), None, nothing, "no label") for nothing in (None, "", " ", "-", NAN, "nan")),
+    *((("no", "yes"), None, nothing, "no label") for nothing in (None, "", " ", NAN)),
     *((None, None, nothing, "no label") for nothing in (None, "", NAN)),
     (NLI, NLI, -1, "no label"), (NLI, NLI, "-1", "no label"),
     (("no", "yes"), None, "maybe", "label set"), (("no", "yes"), ("no", "yes"), "2", "label set"),
+    (("0110", "110"), None, "0210", "label set"), (("1000", "2"), None, "1e3", "label set"),
+    (None, None, "1_000", "no number"), (None, None, "0,5", "no number"), (None, None, "nan", "no number"),
     (None, None, "good", "no number"), (None, None, float("inf"), "no number"),
 ])  # fmt: skip
 def test_labels_that_are_refused(names, class_names, value, words):
     with pytest.raises(BadRecord, match=words):
         Labels(names).encode(value, class_names)
+
+
+def test_the_missing_mark_of_snli_is_a_name_elsewhere():
+    assert Labels(("+", "-")).encode("-") == 1
+    with pytest.raises(BadRecord, match="no label"):
+        Labels(NLI, number="gold_label").encode("-")
+    assert find_labels([*NLI, "-"], "a.csv", None, None, "gold_label").names == tuple(sorted(NLI))
+
+
+def test_blanks_around_labels_are_removed_and_said():
+    labels = found([" pos", "pos ", "pos", "neg"])
+    assert labels.names == ("neg", "pos")
+    assert "' pos', 'pos '" in labels.notes[0]
+    assert not found(["pos", "neg"]).notes
+
+
+@pytest.mark.parametrize("values", [["0,5", "1,25", "2"], ["-0,5", ",5"], ["1,5e3", "2"]])
+def test_decimal_commas_are_numbers_if_that_is_said(values):
+    message = refusal(found, values)
+    assert "--regression true" in message
+    assert found(values, regression=False).names
+    labels = found(values, regression=True)
+    assert "decimal commas" in labels.notes[0]
+    assert [labels.encode(value) for value in values] == [float(value.replace(",", ".")) for value in values]
+
+
+@pytest.mark.parametrize("values", [["1,500", "2,250"], ["0,5", "0.5"], ["1.234,5", "1,0"], ["1,234,567", "2"]])
+def test_commas_that_may_separate_thousands_are_refused(values):
+    assert "Write 1234.5" in refusal(found, values, regression=True)
+    assert "--regression" in refusal(found, values)
+
+
+@pytest.mark.parametrize(("theirs", "values", "class_names", "numbers"), [
+    (("No", "no", "yes"), ["no", "yes"], None, [1, 2]),  # their case tells classes apart
+    (("POS", "NEG"), ["neg", "pos"], None, [1, 0]),
+    (("pos", "neg"), ["Pos", "pos", "neg"], None, [None, 0, 1]),
+    (("spam", "ham"), [1, "0"], None, [1, 0]),  # numbers of the classes
+    (("spam", "ham"), ["spam", "01"], None, [0, None]),
+    (("0110", "110"), ["110", "0110"], None, [1, 0]),
+    (("1", "2"), ["2.0", "1.0"], None, [1, 0]),
+    (("3", "1"), ["1", "3"], None, [1, 0]),  # names, not numbers of classes
+])  # fmt: skip
+def test_labels_of_data_for_a_trained_model(theirs, values, class_names, numbers):
+    labels, numbered = trained_labels(pretrained(*theirs), class_names, values)
+    for value, number in zip(values, numbers):
+        if number is None:
+            with pytest.raises(BadRecord):
+                labels.encode(value, numbered)
+        else:
+            assert labels.encode(value, numbered) == number
 
 
 def test_a_class_label_column_names_its_numbers():
@@ -86,7 +159,7 @@ def test_regression(values, regression):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([None, "", "-", NAN], "train.csv: no record has a label"),
+        ([None, "", " ", NAN], "train.csv: no record has a label"),
         ([1, 1, 1], "only one label, '1'"),
         ([f"word {n}" for n in range(1001)], "1,001 different labels"),
     ],

@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.model.export import Weights, export_model
 from zerofit.model.exported import review_export
+from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.lora import Adapter
-from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.model_card import model_card
 from zerofit.strategy.engine import Engine
 
@@ -28,12 +29,13 @@ class ModelExporter:
         adapter: Adapter | None,
         tokenizer: PreTrainedTokenizerBase,
         task: str,
-        recipe: TrainingRecipe,
+        recipe: TaskRecipe,
         environment: dict[str, Any],
     ):
         self._engine, self._adapter, self._tokenizer = engine, adapter, tokenizer
         self._task, self._recipe, self._environment = task, recipe, environment
         self._tokenizer_of_thread: PreTrainedTokenizerBase | None = None
+        tokenizer.init_kwargs[TRAINED_WITH] = recipe.inputs
 
     @property
     def writes_all(self) -> bool:

@@ -25,6 +25,7 @@ from zerofit.data.token_tables import TableCache, one_process_at_a_time
 from zerofit.data.windows import LAG_UPDATES, StreamedSamples, WindowStore
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.inference_options import OF_MODEL
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import ClmRecipe
@@ -84,6 +85,8 @@ def _prepare_text_or_chat(
 def _prepare_source(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int, source: Source, unit: str = ""
 ) -> TextData:
+    recipe = recipe.columns_in(source.first.column_names)
+    form = replace(form, messages_column=recipe.messages_column, text_column=recipe.text_column)
     if recipe.preference_loss:
         pairs = {part: find_preferences(form, table) for part, table in source.parts.items()}
         return prepare_preferences(options, config, source, pairs, block_size, recipe.chat_template)
@@ -207,13 +210,13 @@ def _held_out_data(recipe: ClmRecipe, options: DataOptions, form: FormOptions, c
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
     """Raises UserError for options that have no effect on what the data was taken for."""
     if form is None:
-        given = [name for name in OF_CHATS if getattr(recipe, name)]
+        given = [name for name in OF_CHATS if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
         what = f"text; {columns_present(source.first)}. Name the form with --data_format"
     else:
-        given = [name for name in OF_TEXT if getattr(recipe, name) is not None]
+        given = [name for name in OF_TEXT if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
         what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"
     if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
-    if form is not None and recipe.packing == "concatenate":
+    if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != OF_MODEL:
         raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

@@ -10,14 +10,18 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import pandas as pd
-from datasets import Features, Value
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, DatasetInfo, Features, Value
 
 from zerofit.data.conll import sentences
 from zerofit.data.encodings import as_utf8, open_bytes, proposal
 from zerofit.data.options import DataOptions
+from zerofit.data.tables import set_fingerprint, text_of
 from zerofit.recipe.columns import ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file
@@ -28,6 +32,7 @@ FORMATS = {
     ".conll": "conll",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
+HEAD = 4096  # bytes in which the first character of a file is
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {
     "csv": ("csv", CSV),
@@ -102,10 +107,89 @@ def check_fields(path: Path, kwargs: dict) -> None:
 
 
 def text_features(path: Path, kwargs: dict) -> Features:
-    """The columns of a .csv file, all as text. The datasets library infers types from the first 10,000 rows and fails
-    if a column of numbers has a word or an empty value after them."""
+    """The columns of a .csv file, all as text, so that values stay as they are written. The datasets library would
+    infer types from the first 10,000 rows."""
     columns = pd.read_csv(path, nrows=0, **kwargs).columns
     return Features(dict.fromkeys(columns, Value("string")))
+
+
+def texts_as_written(table: Dataset, paths: list[Path]) -> Dataset:
+    """The table of JSON files in which texts are the texts of the files.
+
+    The reader makes dates of texts such as "2024-01-01", numbers of "0" where another record has 1, and rounds
+    integers of more than 64 bits. Such columns are read again; a number or a boolean beside texts becomes a text.
+    Columns of objects with different keys stay as they are.
+    """
+    changed = {}
+    for field in table.data.schema:
+        text_type = _with_texts(field.type)
+        if pa.types.is_floating(field.type) and (pc.max(pc.abs(table.data[field.name])).as_py() or 0) >= 2**53:
+            text_type = pa.string()
+        if text_type != field.type:
+            changed[field.name] = text_type
+    if not changed:
+        return table
+    columns: dict[str, list[Any]] = {name: [] for name in changed}
+    try:
+        for record in _json_records(paths):
+            for name, values in columns.items():
+                values.append(record.get(name))
+    except (ValueError, AttributeError):  # a file of another form
+        return table
+    arrow, features = table.data.table, table.features.copy()
+    for name, values in columns.items():
+        is_number = pa.types.is_floating(arrow.schema.field(name).type)
+        if len(values) != len(table) or (is_number and not any(isinstance(value, int) for value in values)):
+            continue
+        try:
+            column = pa.array([_as_text(value, changed[name]) for value in values], changed[name])
+        except TypeError:
+            continue
+        arrow = arrow.set_column(arrow.schema.get_field_index(name), name, column)
+        features[name] = Features.from_arrow_schema(pa.schema([(name, changed[name])]))[name]
+    if arrow is table.data.table:
+        return table
+    read_again = Dataset(arrow.replace_schema_metadata(None), DatasetInfo(features=features))
+    return set_fingerprint(read_again, table._fingerprint, "as written")
+
+
+def _with_texts(kind: pa.DataType) -> pa.DataType:
+    """The type with texts in place of dates and of values of several types."""
+    if pa.types.is_temporal(kind) or isinstance(kind, pa.JsonType):
+        return pa.string()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_with_texts(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(kind.field(place).name, _with_texts(kind.field(place).type)) for place in range(len(kind))])
+    return kind
+
+
+def _as_text(value: Any, kind: pa.DataType) -> Any:
+    """A value of this type. Raises TypeError: it is an object or a list where a text is expected."""
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        return {
+            kind.field(place).name: _as_text(value.get(kind.field(place).name), kind.field(place).type)
+            for place in range(len(kind))
+        }
+    if pa.types.is_list(kind):
+        return [_as_text(item, kind.value_type) for item in value]
+    if isinstance(value, (dict, list)):
+        raise TypeError("no text")
+    return text_of(value) if pa.types.is_string(kind) else value
+
+
+def _json_records(paths: list[Path]) -> Iterator[dict[str, Any]]:
+    """The records of JSON files: a list of them, or one a line."""
+    for path in paths:
+        with open_bytes(path) as file:
+            start = file.read(HEAD).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+            file.seek(0)
+            if start == b"[":
+                yield from json.loads(file.read())
+            else:
+                yield from (json.loads(line.decode("utf-8-sig")) for line in file if line.strip())
 
 
 # ---------------------------------------------------------------------------------------------------------- conversion

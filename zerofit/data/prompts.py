@@ -60,15 +60,12 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     options = DataOptions.of(recipe)
     source = read_source(options, sample_by=lambda files: "line", reader=read_keyed_conversations)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_columns(PairColumns.of(recipe), source.first)
+    columns = find_columns(PairColumns.of(recipe.columns_in(source.first.column_names)), source.first)
     parts, notes = read_parts(source, {PREDICT: columns}, options)
     histories = [pair.source for (pair,) in parts[PREDICT].contents()]
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     widths = chosen_widths(recipe, config)
-    form = SourceFormat.of(tokenizer, config, widths[0])  # as in training, unless the recipe sets another
-    overrides = {"prefix": "source_prefix", "separator": "turn_separator", "max_length": "max_source_length"}
-    overrides = {name: getattr(recipe, option) for name, option in overrides.items() if recipe.source(option)}
-    form = replace(form, **{name: value for name, value in overrides.items() if value is not None})
+    form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
     ids, cut_tokens = PairEncoder(tokenizer, form, widths[1]).sources(histories)
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {form.max_length}")
@@ -89,6 +86,8 @@ def read_causal_prompts(
     unit = recipe.document_separator
     sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
     source = read_source(options, sample_by=lambda files: sample_by)
+    recipe = recipe.columns_in(source.first.column_names)
+    asked = replace(asked, messages_column=recipe.messages_column, text_column=recipe.text_column)
     form = find_form(asked, source.first)
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:

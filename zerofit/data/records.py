@@ -162,13 +162,15 @@ def score_column(difficulty: Difficulty | None, table: Dataset) -> str | None:
     name, stated = difficulty.field, difficulty.stated
     if name not in table.column_names:
         raise UserError(f"{stated}: there is no column {name!r}; {columns_present(table)}. Name one, or {LENGTH}")
-    numbers = table.data.column(name)
-    is_number = getattr(table.features[name], "dtype", "").startswith(("int", "uint", "float", "bool"))
-    if not is_number or numbers.null_count or not np.isfinite(numbers.cast("float64").to_numpy()).all():
+    try:
+        are_numbers = np.isfinite(np.asarray(table.data.column(name).to_numpy(), dtype=np.float64)).all()
+    except (TypeError, ValueError):
+        are_numbers = False
+    if not are_numbers:
         raise UserError(f"{stated}: not every record has a number in the column {name!r}")
     return name
 
 
 def scores_of(table: Dataset, column: str | None) -> np.ndarray | None:
     """The numbers of a column."""
-    return None if column is None else np.asarray(table.with_format("numpy")[column][:], dtype=np.float64)
+    return None if column is None else np.asarray(table.data.column(column).to_numpy(), dtype=np.float64)

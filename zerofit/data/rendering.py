@@ -6,6 +6,7 @@ from typing import Any
 
 from zerofit.model.chat import BadTemplate, apply_template, install_template
 from zerofit.model.configuration import usable_positions
+from zerofit.model.folders import TRAINED_WITH
 from zerofit.recipe.errors import UserError, first_line
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
@@ -31,7 +32,7 @@ class Renderer:
         config: the model's.
         template: the name or .jinja file of a chat template that replaces the tokenizer's own.
         raw: use prompts unchanged, without a template.
-        system: the system prompt of every conversation.
+        system: the system prompt of every conversation; None: that of training, if there was one.
     """
 
     def __init__(self, tokenizer, config, template: str | None = None, raw: bool = False, system: str | None = None):
@@ -41,6 +42,8 @@ class Renderer:
         if template is not None:
             install_template(tokenizer, template)
         self.uses_template = bool(tokenizer.chat_template) and not raw
+        if system is None and self.uses_template:
+            self.system = tokenizer.init_kwargs.get(TRAINED_WITH, {}).get("system_prompt")
         self.encoder = self._encoder(raw) if self.has_encoder and not self.uses_template else None
         if self.uses_template:
             self._render([{"role": "user", "content": "a"}])  # finds a broken template before the first prompt
@@ -85,7 +88,7 @@ class Renderer:
         self.check_conversations()
         if not self.uses_template:
             return self._source([message["content"].strip() for message in messages])
-        if self.system is not None and messages[0]["role"] != "system":
+        if self.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         text = self._render(messages)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them

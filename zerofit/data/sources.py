@@ -7,7 +7,6 @@ from hashlib import sha256
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
-from datasets.exceptions import DatasetGenerationError
 
 from zerofit.data.file_formats import (
     BUILDERS,
@@ -15,6 +14,7 @@ from zerofit.data.file_formats import (
     format_of,
     plain_files,
     text_features,
+    texts_as_written,
     unreadable,
     with_delimiter,
 )
@@ -127,17 +127,14 @@ def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | N
             for path in paths:
                 check_fields(path, kwargs)
         load = partial(load_dataset, builder, data_files={part: names}, cache_dir=cache and str(cache), **kwargs)
-        try:
-            loaded = load()
-        except DatasetGenerationError:
-            if builder != "csv":
-                raise
-            loaded = load(features=text_features(paths[0], kwargs))
+        if builder == "csv":  # "007" stays "007", and "true" is no boolean
+            return load(features=text_features(paths[0], kwargs))[part]
+        loaded = load()
     except UserError:
         raise
     except Exception as error:  # the library raises a dozen types
         raise unreadable(paths, kind, error) from None
-    return loaded[part]
+    return texts_as_written(loaded[part], paths) if builder == "json" else loaded[part]
 
 
 def not_utf8(data: DataOptions, error: UnicodeDecodeError) -> Exception:

@@ -1,5 +1,6 @@
 """Tables of records: their columns, their first records, a held-out part, their fingerprints."""
 
+import re
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ from zerofit.recipe.columns import NO_HEADER, is_value
 from zerofit.recipe.errors import UserError
 
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
 Records = TypeVar("Records")  # a Dataset, or what has its __len__ and select
 
 
@@ -55,6 +58,25 @@ def text_columns(dataset: Dataset) -> list[str]:
         for name, feature in dataset.features.items()
         if getattr(feature, "dtype", "") in ("string", "large_string")
     ]
+
+
+def worded_columns(dataset: Dataset) -> list[str]:
+    """The columns of text that hold words, to choose one from: in a .csv file numbers are texts too. All columns of
+    text where none holds words."""
+    texts = text_columns(dataset)
+    return [name for name in texts if not _holds_numbers(dataset[name][:LOOKED_AT])] or texts
+
+
+def _holds_numbers(texts: list[str | None]) -> bool:
+    written = [text.strip() for text in texts if text and text.strip()]
+    return bool(written) and all(NUMBER.fullmatch(text) or text.lower() in ("true", "false") for text in written)
+
+
+def text_of(value: Any) -> str:
+    """A value as text: texts as they are, 3 and 3.0 as "3"."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    return str(value)
 
 
 def holds_lists(feature: Any) -> bool:

@@ -21,6 +21,7 @@ from zerofit.data.tables import (
     hold_out,
     set_fingerprint,
     text_columns,
+    worded_columns,
 )
 from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
 from zerofit.model.families.gpt2 import END_OF_TEXT
@@ -99,9 +100,9 @@ def _contains(path: Path, mark: str) -> bool:
 def text_column(dataset: Dataset, name: str | None) -> str:
     """The column of text. Raises UserError if there is none, or several are possible."""
     check_column(dataset, "text_column", name, "text")
-    texts = text_columns(dataset)
-    if name or "text" in texts:
+    if name or "text" in text_columns(dataset):
         return name or "text"
+    texts = worded_columns(dataset)
     if len(texts) != 1:
         raise UserError(f"no column is called text; {columns_present(dataset)}. Name the one with --text_column")
     check_name(texts[0], "text_column")

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, Value
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import columns_present
+from zerofit.data.tables import LOOKED_AT, columns_present, text_columns
 from zerofit.recipe.errors import UserError
 
 DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
@@ -38,13 +38,19 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
         if {good, bad} <= set(table.column_names):
             what = f"the records are preferences ({good}, {bad}): train/clm.py takes --preference_loss dpo"
             raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
-    verdicts = [name for name in VERDICTS if name in table.column_names and table.features[name] == Value("bool")]
-    return verdicts[0] if verdicts else None
+    return next((name for name in VERDICTS if name in table.column_names and _holds_booleans(table, name)), None)
+
+
+def _holds_booleans(table: Dataset, name: str) -> bool:
+    """Whether a column holds true and false; in a .csv file they are texts."""
+    if name in text_columns(table):
+        return {str(value).lower() for value in table[name][:LOOKED_AT]} <= {"true", "false"}
+    return table.features[name] == Value("bool")
 
 
 def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
     """Raises BadRecord if the record marks its answer as a bad one."""
-    if verdict and record[verdict] is False:
+    if verdict and str(record[verdict]).lower() == "false":
         raise BadRecord(f"its answer is a rejected one ({verdict}: false), as in data of preferences for KTO")
 
 

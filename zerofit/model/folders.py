@@ -6,6 +6,7 @@ from typing import Any
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import parse_json
 
+TRAINED_WITH = "trained_with"  # in tokenizer_config.json: the options that shaped the inputs in training
 WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
                    "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip

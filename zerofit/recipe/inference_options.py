@@ -1,6 +1,8 @@
 """Options of a launch without training: it evaluates a model, or predicts for the records of a file."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Self
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
@@ -28,6 +30,15 @@ DATA_OPTIONS = (  # of the data that predict_file replaces
     "validation_split_percentage", "max_eval_samples", "data_path", "split", "data_cache_path",
     "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "predict_with_generate", "mixture_temperature",
 )  # fmt: skip
+# What shapes the inputs of a model, in any task: it is stored with the model and used when the model is evaluated.
+INPUT_OPTIONS = (
+    "max_length", "text_columns", "label_column", "choice_columns", "source_prefix", "turn_separator",
+    "max_source_length", "max_target_length", "val_max_target_length", "val_min_target_length", "source_lang",
+    "target_lang", "dialogue_column", "source_column", "target_column", "block_size", "packing", "document_separator",
+    "append_eos", "data_format", "messages_column", "text_column", "system_prompt", "train_on_prompt",
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+)  # fmt: skip
+OF_MODEL = "the model"  # the source of such an option
 MODEL = "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"
 
 
@@ -46,6 +57,41 @@ class InferenceOptions(Recipe):
     @property
     def trains(self) -> bool:
         return not (self.evaluate_only or self.predict_file)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The options that shape what the model reads, stored with it."""
+        return {name: getattr(self, name) for name in INPUT_OPTIONS if hasattr(self, name)}
+
+    def adopt_inputs(self, trained: dict[str, Any]) -> list[str]:
+        """Read as in training, but for what the user has set. Returns notes.
+
+        Args:
+            trained: the `inputs` of training.
+        """
+        used, notes = [], []
+        for name, value in trained.items():
+            if name not in self.inputs or value == getattr(self, name) or (name in DATA_OPTIONS and self.predict_file):
+                continue
+            if source := self.source(name):
+                was = f"trained with {_shown(value)}" if value is not None else "trained without it"
+                notes.append(f"note      {name} = {_shown(getattr(self, name))} ({source}): the model was {was}")
+            elif value is not None:
+                self.adopt(name, value, OF_MODEL)
+                used.append(f"{name} = {_shown(value)}")
+        return [f"note      as in training: {option}" for option in used] + notes
+
+    def columns_in(self, present: Iterable[str]) -> Self:
+        """The same without the columns of training that data of another form lacks: its own are found."""
+        present, other = set(present), self
+        for name in INPUT_OPTIONS:
+            value = getattr(self, name, None)
+            if self.source(name) != OF_MODEL or not name.endswith(("_column", "_columns")):
+                continue
+            if not {*([value] if isinstance(value, str) else value)} <= present:
+                other = self.draft() if other is self else other
+                other.reset_option(name)
+        return other
 
     @property
     def without_effect(self) -> list[str]:
@@ -80,3 +126,7 @@ class InferenceOptions(Recipe):
                 "evaluate_only: nothing is held out (validation_split_percentage = 0). Name a validation_file"
             )
         return problems
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else repr(value) if isinstance(value, str) else str(value)

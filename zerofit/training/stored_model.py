@@ -1,12 +1,16 @@
 """The stored model or adapter of a launch that trains nothing: found, read, and put onto its base."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from zerofit.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
 from zerofit.model.adapter_loading import inject_adapter
-from zerofit.model.folders import is_adapter, model_folder
+from zerofit.model.configuration import work_offline_without_network
+from zerofit.model.folders import TRAINED_WITH, is_adapter, model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.inference_options import DATA_OPTIONS
 from zerofit.recipe.paths import answers_folder
@@ -63,8 +67,10 @@ class StoredModel:
             if adapter.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")
             name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code)[1]
+        reads_as = str(adapter.path) if adapter is not None and adapter.has_tokenizer else name
+        notes = recipe.adopt_inputs(trained_with(reads_as))
         recipe.adopt("model_name_or_path", name, "--model_name_or_path")
-        stored = cls(task, recipe, asked_for, name, adapter)
+        stored = cls(task, recipe, asked_for, name, adapter, notes)
         if recipe.evaluate_only and recipe.train_file:
             stored.notes.append(
                 f"evaluated is what is held out of train_file ({recipe.validation_split_percentage:g} %); "
@@ -108,6 +114,17 @@ class StoredModel:
         """For the log."""
         base = f" on {self.base}" if self.adapter else ""
         return [f"model     {self.asked_for}{base}: {num_parameters:,} parameters"]
+
+
+def trained_with(name: str) -> dict[str, Any]:
+    """The options that shaped the inputs of a model in training; empty where nothing says it."""
+    if not Path(name).is_dir():
+        work_offline_without_network()
+    try:
+        found = get_tokenizer_config(name).get(TRAINED_WITH)
+    except (OSError, ValueError):  # what is wrong with it is said when it is loaded
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def refuse_a_training_run(folder: RunFolder) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from datasets import Dataset
 
-from zerofit.data.labelled.labels import NO_LABEL, Labels
+from zerofit.data.labelled.labels import INTEGER, Labels, is_missing, name_of
 from zerofit.data.labelled.samples import Example
 from zerofit.data.records import BadRecord, Part
-from zerofit.data.tables import columns_present, holds_lists, text_columns
+from zerofit.data.tables import columns_present, holds_lists, text_columns, text_of
 from zerofit.data.turns import blank
 from zerofit.recipe.errors import UserError
 
@@ -76,9 +76,10 @@ class Choices:
         if len(texts) < 2 or any(blank(text) for text in texts):
             raise BadRecord(f"it has {len(texts)} choices" if len(texts) < 2 else "a choice is empty")
         value = record[self.label]
-        if value in NO_LABEL:
+        if is_missing(value):
             raise BadRecord(f"it has no label ({self.label})")
-        right = names.index(str(value)) if str(value) in names else self._number(value)
+        name = name_of(value)
+        right = names.index(name) if name in names else self._number(name)
         if not 0 <= right < len(texts):
             raise BadRecord(f"its label {value!r} is not one of the {len(texts)} choices")
         return [(parts[0], " ".join([*parts[1:], text])) for text in texts], right
@@ -87,19 +88,20 @@ class Choices:
         """(names of the choices, where they have some; their texts)."""
         held = [record[name] for name in self.choices] if len(self.choices) > 1 else record[self.choices[0]] or []
         if isinstance(held, dict):  # {"label": ["A", ...], "text": [...]}, as ARC and CommonsenseQA have it
-            return [str(name) for name in held.get("label") or []], held.get("text") or []
+            return [name_of(name) for name in held.get("label") or []], _texts(held.get("text") or [])
         if held and isinstance(held[0], dict):
-            return [str(choice.get("label")) for choice in held], [choice.get("text") for choice in held]
-        return [], [str(text) if isinstance(text, (int, float)) else text for text in held]
+            return [name_of(choice.get("label")) for choice in held], _texts(choice.get("text") for choice in held)
+        return [], _texts(held)
 
-    def _number(self, value: Any) -> int:
-        text = str(value).strip()
-        if len(text) == 1 and text.isalpha():
-            return ord(text.upper()) - ord("A")
-        try:
-            return int(float(text)) - self.start
-        except ValueError:
-            return -1
+    def _number(self, name: str) -> int:
+        if len(name) == 1 and name.isalpha():
+            return ord(name.upper()) - ord("A")
+        integer = INTEGER.fullmatch(name)
+        return int(integer[1]) - self.start if integer else -1
+
+
+def _texts(values: Iterable[Any]) -> list[str | None]:
+    return [None if value is None else text_of(value) for value in values]
 
 
 def find_choices(named: LabelColumns, table: Dataset) -> Choices | None:
@@ -142,8 +144,8 @@ def _is_list(table: Dataset, name: str) -> bool:
 
 def _counted(choices: Choices, table: Dataset) -> Choices:
     """The same with the number of the first choice, 0 or 1, inferred from the labels."""
-    values = {str(value).strip() for value in table[choices.label][:] if value not in NO_LABEL}
-    numbers = {int(float(value)) for value in values if re.fullmatch(r"\d+(\.0)?", value)}
+    values = {name_of(value) for value in table[choices.label][:] if not is_missing(value)}
+    numbers = {int(match[1]) for match in map(INTEGER.fullmatch, values) if match}
     max_choices = len(choices.choices) if len(choices.choices) > 1 else max(numbers, default=0)
     return replace(choices, start=int(bool(numbers) and 0 not in numbers and max(numbers) == max_choices))
 

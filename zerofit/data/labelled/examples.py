@@ -20,7 +20,7 @@ from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, limit_parts, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
-from zerofit.data.tables import check_column, check_name, columns_present, text_columns
+from zerofit.data.tables import check_column, check_name, columns_present, text_columns, worded_columns
 from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.data.turns import blank
 from zerofit.model.configuration import has_head
@@ -117,13 +117,12 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     """
     task, options = glue.TASKS.get(recipe.task_name or ""), DataOptions.of(recipe)
     length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
-    named = LabelColumns(tuple(recipe.text_columns or ()), recipe.label_column, tuple(recipe.choice_columns or ()))
     if recipe.predict_file:
         if not recipe.lora and not any("For" in name for name in config.architectures or ("For",)):
             raise UserError("predict_file: the model has no head for labels. How it embeds texts: docs/embeddings.md")
-        return _prepare_unlabelled(options, config, task, recipe.task_name, named, length)
+        return _prepare_unlabelled(recipe, options, config, task, length)
     with one_process_at_a_time(options.cache.folder):
-        sources = [_find(recipe, own, task, named) for own in options_of_sources(options, recipe).values()]
+        sources = [_find(recipe, own, task) for own in options_of_sources(options, recipe).values()]
         readers = _readers(recipe, sources, task, config)
         read = [
             read_parts(each.source, dict.fromkeys(each.source.parts, reader), each.options)
@@ -137,15 +136,22 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         prepared = []
         for each, (parts, notes) in zip(sources, read):
             prepared.append(encode_parts(each.options, config, parts, each.held_out, labels, length))
-            prepared[-1].notes[:0] = [f"data      {each.describe}", *notes]
+            prepared[-1].notes[:0] = [f"data      {each.describe}", *labels.notes, *notes]
         if labels.of_pairs:
             prepared = [grouped(data, recipe.contrastive_group, recipe.seed) for data in prepared]
     names = options_of_sources(options, recipe)
     return _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
 
 
-def _find(recipe: ClsRecipe, options: DataOptions, task: glue.GlueTask | None, named: LabelColumns) -> Records:
+def _named(recipe: ClsRecipe, table: Dataset) -> LabelColumns:
+    """The columns that the options name."""
+    recipe = recipe.columns_in(table.column_names)
+    return LabelColumns(tuple(recipe.text_columns or ()), recipe.label_column, tuple(recipe.choice_columns or ()))
+
+
+def _find(recipe: ClsRecipe, options: DataOptions, task: glue.GlueTask | None) -> Records:
     source, held_out = _read(options, recipe.task_name)
+    named = _named(recipe, source.first)
     if not (task or any((named.texts, named.label, named.choices))) and (anchors := find_anchors(source.first)):
         if others := recipe.not_for_pairs:
             raise UserError(f"{' and '.join(others)}: the records are pairs of texts, it is not for them. Remove it")
@@ -197,7 +203,7 @@ def _readers(
         labels = Labels(task.labels)
     else:
         where = " and ".join(each.source.where("train") for each in sources)
-        labels = find_labels(values, where, class_names, False if of_words else recipe.regression)
+        labels = find_labels(values, where, class_names, False if of_words else recipe.regression, sources[0].label)
     labels = replace(in_model_order(labels, config), of_words=of_words)
     readers = []
     for each in sources:
@@ -241,7 +247,7 @@ def _labels_of_one_source(labels: Labels, sources: dict[str, ExampleData]) -> li
 
 
 def _prepare_unlabelled(
-    options: DataOptions, config, task: glue.GlueTask | None, task_name: str | None, named: LabelColumns, length: int
+    recipe: ClsRecipe, options: DataOptions, config, task: glue.GlueTask | None, length: int
 ) -> ExampleData:
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if has_head(config, "MultipleChoice"):
@@ -249,13 +255,14 @@ def _prepare_unlabelled(
     with one_process_at_a_time(options.cache.folder):
         source = read_source(options, sample_by=lambda files: "line")
         table = source.first
+        named = _named(recipe, table)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
         if has_head(config, "TokenClassification"):
             if (words := find_words(named.texts, table)) is None:
                 raise UserError(f"text_columns: no column of lists of words is found; {columns_present(table)}")
             texts, columns = (words,), TaggedWords(words, None, replace(labels, of_words=True))
         else:
-            texts, _ = _columns(named, table, task, task_name, labelled=False)
+            texts, _ = _columns(named, table, task, recipe.task_name, labelled=False)
             columns = LabelledColumns(texts, None, in_model_order(labels, config))
             source.parts = {PREDICT: _as_text(table, texts)}
         parts, _ = read_parts(source, {PREDICT: columns}, options)
@@ -294,10 +301,10 @@ def _columns(
     texts, problems = named.texts, []
     if not texts:
         known = [task.texts, task.released] if task else [pair for pair in TEXTS if len(pair) == 2]
-        known += [] if task else [(name,) for name in text_columns(table) if (name,) in TEXTS]
-        known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits, read as numbers
+        known += [] if task else [(name,) for name in worded_columns(table) if (name,) in TEXTS]
+        known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits
         texts = next((names for names in known if names and set(names) <= present - {named.label}), ())
-        words = [name for name in text_columns(table) if name not in (*LABELS, named.label)]
+        words = [name for name in worded_columns(table) if name not in (*LABELS, named.label)]
         if not texts and not task and len(words) == 1:
             check_name(words[0], "text_columns")
             texts = (words[0],)
@@ -321,7 +328,7 @@ def _columns(
 
 
 def _as_text(table: Dataset, texts: tuple[str, ...]) -> Dataset:
-    """The table with the text columns as text (a .csv column of digits is read as numbers)."""
+    """The table with the text columns as text."""
     for name in texts:
         if name in table.column_names and name not in text_columns(table):
             table = table.cast_column(name, Value("string"))

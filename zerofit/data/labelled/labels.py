@@ -2,16 +2,21 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofit.data.records import BadRecord
+from zerofit.data.tables import NUMBER, text_of
 from zerofit.model.configuration import has_head
 from zerofit.recipe.errors import UserError
 
 MISSING = -1  # the hub's GLUE marks records without a label so
-NO_LABEL = (None, "", "-")  # SNLI and MNLI write "-" where the annotators did not agree
+GOLD = "gold_label"  # the column of SNLI and MNLI, where "-" says that the annotators did not agree
 MOST_CLASSES = 1000
+INTEGER = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
+WITH_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+SEPARATED = re.compile(r"[+-]?\d[\d.,'\s]*", re.ASCII)  # 0,5 and 1,234.5 and 1.234,5
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Labels:
         number: the name of the label column, and of the number in a regression.
         of_words: token classification: each word of an example has a class, its tag.
         of_pairs: embeddings: there are no labels, but pairs of texts.
+        decimal_comma: the numbers of a regression are written 0,5.
+        notes: for the log.
     """
 
     names: tuple[str, ...] | None
@@ -30,6 +37,8 @@ class Labels:
     number: str = "number"
     of_words: bool = False
     of_pairs: bool = False
+    decimal_comma: bool = False
+    notes: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def num_outputs(self) -> int:
@@ -78,45 +87,100 @@ class Labels:
         Raises:
             BadRecord: there is none; it is none of the classes, or no number.
         """
-        name = "" if _is_missing(value) else _name(value)
-        if class_names and name.lstrip("-").isdigit():
-            index = int(name)
+        name = "" if is_missing(value, self.number) else name_of(value)
+        if class_names and name not in class_names and INTEGER.fullmatch(name):
+            index = int(float(name))
             name = "" if index == MISSING else class_names[index] if 0 <= index < len(class_names) else name
         if not name:
             raise BadRecord(f"it has no label ({self.number})")
         if self.names is None:
-            if not (_is_number(value) or isinstance(value, bool)):
+            number = _number(value, self.decimal_comma)
+            if number is None:
                 raise BadRecord(f"the label {value!r} is no number. With words as labels remove --regression")
-            return float(value)
-        if name not in self.names:
+            return number
+        place = self.place_of(name)
+        if place is None:
             raise BadRecord(f"the label {value!r} is outside the label set ({', '.join(self.names)})")
-        return self.names.index(name)
+        return place
+
+    def place_of(self, name: str) -> int | None:
+        """The number of the class of that name; 1 and 1.0 are one class, where the set does not have both."""
+        names = self.names or ()
+        integer = INTEGER.fullmatch(name)
+        spellings = (name, integer[1], f"{integer[1]}.0") if integer else (name,)
+        return next((names.index(each) for each in spellings if each in names), None)
 
 
-def find_labels(values: list[Any], where: str, class_names: tuple[str, ...] | None, regression: bool | None) -> Labels:
+def find_labels(
+    values: list[Any], where: str, class_names: tuple[str, ...] | None, regression: bool | None, column: str = ""
+) -> Labels:
     """The label set of the training data.
 
     Names of class numbers are used unchanged; words and integers are classes, sorted; numbers with a fractional part
-    make a regression. `regression` overrides all of these.
+    make a regression. `regression` overrides all of these. A text is a name as it is written ("007", "1e3"), without
+    blanks at its ends; 1.0 beside integers is 1.
 
     Raises:
         UserError: there are no labels, only one, or too many.
     """
     if class_names and not regression:
         return Labels(class_names)
-    present = {value for value in values if not _is_missing(value)}
+    present = {name_of(value): value for value in values if not is_missing(value, column)}
     if not present:
         raise UserError(f"{where}: no record has a label. Check that label_column names the right column")
-    if regression or (
-        regression is None and all(_is_number(v) for v in present) and not all(_is_whole(v) for v in present)
-    ):
+    numbers = [_number(value) for value in present.values()]
+    if regression is None and None not in numbers and not all(map(float.is_integer, numbers)):
         return Labels(None)
-    ordered = sorted(present, key=float if all(_is_whole(v) for v in present) else _name)
-    names = tuple(dict.fromkeys(_name(value) for value in ordered))
+    if regression:
+        return _numbers(present, where)
+    if regression is None:
+        refuse_commas(present, where)
+    names = _ordered(present)
     if len(names) < 2 or len(names) > MOST_CLASSES:
         what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
         raise UserError(f"{where} has {what}: nothing to classify. Correct label_column, or use --regression")
+    blank = sorted({str(value) for value in values if str(value) != str(value).strip() and not is_missing(value)})
+    if blank:
+        shown = ", ".join(map(repr, blank[:3])) + ", ..." * (len(blank) > 3)
+        return Labels(names, notes=(f"note      labels are read without the blanks at their ends: {shown}",))
     return Labels(names)
+
+
+def _ordered(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of classes in their order: integers as numbers, all others as texts."""
+    integers = [INTEGER.fullmatch(name) for name in names]
+    if not all(integers):
+        return tuple(sorted(names))
+    ordered = sorted(integers, key=lambda match: int(match[1]))
+    shortened = not all(match[2] for match in integers)
+    return tuple(dict.fromkeys(match[1] if shortened else match[0] for match in ordered))
+
+
+def _numbers(names: Iterable[str], where: str) -> Labels:
+    """The labels of a regression, which may be written with decimal commas."""
+    commas = [name for name in names if "," in name]
+    if not commas:
+        return Labels(None)
+    wrong = [name for name in commas if not WITH_COMMA.fullmatch(name)]
+    thousands = all(re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", name) for name in commas)
+    if wrong or thousands or any("." in name for name in names):
+        raise UserError(
+            f"{where}: labels such as {(wrong or commas)[0]!r} have commas that may be decimal commas or separate "
+            "thousands. Write 1234.5"
+        )
+    note = f"note      labels have decimal commas: {commas[0]} is read as {commas[0].replace(',', '.')}"
+    return Labels(None, decimal_comma=True, notes=(note,))
+
+
+def refuse_commas(names: Iterable[str], where: str) -> None:
+    """Raises UserError where all labels look like numbers, and some have commas."""
+    commas = [name for name in names if "," in name]
+    if commas and all(SEPARATED.fullmatch(name) or WITH_COMMA.fullmatch(name) for name in names):
+        raise UserError(
+            f"{where}: labels such as {commas[0]!r} have a comma. If they are numbers with a decimal comma, say "
+            "--regression true; if they are names of classes, --regression false; several labels of a record are "
+            'lists: {"label": ["0", "5"]} in a .jsonl file'
+        )
 
 
 def in_model_order(labels: Labels, config) -> Labels:
@@ -147,16 +211,19 @@ def trained_labels(
     if is_number != gives_number and (is_number or class_names):
         asked = "a number" if is_number else ", ".join(class_names)
         raise UserError(f"the model was trained for {trained}, and the task asks for {asked}. Name another model")
+    names = sorted({name_of(value) for value in values if not is_missing(value)})
     if gives_number:
-        return Labels(None), None
+        return _numbers(names, "the held-out data"), None
     if class_names:
         if len(class_names) != len(theirs):
             raise UserError(f"the model was trained for {trained}, the data has {', '.join(class_names)}")
         return Labels(class_names), class_names
-    written = {name.lower(): name for name in map(_name, {value for value in values if not _is_missing(value)})}
-    if written.keys() <= {name.lower() for name in theirs}:
-        return Labels(tuple(written.get(name.lower(), name) for name in theirs)), None
-    return Labels(theirs), theirs
+    labels = Labels(theirs)
+    written = {name.lower(): name for name in names if labels.place_of(name) is None}
+    if len({name.lower() for name in theirs}) == len(theirs):  # else their case tells classes apart
+        labels = Labels(tuple(name if name in names else written.get(name.lower(), name) for name in theirs))
+    numbered = not any(labels.place_of(name) is not None for name in names)
+    return labels, labels.names if numbered and names else None
 
 
 def pretrained_head(config, pretrained: str | None, head: str = "SequenceClassification") -> list[str] | None:
@@ -206,26 +273,31 @@ def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mism
     return replaced
 
 
-def _name(value: Any) -> str:
-    """The name of a label: 1, 1.0, "1" and "1.0" are the same class."""
-    if isinstance(value, int) or not _is_whole(value):  # True is an int too, and its name is True
-        return str(value)
-    return str(int(float(value)))
+def name_of(value: Any) -> str:
+    """The name of a label: a text as it is written, without the blanks at its ends; 1 and 1.0 as "1"."""
+    return text_of(value).strip()
 
 
-def _is_missing(value: Any) -> bool:
-    """Whether a label is empty or nan, which is pandas' missing value."""
-    return value in NO_LABEL or str(value).strip().lower() in ("", "nan")
+def is_missing(value: Any, column: str = "") -> bool:
+    """Whether there is no label: an empty text, or nan as a number, which is pandas' missing value. As a text nan is a
+    name."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return True
+    return not str(value).strip() or (column == GOLD and value == "-")
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
+def _number(value: Any, decimal_comma: bool = False) -> float | None:
+    """The number that a label is, or that its text is written as; None: it is none."""
+    if isinstance(value, str):
+        text = value.strip()
+        if decimal_comma and WITH_COMMA.fullmatch(text):
+            text = text.replace(",", ".")
+        return _finite(float(text)) if NUMBER.fullmatch(text) else None
     try:
-        return math.isfinite(float(value))
+        return _finite(float(value))
     except (TypeError, ValueError):
-        return False
+        return None
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, bool) or (_is_number(value) and float(value).is_integer())
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

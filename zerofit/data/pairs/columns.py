@@ -6,12 +6,13 @@ conversation of n turns gives up to n - 1 pairs: each turn after the first is a 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import check_column, check_name, columns_present, holds_lists, text_columns
+from zerofit.data.tables import check_column, check_name, columns_present, holds_lists, text_columns, worded_columns
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -170,6 +171,8 @@ def find_columns(named: PairColumns, table: Dataset) -> Columns:
             # The question of an instruction is in another column than `input`; options can still name the columns.
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
             source, target = next((pair for pair in known if {*pair} - {None} <= set(texts)), (None, None))
+    known = set(chain.from_iterable(SOURCES_AND_TARGETS))  # of which each may hold numbers
+    texts = [name for name in texts if name in known or name in worded_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:
             check_name(name, "source_column and --target_column")

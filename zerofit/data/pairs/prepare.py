@@ -1,7 +1,7 @@
 """Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
@@ -17,12 +17,12 @@ from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
 from zerofit.data.token_tables import IDS, TableCache, fingerprint, one_process_at_a_time
 from zerofit.model.families import family_of
+from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.tokenizer import end_with_eos, get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
 
 COLUMNS = ("input_ids", "labels")
-FORMAT = "source_format"  # in tokenizer_config.json
 NUMBERS = ("record", "truncated", "source_tokens", "target_tokens")
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
@@ -31,8 +31,7 @@ TABLE = Features(
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How a source is written for the encoder. It is saved in the tokenizer's configuration, so that later
-    prompts have the same format."""
+    """How a source is written for the encoder."""
 
     prefix: str
     separator: str  # between two turns
@@ -41,8 +40,18 @@ class SourceFormat:
     @classmethod
     def of(cls, tokenizer, config, max_length: int) -> "SourceFormat":
         """The format that a model was trained with; if unknown that of its family, with sources of `max_length`."""
-        known = tokenizer.init_kwargs.get(FORMAT)
-        return cls(**known) if known else cls("", turn_separator(config, tokenizer), max_length)
+        known = tokenizer.init_kwargs.get(TRAINED_WITH, {})
+        separator = known.get("turn_separator")
+        separator = turn_separator(config, tokenizer) if separator is None else separator
+        return cls(
+            known.get("source_prefix", ""), separator, min(known.get("max_source_length", max_length), max_length)
+        )
+
+    @classmethod
+    def chosen(cls, recipe: Seq2SeqRecipe, config, tokenizer, max_length: int) -> "SourceFormat":
+        """The format that a recipe says."""
+        separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
+        return cls(recipe.source_prefix, separator, max_length)
 
 
 @dataclass
@@ -120,15 +129,13 @@ def _mixed(recipe: Seq2SeqRecipe, sources: dict[str, PairData]) -> PairData:
 def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]) -> PairData:
     source = read_source(options, reader=read_keyed_conversations)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_columns(PairColumns.of(recipe), source.first)
+    columns = find_columns(PairColumns.of(recipe.columns_in(source.first.column_names)), source.first)
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
-    separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
-    form = SourceFormat(recipe.source_prefix, separator, widths[0])
+    form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
     encoder = PairEncoder(tokenizer, form, widths[1])
     tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
-    tokenizer.init_kwargs[FORMAT] = asdict(form)
     tables = limit_parts(tables, options)
     notes.insert(0, f"data      {columns.describe}")
     for name, table in tables.items():
