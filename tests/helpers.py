@@ -182,12 +182,12 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
     return done
 
 
-def recipe_of(**options):
-    """A causal recipe that knows these options as flags."""
+def recipe_of(said_by: str = "--{}", **options):
+    """A causal recipe that knows these options as flags, or from where `said_by` says."""
     from zerofit.recipe import ClmRecipe
 
     made = ClmRecipe(**{"config_name": "gpt2", **options})
-    made.remember_sources({name: f"--{name}" for name in options})
+    made.remember_sources({name: said_by.format(name) for name in options})
     return made
 
 

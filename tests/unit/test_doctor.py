@@ -130,16 +130,18 @@ def test_contradictions_of_three_files_at_once(folder, capsys):
     edit(folder / "accelerate_configs/zero2.yaml", mixed_precision="bf16")
     contradictions = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
     edit(folder / "ds_configs/zero2.json", **contradictions, bf16={"enabled": False}, fp16={"enabled": False})
-    report = examined(*MINE, *ZERO2, *"--max_grad_norm 1 --precision fp16 --gradient_accumulation_steps 4".split())
+    more = "max_grad_norm: 1\nprecision: fp16\ngradient_accumulation_steps: 4\n"
+    (folder / "clm/mine.yaml").write_text(RECIPE + more)
+    report = examined(*MINE, *ZERO2)
     assert report.exit_code == 1
     said = "\n".join(texts(report))
     for words in (
         "bf16 (accelerate_configs/zero2.yaml)",
         "fp32 (ds_configs/zero2.json)",
-        "fp16 (--precision)",
+        "fp16 (clm/mine.yaml, line",
         "train_micro_batch_size_per_gpu = 8, and per_device_train_batch_size = 4 (clm/mine.yaml, line 7)",
-        "gradient_accumulation_steps = 2, and gradient_accumulation_steps = 4 (--gradient_accumulation_steps)",
-        "gradient_clipping = 0.5, and max_grad_norm = 1.0 (--max_grad_norm)",
+        "gradient_accumulation_steps = 2, and gradient_accumulation_steps = 4 (clm/mine.yaml, line",
+        "gradient_clipping = 0.5, and max_grad_norm = 1.0 (clm/mine.yaml, line",
     ):
         assert words in said
 

@@ -150,9 +150,39 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
     ],
 )
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
-    check_refusal(["mine.json", *words], resolve, tmp_path, content, recipe_of(**options))
+    check_refusal(["mine.json", *words], resolve, tmp_path, content, recipe_of(OF_FILE, **options))
 
 
+@pytest.mark.parametrize(
+    ("content", "flags", "found", "words"),
+    [
+        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, {"gradient_clipping": 1.0}, "gradient_clipping = 0.5"),
+        ({"gradient_accumulation_steps": 3}, {"gradient_accumulation_steps": 4},
+         {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps = 3"),
+        ({"train_micro_batch_size_per_gpu": 2}, {"per_device_train_batch_size": 4},
+         {"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu = 2"),
+        ({"train_batch_size": 64}, {"global_batch_size": 32}, {"train_batch_size": 32}, "train_batch_size = 64"),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
+         {"per_device_train_batch_size": 4}, {"train_batch_size": 32}, "train_batch_size = 64"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4},
+         {"lr": 1e-4}, "params.lr = 0.001"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}, {"adam_beta2": 0.95},
+         {"betas": [0.9, 0.95]}, "betas[1] = 0.99"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, {"lr_scheduler_type": "cosine"}, {},
+         'scheduler.type = "WarmupLR"'),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}}, {"num_warmup_steps": 7}, {},
+         "warmup_num_steps = 5"),
+    ],
+)  # fmt: skip
+def test_a_flag_wins_over_the_json(tmp_path, content, flags, found, words):
+    resolved, options = resolve(tmp_path, content, recipe_of(**flags))
+    params = resolved.get("optimizer", {}).get("params", {})
+    assert {name: {**resolved, **params}[name] for name in found} == found
+    assert {name: getattr(options, name) for name in flags} == flags
+    assert any(words in note and next(iter(flags)) in note for note in options.left_out), options.left_out
+
+
+OF_FILE = "recipe.yaml, line 3"
 DISK = {"device": "nvme", "nvme_path": "/tmp"}
 
 
@@ -176,6 +206,96 @@ def zero(stage: int, **settings) -> dict:
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
     check_refusal(words, resolve, tmp_path, content, recipe_of())
+
+
+def read(tmp_path, **content) -> tuple[dict, list[str]]:
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, **content}))
+    config, _, notes = read_config(launch(tmp_path / "mine.json"))
+    return config, notes
+
+
+def old_names() -> dict[str, dict]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {
+        name: field
+        for name, field in DeepSpeedZeroConfig.model_fields.items()
+        if field.alias or (field.json_schema_extra or {}).get("deprecated")
+    }
+
+
+def test_each_other_name_of_a_setting_is_read_as_deepspeed_reads_it(tmp_path):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert len(old_names()) >= 12
+    for name, field in old_names().items():
+        section = {"stage": 3, name: True if "bool" in str(field.annotation) else 12345}
+        config, notes = read(tmp_path, zero_optimization=dict(section))
+        made = config["zero_optimization"]
+        assert name not in made, name
+        ours, theirs = (DeepSpeedZeroConfig(**each).model_dump(exclude={name}) for each in (made, section))
+        assert ours == theirs, name
+        assert bool(field.alias) != any(name in note for note in notes), name  # what is deprecated is said
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["one setting", "keep one"]),
+        ({"gather_16bit_weights_on_model_save": False, "stage3_gather_16bit_weights_on_model_save": True},
+         ["one setting"]),
+        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, ["cpu_offload = true is deprecated"]),
+        ({"cpu_offload_params": True}, ["cpu_offload_params", "Did you mean offload_param?"]),
+        ({"offload_param": "cpu"}, ["expected an object", '{"device": "cpu"}']),
+        ({"offload_optimizer": {"device": "cpu", "pin_memry": True}}, ["offload_optimizer.pin_memry", "pin_memory?"]),
+        ({"offload_optimizer": {"device": "disk"}}, ["offload_optimizer.device", "nvme"]),
+        ({"overlap_comm": "maybe"}, ["overlap_comm", "valid boolean"]),
+        ({"reduce_bucket_size": -1}, ["reduce_bucket_size = -1"]),
+    ],
+)  # fmt: skip
+def test_what_deepspeed_does_not_translate_is_refused(tmp_path, section, words):
+    check_refusal(["mine.json", *words], read, tmp_path, zero_optimization={"stage": 3, **section})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"fp16": {"enabled": "auto", "loss_scale_windw": 1000}}, "loss_scale_window?"),
+        ({"fp16": {"enabled": True, "opt_level": "O1"}}, "fp16.opt_level"),
+        ({"bf16": {"enabledd": True}}, "Did you mean enabled?"),
+        ({"comms_logger": {"enabled": True, "verbos": True}}, "Did you mean verbose?"),
+        ({"zero_allow_untrusted_optimizer": True}, "zero_allow_untested_optimizer?"),
+        ({"prescale_gradients": "yes"}, 'prescale_gradients = "yes"'),
+    ],
+)
+def test_other_sections_are_read_by_deepspeeds_models(tmp_path, content, words):
+    check_refusal(["mine.json", words], read, tmp_path, **content)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"type": "AdamW", "parms": {}}, "Did you mean params?"),
+        ({"type": "AdamW", "params": {"weight_deca": 0.1}}, "Did you mean weight_decay?"),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "its place is gradient_clipping"),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, "the optimizer is AdamW"),
+        ({"type": "OneBitAdam", "params": {}}, "OneBitAdam"),
+    ],
+)
+def test_an_optimizer_that_is_not_adamw_is_refused(tmp_path, optimizer, words):
+    check_refusal(["mine.json", words], resolve, tmp_path, {"optimizer": optimizer}, recipe_of())
+
+
+def test_older_forms_and_words_of_truth(tmp_path):
+    config, notes = read(tmp_path, zero_optimization=True, allgather_size=500, bf16={"enabled": "on"})
+    assert config["zero_optimization"] == {"stage": 1, "allgather_bucket_size": 500}
+    assert config["bf16"] == {"enabled": True}
+    assert len(notes) == 2
+    assert read(tmp_path, fp16={"enabled": 1})[0]["fp16"]["enabled"] is True
+    assert read(tmp_path, bfloat16={"enabled": True})[0]["bf16"] == {"enabled": True}
+    adam = {"type": "AdamW", "params": {"adam_w_mode": True, "bias_correction": True, "torch_adam": True}}
+    params = resolve(tmp_path, {"optimizer": adam}, recipe_of())[0]["optimizer"]["params"]
+    assert params.keys() == {"lr", "betas", "eps", "weight_decay", "torch_adam"}
 
 
 def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
@@ -239,8 +359,11 @@ def test_nested_keys_that_would_be_ignored_are_refused(launched, section, words)
 
 def test_precision_in_two_places(launched):
     launched({"mixed_precision": "bf16"}, ACCELERATE_MIXED_PRECISION="bf16")
-    with pytest.raises(UserError, match=r"bf16 \(.*mine.yaml\) and fp32 \(--precision\)"):
-        read_strategy(recipe_of(precision="fp32"))
+    with pytest.raises(UserError, match=r"bf16 \(.*mine.yaml\) and fp32 \(recipe.yaml, line 3\)"):
+        read_strategy(recipe_of(OF_FILE, precision="fp32"))
+    by_flag = recipe_of(precision="fp32")
+    assert read_strategy(by_flag).precision == "fp32"
+    assert "precision bf16" in by_flag.left_out[0]
     assert read_strategy(recipe_of(precision="bf16")).precision == "bf16"
     assert read_strategy(recipe_of()).precision == "bf16"
 
@@ -251,15 +374,16 @@ def test_precision_of_a_json(launched, tmp_path):
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
     launched({}, **variables)
     assert read_strategy(recipe_of()).deepspeed["bf16"]["enabled"] is True
-    with pytest.raises(UserError, match=r"bf16 \(.*mine.json\) and fp16 \(--precision\)"):
-        read_strategy(recipe_of(precision="fp16"))
+    with pytest.raises(UserError, match=r"bf16 \(.*mine.json\) and fp32 \(recipe.yaml, line 3\)"):
+        read_strategy(recipe_of(OF_FILE, precision="fp32"))
+    assert read_strategy(recipe_of(precision="fp32")).deepspeed["bf16"]["enabled"] is False
 
 
 def test_clipping_in_a_plain_yaml(launched):
     launched({}, ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_GRADIENT_CLIPPING="0.5")
     assert read_strategy(recipe_of()).deepspeed["gradient_clipping"] == 0.5
     with pytest.raises(UserError, match=r"mine\.yaml says gradient_clipping = 0\.5, and max_grad_norm = 1\.0"):
-        read_strategy(recipe_of(max_grad_norm=1.0))
+        read_strategy(recipe_of(OF_FILE, max_grad_norm=1.0))
 
 
 def read_split_rows(launched, tmp_path, options: ClmRecipe, world_size: int):

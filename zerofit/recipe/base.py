@@ -36,6 +36,14 @@ class Recipe:
         """A note on each value of the recipe's file that does not go together with a flag, and has no effect."""
         return self.__dict__.get("_left_out", [])
 
+    def leave_out(self, note: str) -> None:
+        """Remember that a value of the strategy's file has no effect, since a flag says otherwise."""
+        self._left_out = [*self.left_out, note]
+
+    def is_flag(self, name: str) -> bool:
+        """Whether the command line has set this option."""
+        return (self.source(name) or "").startswith("--")
+
     def is_changed(self, name: str) -> bool:
         """Whether this option is set, and to a value other than its default (a run's recipe.yaml sets all options)."""
         return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)

@@ -1,8 +1,10 @@
 """The DeepSpeed configuration of a run: its "auto" filled in from the recipe, contradictions refused."""
 
+import inspect
 import json
 import math
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +12,14 @@ import torch
 from zerofit.recipe.errors import Problems, nearest
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
+from zerofit.strategy.launch import tell_deepspeed_of_a_cpu
 from zerofit.strategy.layout import ParallelLayout
 
+BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "tokens_per_batch")
 ADAM_NAMES = ("adam", "adamw")
+# Parameters of an Adam that are no values of its update; and those that are, with AdamW's value.
+HOW_IT_COMPUTES = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable")
+AS_ADAMW = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "set_grad_none": True, "maximize": False}
 HIERARCHY = "zero_hpz_partition_size"
 SHARE_OF_MODEL = 16
 MOST = 200_000_000  # elements; beyond this a bucket only takes memory
@@ -34,11 +41,11 @@ class OptionResolver(Problems):
         """The recipe owns `key` as `option`: agree with it, or adopt the stated value if the option is unset."""
         node, name = _node(self.config, key)
         stated = node.get(name, "auto")
-        if stated == "auto":
+        if stated != "auto":
+            self.resolve_value(option, key, stated)
+        if stated == "auto" or self.recipe.is_flag(option):
             value = getattr(self.recipe, option)
             node[name] = default if value is None else value
-        else:
-            self.resolve_value(option, key, stated)
 
     def resolve_value(self, option: str, key: str, stated: Any) -> None:
         if isinstance(stated, bool) or not isinstance(stated, (int, float)):
@@ -48,14 +55,26 @@ class OptionResolver(Problems):
             self.recipe.adopt(option, stated, self.source)
             return
         ours = getattr(self.recipe, option)
-        if ours is None or not math.isclose(stated, ours, rel_tol=1e-9):
+        if ours is not None and math.isclose(stated, ours, rel_tol=1e-9):
+            return
+        if self.recipe.is_flag(option):
+            self.leave_out(key, stated, option)
+        else:
             self.found.append(self._contradiction(key, stated, option, ours))
 
-    def fill(self, key: str, value: Any, what: str) -> None:
-        """Set `key` where it is absent or "auto"; anything else than `value` is a contradiction."""
+    def leave_out(self, key: str, stated: Any, option: str) -> None:
+        """A flag wins: note that what the configuration states has no effect."""
+        self.recipe.leave_out(f"{self.source}: {key} = {json.dumps(stated)} is left out: --{option} says otherwise")
+
+    def fill(self, key: str, value: Any, what: str, follows_from: Sequence[str] = ()) -> None:
+        """Set `key` where it is absent or "auto"; anything else than `value` is a contradiction, unless the value
+        follows from a flag."""
         node, name = _node(self.config, key)
         stated = node.get(name, "auto")
-        if stated == "auto":
+        flag = next(filter(self.recipe.is_flag, follows_from), None)
+        if stated not in ("auto", value) and flag:
+            self.leave_out(key, stated, flag)
+        if stated == "auto" or flag:
             node[name] = value
         elif stated != value:
             self.found.append(self._contradiction(key, stated, what, value))
@@ -108,8 +127,8 @@ def resolve_config(
 
     batches = resolve_batches(recipe, layout.data_size, layout.replica_size, total_stays)
     resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
-    resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps")
-    resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes")
+    resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps", BATCHES)
+    resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes", BATCHES)
     resolver.fill("gradient_clipping", recipe.max_grad_norm, "max_grad_norm")
     zero = config["zero_optimization"]
     if zero.get("stage") == 3:
@@ -146,6 +165,9 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
         resolver.found.append(f"{resolver.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
         return
     params = optimizer.setdefault("params", {})
+    if problems := _problems_of_optimizer(optimizer):
+        resolver.found += [f"{resolver.source}: {problem}" for problem in problems]
+        return
     for key in ("lr", "weight_decay", "betas", "eps"):
         params.setdefault(key, "auto")
     if params["betas"] != "auto" and not (isinstance(params["betas"], list) and len(params["betas"]) == 2):
@@ -162,6 +184,29 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
         del resolver.config["optimizer"]
 
 
+def _problems_of_optimizer(optimizer: dict[str, Any]) -> list[str]:
+    """What DeepSpeed would ignore, refuse or do otherwise than AdamW; what says what AdamW does is taken out."""
+    params, of_params = optimizer["params"], ("lr", "weight_decay", "betas", "eps", *HOW_IT_COMPUTES)
+    if not isinstance(params, dict):
+        return [f'optimizer.params = {params!r}: expected an object, e.g. {{"lr": "auto"}}']
+    problems = [_unknown("optimizer", key, ("type", "params")) for key in optimizer if key not in ("type", "params")]
+    for key, value in list(params.items()):
+        if key == "max_grad_norm":
+            problems.append(f"optimizer.params.max_grad_norm = {value!r}: its place is gradient_clipping")
+        elif key in AS_ADAMW and value == AS_ADAMW[key]:
+            del params[key]
+        elif key in AS_ADAMW:
+            problems.append(f"optimizer.params.{key} = {json.dumps(value)}: the optimizer is AdamW. Remove it")
+        elif key not in of_params:
+            problems.append(_unknown("optimizer.params", key, of_params))
+    return problems
+
+
+def _unknown(where: str, key: str, known: Iterable[str]) -> str:
+    close = nearest(key, known)
+    return f"DeepSpeed knows no {where}.{key}. {f'Did you mean {close}?' if close else 'Remove it'}"
+
+
 def _take_scheduler(resolver: OptionResolver) -> None:
     """Take the scheduler block out, and its shape and lengths into the recipe where that leaves them open."""
     config, recipe, source = resolver.config, resolver.recipe, resolver.source
@@ -169,6 +214,10 @@ def _take_scheduler(resolver: OptionResolver) -> None:
     if not scheduler:
         return
     kind, shape = scheduler.get("type"), recipe.lr_scheduler_type
+    if recipe.is_flag("lr_scheduler_type") and shape not in SCHEDULERS.get(kind, (shape,)):
+        resolver.leave_out("scheduler.type", kind, "lr_scheduler_type")
+        del config["scheduler"]
+        return
     if kind not in SCHEDULERS or (shape not in SCHEDULERS[kind] and recipe.source("lr_scheduler_type")):
         close = nearest(str(kind), SCHEDULERS) if kind not in SCHEDULERS else None
         resolver.found.append(
@@ -181,8 +230,17 @@ def _take_scheduler(resolver: OptionResolver) -> None:
         recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
     params = "scheduler.params"
     scheduler.setdefault("params", {})
+    tell_deepspeed_of_a_cpu()
+    from deepspeed.runtime import lr_schedules
+
+    known = [*inspect.signature(getattr(lr_schedules, kind)).parameters][1:]  # without its optimizer
+    unknown = [_unknown(params, key, known) for key in scheduler["params"] if key not in known]
+    unknown += [_unknown("scheduler", key, ("type", "params")) for key in scheduler if key not in ("type", "params")]
+    resolver.found += [f"{source}: {problem}" for problem in unknown]
+    if unknown:
+        return
     if recipe.source("warmup_ratio"):
-        resolver.fill(f"{params}.warmup_num_steps", "auto", "warmup_ratio")
+        resolver.fill(f"{params}.warmup_num_steps", "auto", "warmup_ratio", ("warmup_ratio",))
     else:
         resolver.resolve("num_warmup_steps", f"{params}.warmup_num_steps")
     resolver.fill(f"{params}.warmup_type", "linear", "the recipe's warm-up")

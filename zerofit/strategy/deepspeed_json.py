@@ -7,6 +7,7 @@ them must agree with it; where the recipe leaves the option unset, the JSON's va
 import json
 import os
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,17 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
         )
     if config.get("scheduler"):
         notes.append(f"{path}: scheduler: the recipe takes its values over, and sets the learning rate")
+    notes += [f"{path}: {note}" for note in _translate_old_forms(config)]
     problems = [f"{path}: {problem}" for problem in [*_unknown_keys(config), *_trackers(config)]]
     for name in EXAMPLES:
         if not isinstance(config.get(name, {}), dict):
             shown = json.dumps(config[name])
             problems.append(f"{path}: {name} = {shown}: expected an object, e.g. {EXAMPLES[name]}")
-    problems += [f"{path}: {problem}" for problem in _zero_problems(config.get("zero_optimization"))]
-    if "bfloat16" in config:  # DeepSpeed's older name
-        config["bf16"] = config.pop("bfloat16")
+    for name, model in models_of_sections().items():
+        if isinstance(section := config.get(name), dict):
+            translated, found = read_section(section, model, name)
+            notes += [f"{path}: {note}" for note in translated]
+            problems += [f"{path}: {problem}" for problem in found or _of_section(name, section)]
     if "zero_optimization" not in config:
         problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
     has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
@@ -198,43 +202,141 @@ def _disk_problems(zero: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _zero_problems(section: Any) -> list[str]:
-    """What DeepSpeed's own parser holds against zero_optimization, keys that it does not know above all."""
-    if not isinstance(section, dict):
-        return []
+def models_of_sections() -> dict[str, Any]:
+    """{section: DeepSpeed's own pydantic model of it, which knows its fields, their other names and older ones}."""
     tell_deepspeed_of_a_cpu()
-    from deepspeed.runtime.zero import config as deepspeed
-    from pydantic import ValidationError
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+    return {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "tensor_parallel": TPTrainingConfig,
+        "comms_logger": CommsLoggerConfig,
+    }
+
+
+def _of_section(name: str, section: dict[str, Any]) -> list[str]:
+    """The problems of a section that DeepSpeed would take."""
+    if name != "zero_optimization":
+        return []
     if section.get("compute_grad_norm") is False:
         return [
             "zero_optimization.compute_grad_norm = false: without the gradient's norm no update can be refused before "
             "it is applied. Remove it"
         ]
-    if on_disk := _disk_problems(section):
-        return on_disk
-    stated = {key: value for key, value in section.items() if value != "auto"}
+    return _disk_problems(section)
+
+
+def _translate_old_forms(config: dict[str, Any]) -> list[str]:
+    """Put sections into the place of older forms of them, as DeepSpeed does. Returns a note on each."""
+    notes = []
+    if config.get("zero_optimization") is True:
+        size = {"allgather_bucket_size": config.pop("allgather_size")} if "allgather_size" in config else {}
+        config["zero_optimization"] = {"stage": 1, **size}
+        notes.append(f"zero_optimization = true is an older form, read as {json.dumps(config['zero_optimization'])}")
+    if "bfloat16" in config and "bf16" not in config:
+        config["bf16"] = config.pop("bfloat16")
+    elif "bfloat16" in config:
+        del config["bfloat16"]
+        notes.append("bfloat16 has no effect beside bf16, which DeepSpeed reads")
+    return notes
+
+
+def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[str], list[str]]:
+    """Put a section into the form that DeepSpeed's model of it has: a setting's one name in the place of its others
+    and of deprecated ones, and values of its type. Returns (notes, problems)."""
+    from pydantic import ValidationError
+
+    notes, problems = [], []
+    for name, field in model.model_fields.items():
+        public = field.alias or name
+        if field.alias and name in section:
+            found = _move(section, name, public, section[name])
+            problems += [f"{where}.{name} and {where}.{public} are one setting: keep one of the two"] if found else []
+        old = field.json_schema_extra or {}
+        if name in section and old.get("deprecated"):
+            notes_of_old, found = _translate_deprecated(section, name, old, model, where)
+            notes, problems = notes + notes_of_old, problems + found
+    if problems:
+        return notes, problems
+    for name, field in model.model_fields.items():
+        nested, part = _nested(field.annotation), section.get(field.alias or name)
+        if nested is not None and isinstance(part, dict):
+            translated, found = read_section(part, nested, f"{where}.{field.alias or name}")
+            notes, problems = notes + translated, problems + found
+    if problems:
+        return notes, problems
     try:
-        deepspeed.DeepSpeedZeroConfig(**stated)
+        read = model(**{key: value for key, value in section.items() if value != "auto"})
     except ValidationError as error:
-        models = {
-            "offload_param": deepspeed.DeepSpeedZeroOffloadParamConfig,
-            "offload_optimizer": deepspeed.DeepSpeedZeroOffloadOptimizerConfig,
-        }
-        return [_zero_problem(detail, models, deepspeed.DeepSpeedZeroConfig) for detail in error.errors()]
-    return []
+        return notes, [_problem_of(detail, model, where) for detail in error.errors()]
+    for name, field in model.model_fields.items():
+        public = field.alias or name
+        value, held = section.get(public), getattr(read, name, None)
+        if isinstance(held, (bool, int, float)) and isinstance(value, (str, bool, int, float)) and value != "auto":
+            section[public] = bool(held) if isinstance(held, bool) else held
+            if isinstance(value, str) or isinstance(value, bool) != isinstance(held, bool):
+                notes.append(f"{where}.{public} = {json.dumps(value)} is read as {json.dumps(section[public])}")
+    return notes, []
 
 
-def _zero_problem(detail: Any, parts: dict[str, Any], whole: Any) -> str:
+def _move(section: dict[str, Any], old: str, new: str, value: Any) -> bool:
+    """Give a setting its new name and value. Returns whether the section says something else under the new name."""
+    del section[old]
+    if section.get(new, "auto") == "auto":
+        section[new] = value
+    return section[new] != value and value != "auto"
+
+
+def _translate_deprecated(
+    section: dict[str, Any], name: str, old: dict[str, Any], model: Any, where: str
+) -> tuple[list[str], list[str]]:
+    """The same of a deprecated name, whose replacement DeepSpeed's model states."""
+    value, new = section[name], old.get("new_param", "")
+    if value == "auto":
+        del section[name]
+        return [], []
+    shown, field = f"{where}.{name} = {json.dumps(value)}", model.model_fields.get(new)
+    if field is None or not old.get("set_new_param", True):
+        del section[name]
+        return [f"{shown} has no effect: DeepSpeed has deprecated it. Write it within {new}, if that has it"], []
+    value = old.get("new_param_fn", lambda same: same)(value)
+    if hasattr(value, "model_dump"):
+        value = value.model_dump(mode="json", exclude_unset=True)
+    public = field.alias or new
+    if public in section:
+        return [], [f"{shown} is deprecated, and {where}.{public} says it too. Remove the first"]
+    del section[name]
+    if value is not None:
+        section[public] = value
+    return [f"{shown} is deprecated, read as {public} = {json.dumps(value)}"], []
+
+
+def _nested(annotation: Any) -> Any:
+    """The model among the types of a field; None: there is none."""
+    from pydantic import BaseModel
+
+    kinds = (annotation, *typing.get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _problem_of(detail: Any, model: Any, where: str) -> str:
     """One of pydantic's findings in words; it may be about a field, or about the section as a whole."""
     path = [str(step) for step in detail["loc"]]
-    where = ".".join(("zero_optimization", *path))
+    full = ".".join((where, *path))
+    if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f'{full} = {json.dumps(detail["input"], default=str)}: expected an object, e.g. {{"device": "cpu"}}'
     if detail["type"] != "extra_forbidden":
-        return f"{where} = {json.dumps(detail['input'], default=str)}: {detail['msg'].lower()}"
-    known = parts.get(path[0], whole) if len(path) > 1 else whole
-    fields = {*known.model_fields, *(field.alias for field in known.model_fields.values() if field.alias)}
+        return f"{full} = {json.dumps(detail['input'], default=str)}: {detail['msg'].lower()}"
+    fields = {field.alias or name: field.json_schema_extra or {} for name, field in model.model_fields.items()}
     close = nearest(path[-1], fields)
-    return f"DeepSpeed knows no {where}. " + (f"Did you mean {close}?" if close else "Remove it")
+    if close and fields[close].get("deprecated"):
+        close = fields[close]["new_param"]
+    return f"DeepSpeed knows no {full}. " + (f"Did you mean {close}?" if close else "Remove it")
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
@@ -244,6 +346,9 @@ def _unknown_keys(config: dict[str, Any]) -> list[str]:
         close = nearest(key, KNOWN_KEYS)
         remedy = f"Did you mean {close}?" if close else "Remove it"
         problems.append(f"DeepSpeed knows no {key} and would ignore it. {remedy}")
+    for key, value in config.items():
+        if isinstance(value, str) and value != "auto" and key in KNOWN_KEYS and not key.endswith("data_type"):
+            problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
     return sorted(problems)
 
 

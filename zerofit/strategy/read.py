@@ -23,6 +23,7 @@ from zerofit.strategy.named import take_named
 from zerofit.strategy.optimizers import check_muon, check_optimizer
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
 
+FLAG_OF_LAUNCHER = "accelerate launch --mixed_precision"
 OnLayout = Callable[[ParallelLayout], bool]
 
 
@@ -142,7 +143,7 @@ def _check_compiled(config: dict[str, Any], source: str, recipe: TrainingRecipe)
 
 def _of_launcher(launch: Launch) -> PrecisionSetting:
     by_flag = launch.states_precision_by_flag
-    return PrecisionSetting(launch.precision, "accelerate launch --mixed_precision" if by_flag else launch.source)
+    return PrecisionSetting(launch.precision, FLAG_OF_LAUNCHER if by_flag else launch.source)
 
 
 def _agreed_precision(
@@ -153,6 +154,14 @@ def _agreed_precision(
     source = recipe.source("precision")
     if source:
         stated.append(PrecisionSetting(recipe.precision, source))
+    flags = [each for each in stated if each.source.startswith(("--", FLAG_OF_LAUNCHER))]
+    if flags and len({each.value for each in flags}) == 1:  # a flag wins
+        for each in stated:
+            if each.value != flags[0].value:
+                recipe.leave_out(
+                    f"precision {each.value} ({each.source}) is left out: {flags[0].source} says otherwise"
+                )
+        stated = [each for each in stated if each.value == flags[0].value]
     if len({each.value for each in stated}) > 1:
         sides = " and ".join(f"{each.value} ({each.source})" for each in stated)
         raise UserError(
