@@ -5,13 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import ROOT, launcher_variables, refusal
+from helpers import ROOT, check_refusal, launcher_variables, refusal
 
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
-from zerofit.strategy.named import environment_of
+from zerofit.strategy.launch import check_launch, find_launch
+from zerofit.strategy.named import environment_of, find_strategies
 from zerofit.strategy.read import read_strategy
+from zerofit.tools.doctor.launcher import look_at_launch
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml")) + sorted((ROOT / "tests/published").glob("zero*.yaml"))
 GPT2 = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt"]
@@ -116,3 +118,56 @@ def test_two_strategies_are_refused(torchrun, monkeypatch):
     accelerate_launch(monkeypatch, "--use_deepspeed")
     torchrun["ACCELERATE_USE_DEEPSPEED"] = "true"
     assert "was told to use DeepSpeed" in refusal(read_strategy, recipe("--deepspeed_config", "ds_configs/zero1.json"))
+
+
+# ------------------------------------------------------------------------------------- accelerate YAMLs of other kinds
+
+
+def megatron(**more) -> dict:
+    return {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}, **more}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *(
+            ({"distributed_type": kind}, ["distributed_type", kind, "--strategy ddp"])
+            for kind in (
+                "XLA", "TPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA",
+                "MULTI_NEURON",
+            )
+        ),
+        (megatron(), ["MEGATRON_LM", "tp, pp or 3d"]),
+        ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported", "or tp"]),
+        ({"distributed_type": "MULTIGPU"}, ["Did you mean MULTI_GPU?"]),
+        ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
+        ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),
+        ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
+        ({"mixed_precision": "float16"}, ["mixed_precision = float16", "fp16"]),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_config", "--torch_compile"]),
+        ({"fp8_config": {"backend": "TE"}}, ["fp8_config", "bf16"]),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config", "--strategy tp"]),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
+        ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),
+        ({"use_cpu": "false"}, ["use_cpu", "counts as true"]),
+    ],
+)  # fmt: skip
+def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, content, words):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, **content}))
+    check_refusal([str(file), *words], find_strategies, [str(file)])  # zerofit launch, plan, compare
+    monkeypatch.setattr(launch_module, "_launcher", lambda: (["accelerate", "launch"], str(file), False))
+    said = refusal(lambda: check_launch(find_launch()))
+    assert all(word in said for word in words), said
+    check_refusal([str(file), *words], look_at_launch, file, {}, 0, {})
+
+
+def test_what_accelerates_own_questions_write_is_accepted(tmp_path):
+    usual = {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
+             "downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,
+             "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2,
+             "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False,
+             "tpu_use_sudo": False, "use_cpu": False, "dynamo_config": {"dynamo_backend": "NO"}}  # fmt: skip
+    file = tmp_path / "default_config.yaml"
+    file.write_text(yaml.safe_dump(usual))
+    assert find_strategies([str(file)])

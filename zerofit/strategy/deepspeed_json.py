@@ -251,12 +251,12 @@ def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[
     and of deprecated ones, and values of its type. Returns (notes, problems)."""
     from pydantic import ValidationError
 
-    notes, problems = [], []
+    notes: list[str] = []
+    problems: list[str] = []
     for name, field in model.model_fields.items():
         public = field.alias or name
-        if field.alias and name in section:
-            found = _move(section, name, public, section[name])
-            problems += [f"{where}.{name} and {where}.{public} are one setting: keep one of the two"] if found else []
+        if field.alias and name in section and _move(section, name, public, section[name]):
+            problems.append(f"{where}.{name} and {where}.{public} are one setting: keep one of the two")
         old = field.json_schema_extra or {}
         if name in section and old.get("deprecated"):
             notes_of_old, found = _translate_deprecated(section, name, old, model, where)

@@ -35,7 +35,9 @@ HONOURED: dict[str, tuple[Sequence[str], str]] = {
     "fsdp_activation_checkpointing_offload": (("false",), "Remove it"),
     REPLICAS: (SIZES, "Write the number of machines"),
     SHARDS: (SIZES, "Remove it: all processes of a replica share it"),
-    **{f"parallelism_config_{kind}_size": (("1",), "Remove it") for kind in ("tp", "cp", "sp")},
+    "parallelism_config_tp_size": (("1",), "Use --strategy tp, or tp_zero3"),
+    "parallelism_config_cp_size": (("1",), "Use --strategy sp"),
+    "parallelism_config_sp_size": (("1",), "Use --strategy sp"),
 }
 
 

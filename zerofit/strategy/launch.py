@@ -11,7 +11,7 @@ from zerofit.recipe.last_message import is_accelerate_launch
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
-from zerofit.strategy.named import StrategyFlag, export_environment
+from zerofit.strategy.named import StrategyFlag, export_environment, problems_of_yaml
 
 # Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
 DEEPSPEED_YAML_KEYS = {
@@ -74,7 +74,7 @@ def find_launch(named: StrategyFlag | None = None, config_file: str | None = Non
     if named is not None:
         export_environment(named, config_file)
         config_file = named.config_file or config_file
-    content = read_yaml(Path(config_file)) if config_file else {}
+    content = (read_yaml(Path(config_file)) if config_file else None) or {}
     return Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
@@ -92,7 +92,9 @@ def find_launch(named: StrategyFlag | None = None, config_file: str | None = Non
 def check_launch(launch: Launch) -> None:
     """Raises UserError where the YAML holds nested keys that accelerate would ignore, or names a strategy that is not
     supported."""
-    problems = _yaml_problems(launch)
+    problems = problems_of_yaml(launch.yaml, launch.source) or _yaml_problems(launch)
+    if os.environ.get("ACCELERATE_USE_MEGATRON_LM", "false") == "true" and not problems:  # by a flag
+        problems = problems_of_yaml({"distributed_type": "MEGATRON_LM"}, launch.source)
     if launch.fsdp is not None:
         problems += fsdp_problems(launch.fsdp, launch.yaml, launch.source)
         if launch.deepspeed:

@@ -30,8 +30,13 @@ VARIABLES = {
     "deepspeed_config_file": "DEEPSPEED_CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
-SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU", "DEEPSPEED", "FSDP")
-NOT_SUPPORTED = ("dynamo_config", "fp8_config", "megatron_lm_config")
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
+DEVICES = ("NPU", "XPU", "HPU")  # MULTI_ of these: where torch has such devices
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+KINDS = (  # of accelerate 1.15
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
+    "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM",
+)  # fmt: skip
 RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -118,18 +123,12 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
         UserError: it asks for what only accelerate launch can do.
     """
     kind, world = str(content.get("distributed_type", "NO")), int(os.environ.get("WORLD_SIZE", "1"))
-    problems = [
-        f"{source}: {key} is not supported without accelerate launch" for key in NOT_SUPPORTED if content.get(key)
-    ]
-    if kind not in SUPPORTED:
-        problems.append(f"{source}: distributed_type = {kind} is not supported. Use one of accelerate_configs/")
-    if kind != "FSDP" and content.get("parallelism_config"):
-        problems.append(f"{source}: parallelism_config is for distributed_type: FSDP. Remove it")
+    problems = problems_of_yaml(content, source)
     if kind == "NO" and world > 1:
         problems.append(f"{source} is for one process, not for {world}. Use --strategy ddp")
     if problems:
         raise UserError(problems)
-    precision = content.get("mixed_precision") or "no"  # an unquoted no is YAML's false
+    precision = content.get("mixed_precision") or "no"
     made = {"ACCELERATE_MIXED_PRECISION": str(precision).lower()}
     if content.get("use_cpu"):
         made["ACCELERATE_USE_CPU"] = "true"
@@ -144,11 +143,67 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     return made
 
 
+def problems_of_yaml(content: Any, source: str) -> list[str]:
+    """What an accelerate YAML asks for that is no strategy here, or that accelerate would stumble over."""
+    if not isinstance(content or {}, dict):
+        return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
+    content, problems = content or {}, []
+    for key, words in (("distributed_type", KINDS), ("mixed_precision", PRECISIONS), ("downcast_bf16", ("no", "yes"))):
+        if isinstance(content.get(key), bool):  # YAML 1.1's no, off, yes and on
+            meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
+            problems.append(f"{source}: {key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
+    kind, precision = content.get("distributed_type", "NO"), content.get("mixed_precision")
+    if not isinstance(kind, bool):
+        problems += [f"{source}: distributed_type = {kind} {why}" for why in _why_not(str(kind))]
+    if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISIONS:
+        close = nearest(str(precision), PRECISIONS)
+        remedy = f"Did you mean {close}?" if close else f"Use {', '.join(PRECISIONS[:3])}"
+        problems.append(f"{source}: mixed_precision = {precision} is unknown. {remedy}")
+    if str(content.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
+        problems.append(f"{source}: compute_environment = {content['compute_environment']}: write LOCAL_MACHINE")
+    dynamo = content.get("dynamo_config") or {}
+    backend = dynamo.get("dynamo_backend", "no") if isinstance(dynamo, dict) else dynamo
+    if str(backend).lower() not in ("no", "false"):
+        problems.append(f"{source}: dynamo_config is not supported. Remove it, and say --torch_compile")
+    if content.get("fp8_config"):
+        problems.append(f"{source}: fp8_config is not supported. Remove it, and use bf16, fp16 or no")
+    if kind != "FSDP" and content.get("parallelism_config"):
+        problems.append(f"{source}: parallelism_config is for distributed_type: FSDP. Use --strategy tp, sp or hsdp")
+    for key in ("deepspeed_config", "fsdp_config", "parallelism_config"):
+        if not isinstance(content.get(key) or {}, dict):
+            problems.append(f"{source}: {key} = {content[key]!r}: expected indented `key: value` lines")
+    if isinstance(content.get("use_cpu"), str):
+        problems.append(f"{source}: use_cpu = {content['use_cpu']!r} is a text, which counts as true: no quotes")
+    return problems
+
+
+def _why_not(kind: str) -> list[str]:
+    """Why a distributed_type is no strategy here, as the rest of a sentence; empty if it is one."""
+    if kind in SUPPORTED:
+        return []
+    if kind == "MEGATRON_LM":
+        return [
+            "is accelerate's plugin for Megatron-LM, which is not used here. Use --strategy tp, pp or 3d: tensor, "
+            "pipeline and both kinds of parallelism"
+        ]
+    if kind in KINDS and kind.removeprefix("MULTI_") in DEVICES:
+        import torch
+
+        device, wanted = torch.accelerator.current_accelerator(), kind.removeprefix("MULTI_").lower()
+        if device is not None and device.type == wanted:
+            return []
+        return [f"is for {wanted} devices, of which torch sees none here. Use --strategy ddp"]
+    if kind in KINDS or kind in ("TPU", "TP"):
+        return ["is not supported. Use --strategy ddp, zero1, zero2, zero3 or fsdp2" + ", or tp" * (kind == "TP")]
+    close = nearest(kind, KINDS)
+    return ["is unknown. " + (f"Did you mean {close}?" if close else "Use one of accelerate_configs/")]
+
+
 def find_strategies(names: list[str]) -> dict[str, Path]:
     """{name: accelerate YAML}. A name is one in accelerate_configs/, or a .yaml file.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no such file, or it is no strategy here.
     """
     folder = configs()
     files = {name: Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml" for name in names}
@@ -158,6 +213,9 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
         raise UserError(
             [f"strategy {name!r}: there is no file {files[name]}. {_remedy(name, known)}" for name in missing]
         )
+    problems = [each for path in files.values() for each in problems_of_yaml(read_yaml(path), str(path))]
+    if problems:
+        raise UserError(problems)
     return files
 
 

@@ -16,6 +16,7 @@ from accelerate.utils import launch as utils
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_yaml
+from zerofit.strategy.named import problems_of_yaml
 from zerofit.tools.doctor.doctor_report import Finding, error, note, warning
 from zerofit.tools.rank_environment import RANKS, environment_replaced, without_launcher
 
@@ -100,14 +101,9 @@ def look_at_launch(config_file: Path, chosen: Chosen, num_devices: int, shell: M
 
 
 def _read(config_file: Path) -> dict[str, Any]:
-    content = read_yaml(config_file)
-    if not isinstance(content, dict):
-        raise UserError(f"{config_file}: expected `key: value` lines, as in accelerate_configs/ddp.yaml")
-    if not isinstance(content.get("deepspeed_config") or {}, dict):
-        raise UserError(
-            f"{config_file}: deepspeed_config = {content['deepspeed_config']!r}: expected indented "
-            "`key: value` lines, e.g. deepspeed_config_file: ds_configs/zero2.json"
-        )
+    content = read_yaml(config_file) or {}
+    if problems := problems_of_yaml(content, str(config_file)):
+        raise UserError(problems)
     return content
 
 
