@@ -1,26 +1,32 @@
 """Saving while training goes on, going on from what is whole, and failing without harm."""
 
+import json
 import pickle
 import resource
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import Harmful, refusal
 
 from zerofit.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
+from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.pieces import Piece, sampled_elements
 from zerofit.strategy.state import KINDS, ReplicatedState
 
 
 class Alone:
     """An engine of one process, without accelerate."""
 
-    stored_buffers = SharedEngine.stored_buffers
+    stored_buffers, weight_samples = SharedEngine.stored_buffers, SharedEngine.weight_samples
+    strategy = SimpleNamespace(source="ds.json")
 
     def __init__(self, seed: int = 0, width: int = 16, device: str | torch.device = "cpu"):
         torch.manual_seed(seed)
@@ -66,6 +72,12 @@ class Alone:
 
     def weights(self):
         return dict(self.module.state_dict())
+
+    def _named_parameters(self):
+        return dict(self.module.named_parameters())
+
+    def _in_full(self, parameters):
+        return parameters.items()
 
 
 def fill(folder: Path, weights) -> None:
@@ -193,6 +205,72 @@ def test_a_checkpoint_of_another_model_is_refused(three):
     saver, _ = three
     message = refusal(saver_of(Alone(width=17), Path()).load, saver.checkpoints.folder(6))
     assert "of another model: 0.weight is (16, 8) in it, and (17, 8) here" in message
+
+
+class Shifted(ReplicatedState):
+    """Takes what lies `by` elements later in the same weight for a piece, and round the end."""
+
+    by = 0
+
+    def get(self, kind, piece):
+        return super().get(kind, piece).roll(self.by) if kind == "weight" else super().get(kind, piece)
+
+
+@pytest.mark.parametrize("by", [1, 5, 64])
+def test_pieces_that_are_other_weights_end_the_run_before_a_save(tmp_path, by):
+    engine = Alone()
+    engine.state = Shifted(engine)
+    engine.train(range(2))
+    saver = saver_of(engine, tmp_path)
+    saver.check()
+    save(saver, engine, 2)
+    assert not saver.wait()
+    engine.state.by = by
+    for act in (saver.check, lambda: save(saver, engine, 3)):
+        message = refusal(act)
+        assert "ds.json: what the optimizer keeps for 0.weight is not what the model has" in message
+    assert saver.choose("auto")[0] == saver.checkpoints.folder(2)
+
+
+def test_half_precision_and_nan_are_no_other_weights(tmp_path):
+    """DeepSpeed's model is in half precision, its optimizer in fp32; a run that has diverged still saves."""
+    for dtype in (torch.bfloat16, torch.float16):
+        engine = Alone()
+        rounded = {name: each.detach().to(dtype) for name, each in engine.module.named_parameters()}
+        engine._in_full = lambda parameters, rounded=rounded: rounded.items()
+        assert (
+            saver_of(engine, tmp_path).check()["0.weight"]
+            == rounded["0.weight"].flatten()[torch.from_numpy(sampled_elements(128))].tolist()
+        )
+    with torch.no_grad():
+        engine = Alone()
+        next(engine.module.parameters()).fill_(torch.nan)
+    saver_of(engine, tmp_path).check()
+
+
+def test_a_checkpoint_that_does_not_give_its_runs_weights_is_refused(three):
+    saver, _ = three
+    folder = saver.checkpoints.folder(6)
+    progress = folder / STATE / "progress.json"
+    content = json.loads(progress.read_text())
+    assert {len(values) for values in content["weights"].values()} == {16, 4}
+    content["weights"]["2.weight"][7] *= 1.5
+    progress.write_text(json.dumps(content))
+    assert "2.weight differs" in refusal(saver_of(Alone(), folder).load, folder)
+
+
+def test_elements_are_found_in_the_pieces_that_have_them():
+    """In ranges of a parameter and of shares along each dimension: against the elements themselves."""
+    shape, found = (6, 10), 0
+    elements, whole = np.array([0, 7, 13, 29, 31, 44, 59]), torch.arange(60).view(6, 10)
+    for cut in (None, Cut(shape, 0, ((0, 2), (4, 5))), Cut(shape, 1, ((3, 6), (8, 10)))):
+        share = (whole if cut is None else cut.of(whole)).flatten()
+        for start, stop in ((0, len(share)), (0, 7), (7, 15), (15, len(share))):
+            which, places = Piece("w", shape, start, stop, cut).find(elements)
+            assert share[start:stop][torch.from_numpy(places)].tolist() == elements[which].tolist()
+            assert {*elements.tolist()} & {*share[start:stop].tolist()} == {*elements[which].tolist()}
+            found += len(which)
+    assert found > 15
 
 
 @pytest.fixture

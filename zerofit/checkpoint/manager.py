@@ -177,6 +177,8 @@ class CheckpointManager:
             self.mirror.start(self.folder.path, self.directory, updates)
         if self.hub is not None and self.recipe.hub_strategy == "every_save":
             self.hub.follow(self.directory)
+        if self.resumed_from is None:
+            self.writer.check()
         if self.recipe.on_anomaly == "rewind" and not self.state.updates:
             self.save(START, False, {})
 

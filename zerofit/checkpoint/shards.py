@@ -2,7 +2,7 @@
 
     state/progress.json            the fields of RunState (run_state.py); `run`: its options, strategy and processes;
                                    `data`: size, checksum and grouping of the training set; `steps` of the optimizer;
-                                   `loss_scale`
+                                   `loss_scale`; `weights`: sampled elements of each in the model (pieces.py)
     state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
                                    on rank 0 also {what}/{parameter}, whole, of an optimizer other than AdamW
     state/rank_00000.json          which part of which parameter that is: a range of the flattened parameter, or of the

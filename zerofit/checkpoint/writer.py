@@ -2,10 +2,12 @@
 
 A save has two halves. While training pauses, each rank copies what it owns to the host's memory. Then a thread
 of each rank writes its copy while training continues; the main process's thread waits for the files of the others,
-makes model/ out of them, and seals the checkpoint. So nothing is gathered, except where no state is kept and the model
-alone is. Ranks meet in `wait` only: before the next save, where one has failed, and at the end.
+makes model/ out of them, and seals the checkpoint. So no rank gathers the model, except where no state is kept and the
+model alone is; one weight after another is gathered for a moment, to check what the optimizer keeps by a few values.
+Ranks meet there and in `wait` only: before the next save, where one has failed, and at the end.
 """
 
+import math
 import os
 import threading
 import time
@@ -37,6 +39,8 @@ from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
 
+TOLERANCE = 2**-7  # relative: bf16 rounds by 2**-8 at most
+SMALLEST = 2**-24  # of fp16
 Fill = Callable[[Path, Weights], None]
 
 
@@ -94,6 +98,7 @@ class AsyncCheckpointWriter:
         pieces = engine.state.own() if progress is not None else []
         tensors = {**engine.state.tensors(), **engine.state.whole_tensors()} if progress is not None else {}
         tensors = self._on_the_host("state", tensors, copied)
+        weights_now = self.check(tensors) if progress is not None else {}
         from_state = progress is not None and self._state_has_all
         buffers = engine.stored_buffers() if self._whole else {}
         exported = buffers if from_state else dict(weights())
@@ -103,7 +108,7 @@ class AsyncCheckpointWriter:
             exported = {**exported, **self._on_the_host("model", moving, copied)}
         if progress is not None:
             steps, scale = engine.state.steps, engine.loss_scale()
-            progress = {**progress, "steps": steps, "loss_scale": scale}
+            progress = {**progress, "steps": steps, "loss_scale": scale, "weights": weights_now}
         rank, world_size = engine.layout.rank, engine.layout.world_size
         self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best, began)
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
@@ -112,6 +117,34 @@ class AsyncCheckpointWriter:
             self._save.blocked_s = time.perf_counter() - began
         else:
             self.wait()
+
+    def check(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, list[float]]:
+        """See that the optimizer's pieces are the weights that the model computes with, by a few elements of each.
+
+        Args:
+            tensors: the state as it is written; None: as it is.
+
+        Returns: values of each weight in the model, on the main process.
+
+        Raises:
+            UserError: they are other ones: what moves which weight is not known, and no checkpoint would be right.
+        """
+        engine = self.engine
+        of_model, of_pieces = engine.weight_samples(), engine.state.samples(tensors)
+        is_first = engine.layout.data_rank == 0  # of the replicas, which have the same
+        weights: dict[str, list[float]] = {}
+        kept: dict[tuple[str, int], float] = {}
+        for in_model, in_pieces in engine.gather_objects((of_model if is_first else {}, of_pieces)) or ():
+            weights |= in_model
+            kept |= in_pieces
+        pieces = {name: [kept.get((name, i), math.inf) for i in range(len(each))] for name, each in weights.items()}
+        if name := engine.from_main(_first_unlike(weights, pieces)):
+            raise UserError(
+                f"{engine.strategy.source}: what the optimizer keeps for {name} is not what the model has there: with "
+                "these settings the optimizer has its weights in another order than it says, and checkpoints would be "
+                "wrong. Remove from zero_optimization what the pairs in accelerate_configs/ do not have"
+            )
+        return weights
 
     def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
         """Tensors on the CPU; where training continues meanwhile, copies in memory that the next save uses again."""
@@ -225,8 +258,23 @@ class AsyncCheckpointWriter:
                 f"the checkpoint {folder} is of another model: {problems[0]} ({len(problems)} such weights). Choose "
                 "another --output_dir, or start over with --resume never --overwrite_output_dir"
             )
+        name = _first_unlike(self.check(), progress.get("weights", {}))
+        if name := self.engine.from_main(name):
+            raise UserError(
+                f"the checkpoint {folder}, read, does not give the weights that its run had: {name} differs. Name an "
+                "earlier one, or start over with --resume never --overwrite_output_dir"
+            )
         self.engine.continue_from(progress["loss_scale"])
         return progress
+
+
+def _first_unlike(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> str | None:
+    """The first weight whose samples differ by more than half precision rounds."""
+    for name, values in ours.items():
+        one, other = (torch.tensor(each, dtype=torch.float64) for each in (values, theirs.get(name, values)))
+        if (one - other).norm() > TOLERANCE * one.norm() + SMALLEST * math.sqrt(len(one)):
+            return name
+    return None
 
 
 def named_checkpoint_problem(folder: Path) -> str | None:

@@ -136,12 +136,12 @@ class DeepSpeedEngine(Engine):
         if loss_scale and self.strategy.precision == "fp16":
             vars(self.engine.optimizer.loss_scaler).update(loss_scale)
 
-    def _gathered_weights(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _in_full(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
         # uses; weights on their way cannot be put away again ("Cannot partition a param in flight").
         if self.strategy.shards_parameters:
             self.engine.empty_partition_cache()
-        yield from super()._gathered_weights(parameters)
+        yield from super()._in_full(parameters)
 
     def _joined(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         share, cut = parameter.detach(), getattr(parameter, "cut", None)

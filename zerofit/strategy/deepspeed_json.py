@@ -48,6 +48,49 @@ REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot
         "DeepSpeed 0.19 has removed it",
     ),
 }
+# Keys that are taken out, with a note: results do not change.
+LEFT_OUT = {
+    "fp32_allreduce": "DeepSpeed does not read it",
+    "load_from_fp32_weights": "DeepSpeed reads it in zero_optimization only",
+    "load_universal_checkpoint": "DeepSpeed does not read it",
+    "zero_optimization.round_robin_gradients": "DeepSpeed's record of where its optimizer keeps each weight "
+    "(_hp_mapping) is wrong with it, and checkpoints and Muon rely on that record",
+}
+_ROUNDS = "it rounds to 8 bits or fewer, so that a run would not agree with one process"
+_NOT_FP32 = "the optimizer would not keep fp32, in which checkpoints are exact"
+_SCALES = "DeepSpeed's ZeRO scales gradients as they are reduced"
+ONLY = {  # keys: (the only value that can be used, what would go wrong)
+    "bf16.bf16_master_weights_and_grads": (False, _NOT_FP32),
+    "bf16.bf16_optimizer_states": (False, _NOT_FP32),
+    "compile.deepcompile": (False, "the blocks are compiled by --torch_compile"),
+    "fp16.fp16_master_weights_and_grads": (False, _NOT_FP32),
+    "gradient_predivide_factor": (1, _SCALES),
+    "optimizer.params.fp32_optimizer_states": (True, _NOT_FP32),
+    "prescale_gradients": (False, _SCALES),
+    "torch_autocast.enabled": (False, "the recipe says in which precision: --precision bf16"),
+    "weight_quantization": (None, _ROUNDS),
+    "zenflow": (None, "DeepSpeed reads it in zero_optimization only, where it cannot be used"),
+    "zero_optimization.compute_grad_norm": (
+        True,
+        "without the gradient's norm no update can be refused before it is applied",
+    ),
+    "zero_optimization.legacy_stage1": (False, "DeepSpeed has removed it"),
+    "zero_optimization.offload_optimizer.ratio": (
+        1,
+        "checkpoints have not been tried with an optimizer on the CPU and the device",
+    ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        False,
+        "checkpoints have not been tried with its optimizer",
+    ),
+    "zero_optimization.zenflow": (
+        None,
+        "it updates most weights later, so that a run would not agree with one process",
+    ),
+    "zero_optimization.zero_quantized_gradients": (False, _ROUNDS),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, _ROUNDS),
+    "zero_optimization.zero_quantized_weights": (False, _ROUNDS),
+}
 # DeepSpeed's own trackers, and where each names what it belongs to; and ours.
 PROJECTS = {"wandb": "project", "tensorboard": "job_name", "comet": "project"}
 HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "comet_ml"}
@@ -107,7 +150,11 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
         if isinstance(section := config.get(name), dict):
             translated, found = read_section(section, model, name)
             notes += [f"{path}: {note}" for note in translated]
-            problems += [f"{path}: {problem}" for problem in found or _of_section(name, section)]
+            problems += [f"{path}: {problem}" for problem in found]
+            if name == "zero_optimization" and not found:
+                problems += [f"{path}: {problem}" for problem in _disk_problems(section)]
+    problems += [f"{path}: {problem}" for problem in _unusable(config)]
+    notes += [f"{path}: {note}" for note in _leave_out(config)]
     if "zero_optimization" not in config:
         problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
     has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
@@ -219,16 +266,27 @@ def models_of_sections() -> dict[str, Any]:
     }
 
 
-def _of_section(name: str, section: dict[str, Any]) -> list[str]:
-    """The problems of a section that DeepSpeed would take."""
-    if name != "zero_optimization":
-        return []
-    if section.get("compute_grad_norm") is False:
-        return [
-            "zero_optimization.compute_grad_norm = false: without the gradient's norm no update can be refused before "
-            "it is applied. Remove it"
-        ]
-    return _disk_problems(section)
+def _leave_out(config: dict[str, Any]) -> list[str]:
+    """Take out what is LEFT_OUT. Returns a note on each that was on."""
+    notes = []
+    for key, why in LEFT_OUT.items():
+        *parents, name = key.split(".")
+        section = config.get(parents[0]) if parents else config
+        if isinstance(section, dict) and section.pop(name, False):
+            notes.append(f"{key} is left out: {why}")
+    return notes
+
+
+def _unusable(config: dict[str, Any]) -> list[str]:
+    """A problem for each key with another value than its ONLY one."""
+    problems = []
+    for key, (usable, why) in ONLY.items():
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name, usable) if isinstance(value, dict) else usable
+        if value not in (usable, "auto"):
+            problems.append(f"{key} = {json.dumps(value)}: {why}. Remove it")
+    return problems
 
 
 def _translate_old_forms(config: dict[str, Any]) -> list[str]:

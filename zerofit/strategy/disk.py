@@ -104,6 +104,11 @@ class DiskState(ShardedState):
                         start += len(values)
         return saved
 
+    def _weights(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        for number, several in self._by_sub_group(self.own()):
+            with self._swapped_in(number):
+                yield from ((piece, self.get("weight", piece)) for piece in several)
+
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         """Of a sub-group that is in memory."""
         flat, offset = self._held_in(self.parameters[piece.name])

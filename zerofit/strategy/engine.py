@@ -16,6 +16,7 @@ from zerofit.model.stages import whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.muon import Muon
+from zerofit.strategy.pieces import sampled_elements
 from zerofit.strategy.sequence import SplitRows
 from zerofit.strategy.state import OptimizerState
 from zerofit.strategy.strategy import Strategy
@@ -190,13 +191,26 @@ class Engine:
     def _named_parameters(self) -> dict[str, Any]:
         return dict(self.module.named_parameters())
 
+    def weight_samples(self) -> dict[str, list[float]]:
+        """{name: the values of its sampled elements (pieces.py)} of this rank's trained weights, as the model computes
+        with them. Each is gathered for a moment."""
+        trained = {name: each for name, each in self._named_parameters().items() if each.requires_grad}
+        return {
+            name: full.flatten()[torch.from_numpy(sampled_elements(full.numel()))].tolist()
+            for name, full in self._in_full(trained)
+        }
+
     def _gathered_weights(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each is gathered on every rank for a moment; the main process gets a copy on the CPU."""
+        for name, full in self._in_full(parameters):
+            if self.is_main:
+                yield name, full.to("cpu", copy=True)
+
+    def _in_full(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter, whole on every rank that has its layer until the next one is asked for."""
         for name, parameter in parameters.items():
             with self.strategy.gathered(parameter, written=False):
-                full = self._joined(parameter)
-                if self.is_main:
-                    yield name, full.to("cpu", copy=True)
+                yield name, self._joined(parameter)
 
     def _joined(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The full parameter of what is gathered, on all ranks that share its layer."""

@@ -7,6 +7,8 @@ import numpy as np
 
 from zerofit.model.tensor_parallel.cut import Cut
 
+SAMPLES = 16  # of a parameter
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -30,6 +32,19 @@ class Piece:
         within = first < last
         starts = starts + first - (stops - lengths)
         return starts[within], first[within] - self.start, (last - first)[within]
+
+    def find(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(which of these elements of the flattened parameter are in this piece, where they are in it)."""
+        starts, first, lengths = self.runs()
+        run = np.searchsorted(starts, elements, "right") - 1
+        offset = elements - starts[run]
+        inside = (run >= 0) & (offset < lengths[run])
+        return np.flatnonzero(inside), (first[run] + offset)[inside]
+
+
+def sampled_elements(num_elements: int) -> np.ndarray:
+    """Elements of a flattened parameter, the first and the last included, by whose values a checkpoint is checked."""
+    return np.linspace(0, num_elements - 1, min(num_elements, SAMPLES)).astype(np.int64)
 
 
 def overlaps(one: Piece, other: Piece) -> Iterator[tuple[int, int, int]]:

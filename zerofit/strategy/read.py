@@ -1,5 +1,6 @@
 """From the launcher's environment and the pair behind it to the strategy of a run: read, and checked, before data."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,7 @@ def _read_deepspeed(
             },
         )
         _check_compiled(resolved, source, recipe)
+        _check_rounding(resolved, source, precision)
         if recipe.ema_decay and keeps_optimizer_on_disk(resolved["zero_optimization"]):
             raise UserError(
                 f"{source}: zero_optimization.offload_optimizer.device = nvme does not go together with ema_decay "
@@ -138,6 +140,18 @@ def _check_compiled(config: dict[str, Any], source: str, recipe: TrainingRecipe)
             f"{source}: zero_optimization.stage = 3 does not go together with torch_compile "
             f"({recipe.source('torch_compile')}): DeepSpeed gathers the weights of each module as it is called, which "
             "cuts a layer's graph into pieces. Use --strategy fsdp2, which gathers those of a layer, or remove it"
+        )
+
+
+def _check_rounding(config: dict[str, Any], source: str, precision: str | None) -> None:
+    """Raises UserError where gradients would be rounded in a run in fp32."""
+    stated = {key: config.get(key) for key in ("communication_data_type", "seq_parallel_communication_data_type")}
+    stated["data_types.grad_accum_dtype"] = (config.get("data_types") or {}).get("grad_accum_dtype")
+    rounding = {key: value for key, value in stated.items() if value not in (None, "fp32")}
+    if rounding and precision in (None, "fp32"):
+        raise UserError(
+            f"{source}: {key} = {json.dumps(value)}: it rounds gradients, and precision is fp32. Remove it"
+            for key, value in rounding.items()
         )
 
 

@@ -7,6 +7,7 @@ cut out, if it has, and by the range of the flattened share (or parameter) that 
 one strategy, M ranks read under another.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from zerofit.model.parameters import true_numel, true_shape
 from zerofit.model.rows import rows_of
 from zerofit.strategy.muon import Muon, flat
-from zerofit.strategy.pieces import Piece
+from zerofit.strategy.pieces import Piece, sampled_elements
 
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
 # (optimizers.py) has not, and is not cut.
@@ -65,6 +66,24 @@ class OptimizerState:
     def whole_tensors(self) -> dict[str, torch.Tensor]:
         """What this rank writes beside its pieces, each tensor as it is."""
         return {}
+
+    def samples(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[tuple[str, int], float]:
+        """{(parameter, which of its sampled elements (pieces.py)): value} of the weights that this rank writes.
+
+        Args:
+            tensors: what `tensors` has returned; None: look at what the optimizer holds now.
+        """
+        given = tensors and ((piece, tensors[f"weight/{piece.name}"]) for piece in self.own())
+        found: dict[tuple[str, int], float] = {}
+        for piece, values in given or self._weights():
+            which, places = piece.find(sampled_elements(math.prod(piece.shape)))
+            sampled = values[torch.from_numpy(places)].tolist()
+            found |= {(piece.name, int(i)): value for i, value in zip(which, sampled)}
+        return found
+
+    def _weights(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Each piece that this rank writes, with its values."""
+        return ((piece, self.get("weight", piece)) for piece in self.own())
 
     def held(self) -> list[Piece]:
         """What this rank holds, and so has to read."""
