@@ -1,14 +1,19 @@
 """How launches end, for the one who has started them: exit code, record, and the last words."""
 
+import contextlib
+import itertools
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
-from helpers import ROOT, environment, metrics, on_a_terminal, updates
+from helpers import BIN, ROOT, environment, metrics, on_a_terminal, updates
 
 
 def zerofit(*words) -> list[str]:
@@ -116,3 +121,50 @@ def test_the_ranks_end_with_a_launcher_that_is_killed(options, tmp_path):
     process.communicate()
     assert not psutil.wait_procs(below, timeout=60)[1]
     assert recorded(tmp_path / "run") == 85
+
+
+LAUNCHERS = {
+    "python": [sys.executable],
+    "accelerate, 1": [BIN / "accelerate", "launch", "--config_file", "accelerate_configs/single.yaml"],
+    "accelerate, 2": [BIN / "accelerate", "launch", "--config_file", "accelerate_configs/ddp.yaml", "--num_processes",
+                      "2", "--main_process_port", "0"],
+    "torchrun": [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", "0"],
+    "zerofit launch": [BIN / "zerofit", "launch", "--num_processes", "2"],
+}  # fmt: skip
+ENDS = {"closed": os.close, "Ctrl-C": lambda terminal: os.write(terminal, b"\x03")}
+CENTRAL = [("accelerate, 1", "Ctrl-C")]  # the launcher dies of it, and the terminal with it
+
+
+@pytest.mark.parametrize(("launcher", "end"), [
+    pytest.param(*case, marks=() if case in CENTRAL else pytest.mark.long) for case in itertools.product(LAUNCHERS, ENDS)
+])  # fmt: skip
+def test_a_run_whose_terminal_is_closed_is_saved(options, tmp_path, launcher, end):
+    """The launcher is the terminal's own program, as in `ssh -t HOST accelerate launch ...`."""
+    run, terminal, its = tmp_path / "run", *pty.openpty()
+    more = ["--strategy", "ddp"] if launcher == "torchrun" else []
+    command = [*LAUNCHERS[launcher], "train/clm.py", "--output_dir", run, *options, *more]
+    lead = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-c", lead, *map(str, command)]
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdin=its, stdout=its, stderr=its, start_new_session=True
+    )
+    os.close(its)
+    shown = b""
+    while shown.count(b"update ") < 2:
+        shown += os.read(terminal, 4096)
+    ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if str(run) in each.cmdline()]
+    ENDS[end](terminal)
+    if end == "Ctrl-C":
+        drain = threading.Thread(target=read_to_the_end, args=(terminal,), daemon=True)
+        drain.start()
+    process.wait(60)
+    assert not psutil.wait_procs(ranks, timeout=60)[1]
+    done = metrics(run)[-1]["update"]
+    assert recorded(run) == 85
+    assert (run / "checkpoints" / "latest").resolve().name == f"update_{done:08}"
+
+
+def read_to_the_end(terminal: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT, environment
 
 from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
-from zerofit.health.shutdown import StopReason
+from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
 from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.record.run_folder import RunFolder
@@ -105,6 +105,7 @@ IN_NATIVE_CODE = "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hma
     ("body", "number", "code"),
     [
         (IN_NATIVE_CODE, signal.SIGTERM, 85),
+        (SLEEP, signal.SIGHUP, 85),
         ("import os; os.fork() and time.sleep(20); " + SLEEP, signal.SIGUSR1, 85),
         ("print('ready', flush=True); raise ValueError('no')", None, 1),
     ],
@@ -124,6 +125,78 @@ def test_the_end_of_a_run_that_starts_is_on_record(tmp_path, body, number, code)
         said = process.stderr.read().decode()
     assert process.returncode == code, said
     assert recorded(folder)["exit_code"] == code
+
+
+LEAVES = """
+    from zerofit.recipe.errors import UserError, before_leaving, reports_user_errors
+    def slow():
+        print("ready", flush=True); time.sleep(1.5); os.close(spare)
+    spare = os.dup(1); before_leaving(slow)
+    @reports_user_errors
+    def ends(argv):
+        {ends}
+    return ends()
+"""
+ENDS = {"raise UserError('no such file')": 2, "return 86": 86, "return 0": 0, "raise ValueError('no')": 1}
+
+
+SIGNALLED = [(ends, 0, number) for ends in ENDS for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+
+
+@pytest.mark.parametrize(("ends", "rank", "number"), [*SIGNALLED, (next(iter(ENDS)), 1, signal.SIGTERM)])
+def test_a_signal_does_not_change_a_code_that_is_decided(tmp_path, ends, rank, number):
+    """Also where the rank waits for its launcher, which ends it with SIGTERM."""
+    (tmp_path / "run.py").write_text(RANK.format(body="import os" + LEAVES.format(ends=ends)))
+    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(tmp_path / "run")]
+    ours = environment(PYTHONPATH=str(ROOT), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ours) as process:
+        if rank:
+            while not (tmp_path / "run" / "environment.json").is_file():  # its code is on record, and it waits
+                assert process.poll() is None
+            process.send_signal(number)
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == ENDS[ends], said
+    assert "Bad file descriptor" not in said
+
+
+def test_under_nohup_sighup_stays_ignored(tmp_path):
+    (tmp_path / "run.py").write_text(RANK.format(body="print('ready', flush=True); time.sleep(1.5); return 0"))
+    command = ["nohup", sys.executable, str(tmp_path / "run.py"), "--output_dir", str(tmp_path / "run")]
+    ours = environment(PYTHONPATH=str(ROOT))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ours) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGHUP)
+    assert process.returncode == 0
+
+
+TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason", "code"),
+    [
+        ((HUP,), StopReason.SIGHUP, None),
+        ((HUP, HUP, HUP), StopReason.SIGHUP, None),
+        ((INT, HUP, HUP), StopReason.CTRL_C, None),  # Ctrl-C has ended the terminal's own program
+        ((HUP, TERM), StopReason.SIGTERM, None),  # of systemd, or of a launcher that ends
+        ((HUP, TERM, TERM), StopReason.SIGTERM, 143),
+        ((TERM, HUP, INT), StopReason.SIGTERM, 130),
+        ((TERM, TERM), StopReason.SIGTERM, 143),
+    ],
+)
+def test_a_second_signal_ends_a_run_at_once_but_not_sighup(monkeypatch, numbers, reason, code):
+    left, now = [], [1000.0]
+    monkeypatch.setattr("zerofit.recipe.errors._DECIDED", [])
+    monkeypatch.setattr("zerofit.health.shutdown.leave", left.append)
+    monkeypatch.setattr("zerofit.health.shutdown.time.time", lambda: now[0])
+    handler = ShutdownHandler(None, 0.0)
+    for number in numbers:
+        handler._receive(number)
+        now[0] += 5
+    assert handler.reason() is reason
+    assert left == ([] if code is None else [code])
 
 
 @pytest.mark.parametrize(("dead", "code"), [(False, 85), (True, None)])

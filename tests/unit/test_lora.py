@@ -170,7 +170,7 @@ VARIANTS = [
 @pytest.mark.parametrize(("family", "flags"), VARIANTS)
 def test_what_was_trained_is_read_by_plain_peft_and_put_on_its_base_again(bases, tmp_path, family, flags):
     model, adapter = adapted(bases[family], family, *flags)
-    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path)
     base, again = (FAMILIES[family][1].from_pretrained(bases[family]) for _ in range(2))
     before, trained = answer(base), answer(model)
     assert (trained - before).abs().max() > 1e-3
@@ -187,7 +187,7 @@ def test_what_was_trained_is_read_by_plain_peft_and_put_on_its_base_again(bases,
 ])  # fmt: skip
 def test_an_adapter_is_not_put_on_another_base(bases, tmp_path, family, spoil, words):
     model, adapter = adapted(bases["gpt2"], "gpt2")
-    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path)
     if spoil:
         tensors = dict(sorted(load_file(tmp_path / "adapter_model.safetensors").items()))
         spoil(tensors)
@@ -200,7 +200,7 @@ def test_an_adapter_is_not_put_on_another_base(bases, tmp_path, family, spoil, w
 
 def test_the_base_of_an_adapter_is_known_by_its_weights(bases, tmp_path):
     model, adapter = adapted(bases["gpt2"], "gpt2")
-    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path)
     other = CAUSAL.from_config(AutoConfig.from_pretrained(bases["gpt2"]))
     message = refusal(inject_adapter, open_adapter(str(tmp_path)), other, "other", NOT_SHARDED, quantised=False)
     assert "has other weights" in message
@@ -209,7 +209,7 @@ def test_the_base_of_an_adapter_is_known_by_its_weights(bases, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "deberta-v2", "blenderbot"])
 def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     model, adapter = adapted(bases[family], family)
-    adapter.save(model, moved(model), MagicMock(), tmp_path, "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(model)[1]
     assert all("lora_" in name or ".classifier." in name for name in tensors)
@@ -231,7 +231,7 @@ def test_random_weights_beside_the_head_are_saved_too(bases, tmp_path):
     model = build_model(CLASSES, config, recipe, NOT_SHARDED, 1)
     adapter = add_adapter(model, recipe, "cls", NOT_SHARDED)
     assert adapter.saved == ["classifier", "pooler.dense"]
-    adapter.save(model, moved(model), MagicMock(), tmp_path / "adapter", "a card")
+    adapter.save(model, moved(model), MagicMock(), tmp_path / "adapter")
     torch.manual_seed(99)
     base = CLASSES.from_pretrained(body, num_labels=3)
     torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path / "adapter")), answer(model))
@@ -243,7 +243,7 @@ def test_half_an_adapter_is_never_written(bases, tmp_path):
     name = next(iter(state))
     state[name] = torch.empty(0)
     with pytest.raises(RuntimeError, match="incomplete"):
-        adapter.save(model, state, MagicMock(), tmp_path / "out", "a card")
+        adapter.save(model, state, MagicMock(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

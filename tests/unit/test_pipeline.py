@@ -123,9 +123,7 @@ def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at
     monkeypatch.setattr("zerofit.model.export.LARGEST_FILE", bytes_at_once)
     model = tiny_model(family, unpadded_vocab_size=89)
     tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
-    export_model(
-        model, ((name, weight.detach()) for name, weight in model.named_parameters()), tokenizer, tmp_path, ""
-    )
+    export_model(model, ((name, weight.detach()) for name, weight in model.named_parameters()), tokenizer, tmp_path)
     files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
     assert (files == ["model.safetensors"]) == (bytes_at_once > 10**6)
     assert not (tmp_path / "part").exists()
@@ -138,7 +136,7 @@ def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at
     for name, weight in loaded.state_dict().items():
         assert torch.equal(weight, expected[name][:89] if len(expected[name]) == 97 else expected[name]), name
     with pytest.raises(RuntimeError, match="incomplete: missing"):
-        export_model(model, iter(()), tokenizer, tmp_path / "none", "")
+        export_model(model, iter(()), tokenizer, tmp_path / "none")
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (5, 4), (9, 4)])

@@ -2,17 +2,31 @@
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from zerofit.model.export import Weights, export_model
+from zerofit.model.export import Weights, export_model, write_beside, write_card
 from zerofit.model.exported import review_export
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.lora import Adapter
+from zerofit.recipe.errors import first_line
+from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.model_card import model_card
 from zerofit.strategy.engine import Engine
+
+
+class Exported(NamedTuple):
+    """What was written beside the weights.
+
+    Args:
+        review: lines for the terminal: how the folder differs from the base, and what others stumble over.
+        missing: what could not be written, each with the reason.
+    """
+
+    review: list[str]
+    missing: list[str]
 
 
 class ModelExporter:
@@ -46,29 +60,40 @@ class ModelExporter:
         """What is written, full tensors, on the main process; nothing elsewhere. All ranks read it to its end."""
         return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
 
-    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> list[str]:
-        """Write the folder, on the main process. Returns what `read_back` finds in it.
+    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> Exported:
+        """Write the folder, on the main process: the weights first, since no other file may cost them.
 
         Args:
             weights: read once, one after another.
             held_out: figures for the model card.
             in_thread: another thread than the training's writes: two threads must not use the same tokenizer.
+
+        Raises:
+            Exception: the weights could not be written; of a checkpoint (`in_thread`) also where the disk fails.
         """
         if in_thread and self._tokenizer_of_thread is None:
             self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
         module, is_adapter = self._engine.whole, self._adapter is not None
-        card = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
         tokenizer = self._tokenizer_of_thread if in_thread else self._tokenizer
         if self._adapter is not None:
-            self._adapter.save(module, dict(weights), tokenizer, folder, card)
+            failed = self._adapter.save(module, dict(weights), tokenizer, folder)
         else:
-            export_model(module, weights, tokenizer, folder, card)
-        return self.read_back(folder)
+            failed = export_model(module, weights, tokenizer, folder)
 
-    def read_back(self, folder: Path) -> list[str]:
-        """Lines for the terminal: how the folder differs from the base, and what others stumble over.
+        def card() -> None:
+            text = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
+            write_card(folder, text)
 
-        Raises:
-            RuntimeError: weights are missing.
-        """
-        return review_export(folder, self._recipe.model_name_or_path)
+        failed |= write_beside({"README.md": card})
+        if in_thread and (of_disk := next(filter(is_of_the_disk, failed.values()), None)):
+            raise of_disk  # a checkpoint is whole or absent, and the next may have room
+        exported = self.read_back(folder)
+        missing = [f"{name} ({first_line(error)})" for name, error in failed.items()]
+        return Exported(exported.review, [*missing, *exported.missing])
+
+    def read_back(self, folder: Path) -> Exported:
+        """What a folder holds, and how it differs from the base."""
+        try:
+            return Exported(review_export(folder, self._recipe.model_name_or_path), [])
+        except Exception as error:  # the weights are there
+            return Exported([], [f"a look at the files ({first_line(error)})"])

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from zerofit.checkpoint.run_state import BestEvaluation, RunState
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.export import Weights
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import is_of_the_disk, remove
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import say
@@ -67,6 +69,7 @@ class CheckpointManager:
         self._interval_s = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else 60 * recipe.save_minutes
         self._saved_at = time.time()
         self._saved_update: int | None = None  # the update whose state was saved last
+        self._missing: list[str] = []  # what could not be written to model/ of the checkpoint before
 
     # ------------------------------------------------------------------------------------------------------- resuming
 
@@ -247,7 +250,17 @@ class CheckpointManager:
         predictions = [path.open("rb") for path in self._predictions()] if held_out else []
 
         def fill(folder: Path, weights: Weights) -> None:
-            self._exporter.write(weights, held_out, folder / "model", in_thread=True)
+            try:
+                missing = self._exporter.write(weights, held_out, folder / "model", in_thread=True).missing
+            except Exception as error:
+                if is_of_the_disk(error) or not with_state:
+                    raise
+                traceback.print_exc()
+                remove(folder / "model")
+                missing = [f"all of it ({first_line(error)})"]  # the state is there to resume from
+            if missing != self._missing:
+                self._missing = missing
+                self.writer.messages += [f"warning   model/ of checkpoints is without {each}" for each in missing]
             for file in predictions:
                 with file, (folder / Path(file.name).name).open("wb") as written:
                     shutil.copyfileobj(file, written)

@@ -34,7 +34,7 @@ from zerofit.checkpoint.shards import (
 from zerofit.model.export import Weights
 from zerofit.model.parameters import true_numel
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, is_there
+from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, is_of_the_disk, is_there
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
@@ -386,10 +386,3 @@ class _Save:
                 return False
             time.sleep(0.05)
         return True
-
-
-def is_of_the_disk(error: Exception) -> bool:
-    """Whether a save failed for want of room or permission, and not through a mistake in the program."""
-    text = str(error).lower()
-    words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
-    return isinstance(error, OSError) or (isinstance(error, SafetensorError) and any(word in text for word in words))

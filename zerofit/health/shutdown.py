@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import psutil
 
-from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, leave, record_code
+from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, decided_code, leave, record_code
 from zerofit.recipe.last_message import print_last
 
 EXIT_TO_BE_RESUMED = 85
@@ -29,12 +29,13 @@ class StopReason(enum.IntEnum):
     """Why a run stopped before its last update. Ranks exchange the number."""
 
     NONE = 0
-    SIGTERM = 1
-    SIGUSR1 = 2
-    CTRL_C = 3
-    OUT_OF_TIME = 4
-    ANOMALY = 5
-    CHECKPOINT_FAILED = 6
+    SIGHUP = 1
+    SIGTERM = 2
+    SIGUSR1 = 3
+    CTRL_C = 4
+    OUT_OF_TIME = 5
+    ANOMALY = 6
+    CHECKPOINT_FAILED = 7
 
     @property
     def text(self) -> str:
@@ -58,18 +59,27 @@ class StopReason(enum.IntEnum):
 
 
 REASONS = {
+    StopReason.SIGHUP: "SIGHUP (the terminal was closed)",
     StopReason.CTRL_C: "Ctrl-C",
     StopReason.OUT_OF_TIME: "max_hours",
     StopReason.ANOMALY: "an anomaly",
     StopReason.CHECKPOINT_FAILED: "a checkpoint that failed",
 }
 SIGNALS = {
+    signal.SIGHUP: StopReason.SIGHUP,
     signal.SIGTERM: StopReason.SIGTERM,
     signal.SIGUSR1: StopReason.SIGUSR1,
     signal.SIGINT: StopReason.CTRL_C,
 }
 
 _RECEIVERS: list[Callable[[int], None]] = []  # the last one is told of signals
+_HEARD: list[int] = []  # the signals that have our handler
+
+
+def heard_signals() -> list[int]:
+    """Those of SIGNALS that a program is to handle. SIGHUP stays ignored where it is when the program starts: under
+    nohup."""
+    return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def listen(receive: Callable[[int], None]) -> None:
@@ -83,7 +93,8 @@ def listen(receive: Callable[[int], None]) -> None:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    for number in SIGNALS:
+    _HEARD[:] = heard_signals()
+    for number in _HEARD:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_stop_listening)
@@ -98,14 +109,15 @@ def _read(reader: int) -> None:
                     _RECEIVERS[-1](number)
                 except BaseException:  # nobody would listen any more
                     traceback.print_exc()
-                    os._exit(128 + number)
+                    code = decided_code()
+                    os._exit(128 + number if code is None else code)
 
 
 def _stop_listening() -> None:
     """In a forked process. The data loader's workers end with their rank, and not with a signal that all processes of
     a job get; who is forked while a run starts is often ended by SIGTERM, and must not ignore it."""
     signal.set_wakeup_fd(-1)
-    for number in SIGNALS if len(_RECEIVERS) == 1 else ():
+    for number in _HEARD if len(_RECEIVERS) == 1 else ():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
@@ -120,7 +132,11 @@ class StartingRank:
         self._record, self._rank = record, int(os.environ.get("RANK", "0"))
 
     def leave(self, number: int) -> None:
-        """Leave with 85, since the same command starts the run again; after Ctrl-C with 130."""
+        """Leave with 85, since the same command starts the run again; after Ctrl-C with 130. A process that is ending
+        keeps its exit code, and has a moment to say why."""
+        if (decided := decided_code()) is not None:
+            time.sleep(ONE_SIGNAL_S)
+            leave(decided)
         if number == signal.SIGINT:
             code, message = EXIT_INTERRUPTED, "interrupted while the run was starting: its folder is unchanged"
         else:
@@ -168,21 +184,30 @@ class ShutdownHandler:
         self._reason, self._received_at = StopReason.NONE, 0.0
 
     def install(self) -> None:
-        """Handle the signals from now on. The first is noted, a later one ends this process at once."""
+        """Handle the signals from now on. The first is noted, a later one ends this process at once.
+
+        SIGHUP never does, and does not count as the first: a terminal that closes sends it more than once, and also
+        after a Ctrl-C that has ended the terminal's own program.
+        """
         listen(self._receive)
 
     def _receive(self, number: int) -> None:
         if self._received_at:
-            if time.time() > self._received_at + ONE_SIGNAL_S:
+            if number != signal.SIGHUP and time.time() > self._received_at + ONE_SIGNAL_S:
                 self._leave_now(number)
             return
-        self._reason, self._received_at = SIGNALS[signal.Signals(number)], time.time()
+        if self._reason is StopReason.SIGHUP and number == signal.SIGHUP:
+            return
+        self._reason = SIGNALS[signal.Signals(number)]
+        self._received_at = 0.0 if number == signal.SIGHUP else time.time()
         self._on_signal(self._reason.text)
-        if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0:
+        if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0 and decided_code() is None:
             text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
             os.write(sys.stderr.fileno(), text.encode())
 
     def _leave_now(self, number: int) -> None:
+        if (decided := decided_code()) is not None:
+            leave(decided)
         code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
         if int(os.environ.get("RANK", "0")) == 0:
             record_code(code, f"ended at once by a second signal ({SIGNALS[signal.Signals(number)].text})")

@@ -5,9 +5,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from zerofit.model.configuration import usable_positions
 from zerofit.model.families import family_of
@@ -17,8 +21,9 @@ LARGEST_FILE = 5 * 10**9  # bytes, about: what is in memory at once of a model t
 Weights = Iterable[tuple[str, torch.Tensor]]  # (name, full weight on the CPU)
 
 
-def export_model(model, weights: Weights, tokenizer, folder: Path, card: str) -> None:
-    """Write weights (safetensors), configuration, tokenizer and README.md.
+def export_model(model, weights: Weights, tokenizer, folder: Path) -> dict[str, Exception]:
+    """Write weights (safetensors) and, once they are on the disk, configuration, code and tokenizer. Returns what of
+    these could not be written: {file: why}. None of them costs the weights.
 
     Args:
         model: the unwrapped transformers model; only its configuration and its class are used.
@@ -33,19 +38,41 @@ def export_model(model, weights: Weights, tokenizer, folder: Path, card: str) ->
         if getattr(model, name, None) is not None:
             setattr(written, name, copy.deepcopy(getattr(model, name)))
             getattr(written, name).use_cache = True
-    make_consistent(getattr(written, "generation_config", None))
     _write_weights(written, weights, folder)
-    positions = usable_positions(model.config)
-    if positions and tokenizer.model_max_length > 10**9:  # not set; truncation=True would cut nothing
+    files = {"config.json": lambda: written.config.save_pretrained(folder)}
+    if written.is_remote_code():
+        files = {"the model's code": lambda: custom_object_save(written, folder, config=written.config), **files}
+    if written.can_generate():
+        files["generation_config.json"] = lambda: save_generation_settings(written, folder)
+    return write_beside({**files, **tokenizer_files(tokenizer, model.config, folder)})
+
+
+def write_beside(files: dict[str, Callable[[], object]]) -> dict[str, Exception]:
+    """Write files that are not the weights, each whatever became of the others. Returns {file: why it failed}."""
+    failed = {}
+    for name, write in files.items():
+        try:
+            write()
+        except Exception as error:
+            failed[name] = error
+    return failed
+
+
+def tokenizer_files(tokenizer, config, folder: Path) -> dict[str, Callable[[], object]]:
+    """What writes the tokenizer, for `write_beside`. Without a limit of its own it gets the model's: with none
+    truncation=True would cut nothing."""
+    positions = usable_positions(config)
+    if positions and tokenizer.model_max_length > 10**9:
         tokenizer.model_max_length = positions
-    tokenizer.save_pretrained(folder)
-    _copy_sentencepiece_model(Path(tokenizer.name_or_path), folder)
-    write_card(folder, card)
+    return {
+        "the tokenizer": lambda: tokenizer.save_pretrained(folder),
+        "tokenizer.model": lambda: _copy_sentencepiece_model(Path(tokenizer.name_or_path), folder),
+    }
 
 
 def _write_weights(written, weights: Weights, folder: Path) -> None:
-    """Write the weights and the configuration: in one file, or, of a family whose weights have the names on the disk
-    that they have in memory but for renaming, in several."""
+    """Write the weights: in one file, or, of a family whose weights have the names on the disk that they have in
+    memory but for renaming, in several. `written.config` gets what transformers adds to it as it saves a model."""
     expected = {name for name, _ in written.named_parameters()}
     tied = {name for name, _ in written.named_parameters(remove_duplicate=False)} - expected
     without_padding, in_parts = _padding_remover(written), family_of(written.config).stage_plan is not None
@@ -64,19 +91,27 @@ def _write_weights(written, weights: Weights, folder: Path) -> None:
     if expected:
         raise RuntimeError(f"the gathered weights are incomplete: missing {sorted(expected)[:3]}")
     if not files:
-        written.save_pretrained(folder, state_dict=part)
+        _save_weights_alone(written, part, folder)
         return
     files.append(_write_part(written, part, folder, len(files)))
     _write_index(files, folder)
 
 
+def _save_weights_alone(written, part: dict[str, torch.Tensor], folder: Path) -> None:
+    """Let transformers write weights, under their names on the disk, and no file beside them: it writes those first,
+    and one that it refuses would cost the weights."""
+    alone = copy.copy(written)
+    alone.config = copy.copy(written.config)
+    alone.config.save_pretrained = lambda *args, **kwargs: None
+    alone.can_generate = alone.is_remote_code = lambda: False
+    alone.save_pretrained(folder, state_dict=part)
+    written.config.dtype, written.config.architectures = alone.config.dtype, alone.config.architectures
+
+
 def _write_part(written, part: dict[str, torch.Tensor], folder: Path, number: int) -> Path:
-    """Write a part as transformers writes a whole model, which knows the weights' names on the disk."""
     place, file = folder / "part", folder / f"part_{number}.safetensors"
-    written.save_pretrained(place, state_dict=part)
+    _save_weights_alone(written, part, place)
     (place / "model.safetensors").rename(file)
-    for other in place.iterdir():
-        other.replace(folder / other.name)
     place.rmdir()
     return file
 
@@ -94,11 +129,17 @@ def _write_index(files: list[Path], folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def save_generation_settings(model, folder: Path) -> None:
+    """Write generation_config.json without settings that have no effect, or that transformers refuses to save."""
+    settings = copy.deepcopy(model.generation_config)
+    make_consistent(settings)
+    drop_invalid_settings(settings)
+    settings.save_pretrained(folder)
+
+
 def make_consistent(generation) -> None:
     """Remove settings without effect. Published models have some (a temperature without sampling, early_stopping
     with one beam), and transformers refuses to save them."""
-    if generation is None:
-        return
     unused = (
         ()
         if generation.do_sample
@@ -109,6 +150,57 @@ def make_consistent(generation) -> None:
     for name in unused:
         if getattr(generation, name, None) is not None:
             setattr(generation, name, None)
+
+
+def drop_invalid_settings(generation: GenerationConfig) -> dict[str, Any]:
+    """Remove the settings that transformers refuses to save. Returns them: {name: value}."""
+    if _is_valid(generation):
+        return {}
+    _, invalid = _valid_settings(generation.to_diff_dict())
+    for name in invalid:
+        setattr(generation, name, None)
+    return invalid
+
+
+def read_generation_settings(name: str, **where) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """(the valid ones of a stored model's generation settings, the others), where transformers refuses to read its
+    file; else (None, {}).
+
+    Args:
+        where: further arguments of from_pretrained.
+    """
+    try:
+        GenerationConfig.from_pretrained(name, **where)
+    except OSError:  # there is none
+        return None, {}
+    except Exception:  # ValueError, TypeError, ...: as a value is checked
+        text = Path(cached_file(name, GENERATION_CONFIG_NAME, **where)).read_text(encoding="utf-8")
+        stored = json.loads(text)
+        return _valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
+    return None, {}
+
+
+def _valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
+    """(the settings that are valid together, the others). Some need another, so those are tried again."""
+    valid, rest = {}, dict(stored)
+    while accepted := [name for name in rest if _is_valid_dict({**valid, name: rest[name]})]:
+        valid[accepted[0]] = rest.pop(accepted[0])
+    return GenerationConfig(**valid), rest
+
+
+def _is_valid_dict(settings: dict[str, Any]) -> bool:
+    try:
+        return _is_valid(GenerationConfig(**settings))
+    except Exception:
+        return False
+
+
+def _is_valid(settings: GenerationConfig) -> bool:
+    try:
+        settings.validate(strict=True)
+    except Exception:
+        return False
+    return True
 
 
 def _copy_sentencepiece_model(source: Path, folder: Path) -> None:

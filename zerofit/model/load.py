@@ -9,6 +9,7 @@ import torch
 
 import zerofit.model.activations  # noqa: F401
 from zerofit.model.configuration import from_hub_or_folder, missing_package
+from zerofit.model.export import drop_invalid_settings, read_generation_settings
 from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
 from zerofit.model.rows import keep_rows
@@ -31,7 +32,8 @@ def build_model(
     """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
 
     Weights that are missing from the pretrained ones (a classifier's head) are also drawn from `seed`, the same under
-    every strategy; the model's `initialized_weights` names them. With LoRA the weights are frozen; they are held in
+    every strategy; the model's `initialized_weights` names them. Generation settings that transformers would refuse to
+    save are dropped; `dropped_settings` has them. With LoRA the weights are frozen; they are held in
     half precision (or quantised) if the run trains in half precision.
 
     Args:
@@ -85,9 +87,19 @@ def _build(
             common |= _ignoring(ignored_weights, strategy) if ignored_weights else {}
             if strategy.device_of_weights is not None:  # not a context: computation stays on the CPU
                 common.setdefault("device_map", {"": strategy.device_of_weights})
+            settings, dropped = read_generation_settings(name)
+            if settings is not None:
+                common["generation_config"] = settings
             load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
             with strategy.loading():
                 model, info = from_hub_or_folder("model_name_or_path", name, load)
+            # What was renamed or converted at load is undone at save. Under ZeRO-3 transformers notes every rule that
+            # it knows, and would give the weights names that this model has never had (LayerNorm.gamma).
+            rules = getattr(model, "_weight_conversions", None)
+            if rules is not None:
+                model._weight_conversions = [rule for rule in rules if rule.was_used()]
+            if model.can_generate():
+                model.dropped_settings = {**dropped, **drop_invalid_settings(model.generation_config)}
             # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")

@@ -25,7 +25,7 @@ from zerofit.model.adapter_folder import (
     adapted_weight,
     sample_weights,
 )
-from zerofit.model.export import make_consistent, write_card
+from zerofit.model.export import save_generation_settings, write_beside
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
 from zerofit.model.parameters import true_shape
@@ -52,8 +52,11 @@ class Adapter:
     base_sample: dict[str, list[float]]
     note: str
 
-    def save(self, model: torch.nn.Module, state: dict[str, torch.Tensor], tokenizer, folder: Path, card: str) -> None:
-        """Write the adapter as peft does, with the tokenizer, the model's configuration and a model card beside it.
+    def save(
+        self, model: torch.nn.Module, state: dict[str, torch.Tensor], tokenizer, folder: Path
+    ) -> dict[str, Exception]:
+        """Write the adapter as peft does and, once it is on the disk, what describes it, the tokenizer and the
+        model's configuration. Returns what of these could not be written: {file: why}.
 
         Args:
             model: the model that the adapter is in; only its configuration and the names in it are used.
@@ -65,20 +68,21 @@ class Adapter:
         tensors = self._tensors(model, state)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        self.config.save_pretrained(folder)
         description = copy.deepcopy(model.config)  # of a classifier it has the labels
         if hasattr(description, "quantization_config"):
             del description.quantization_config  # of this run only
         description.use_cache = True
-        description.save_pretrained(folder)
+        sample = json.dumps({"modules": self.base_sample}) + "\n"
+        files = {
+            "adapter_config.json": lambda: self.config.save_pretrained(folder),
+            "config.json": lambda: description.save_pretrained(folder),
+        }
         if model.config.is_encoder_decoder:  # the settings of train/seq2seq.py
-            settings = copy.deepcopy(model.generation_config)
-            make_consistent(settings)
-            settings.save_pretrained(folder)
+            files["generation_config.json"] = lambda: save_generation_settings(model, folder)
         if self.base_sample:
-            (folder / BASE_SAMPLE).write_text(json.dumps({"modules": self.base_sample}) + "\n")
-        tokenizer.save_pretrained(folder)
-        write_card(folder, card)
+            files[BASE_SAMPLE] = lambda: (folder / BASE_SAMPLE).write_text(sample)
+        files["the tokenizer"] = lambda: tokenizer.save_pretrained(folder)
+        return write_beside(files)
 
     def _tensors(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from peft import get_peft_model_state_dict

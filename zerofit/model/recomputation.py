@@ -1,7 +1,8 @@
 """Which activations the backward pass computes again: of each layer, or all but those that take long to compute.
 
 transformers runs its layers through torch.utils.checkpoint (modeling_layers.py, GradientCheckpointingLayer), which
-draws random numbers again as they were drawn, so the gradients are the same to the last bit.
+draws random numbers again as they were drawn, so the gradients are the same to the last bit. Not those of T5 and mT5:
+all layers use one table of relative positions, and its gradient is summed in another order.
 
 torch's own contexts of selective recomputation are dispatch modes: each operator of a layer passes through Python, in
 the forward pass and in the recomputation. Here only those operators do whose results are kept: a kernel below autograd

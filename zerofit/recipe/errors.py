@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,6 +19,7 @@ EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
 EXIT_INTERRUPTED = 130  # the code of a shell for Ctrl-C
 EXIT_TERMINATED = 143  # the code of a shell for SIGTERM
 EXIT_BROKEN_PIPE = 141  # the code of a shell for a closed pipe
+LEAVE_S = 10.0  # within which a process that leaves has left; telling other machines may take some of it
 # What a terminal obeys: control characters but tab and new line, and marks that turn the direction of what follows.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -102,8 +104,24 @@ def record_codes_with(callback: Callable[[int, str | None], None]) -> None:
 
 
 def record_code(code: int, reason: str | None = None) -> None:
-    """Put an exit code on record, where this process keeps one."""
+    """Put an exit code on record, where this process keeps one. It is decided then."""
+    decide(code)
     _HOOKS["record"](code, reason)
+
+
+_DECIDED: list[int] = []  # at most one: the exit code
+_LEAVING: dict[str, tuple[int, int]] = {}  # at most one: the thread that ends the process, and its code
+
+
+def decide(code: int) -> int:
+    """Fix the exit code with which this process will end: a signal that comes later does not change it."""
+    _DECIDED[:] = [code]
+    return code
+
+
+def decided_code() -> int | None:
+    """The exit code that is decided; None: the program is at work."""
+    return _DECIDED[0] if _DECIDED else None
 
 
 def tell_others_with(tell: Callable[[str, int], None]) -> None:
@@ -123,8 +141,9 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None, *others) -> int:
+        _DECIDED.clear()  # of an earlier call in this process
         try:
-            return main(argv, *others)
+            return decide(main(argv, *others))
         except UserError as error:
             rank, message = int(os.environ.get("RANK", "0")), error.report()
             record_code(EXIT_USER_ERROR, message)
@@ -176,9 +195,19 @@ def leave(code: int) -> None:
     Without it, when the interpreter ends the native threads of torch and DeepSpeed, a finished run ended with
     "terminate called without an active exception" about once in ten launches of ZeRO-3 over gloo.
     """
-    _HOOKS["tell"](f"exit code {code}", code)
-    _HOOKS["leave"]()
-    logging.shutdown()
+    ours = threading.get_ident(), code
+    first = _LEAVING.setdefault("first", ours)
+    if first is not ours:
+        if first[0] == ours[0]:  # a signal's handler within this function
+            return
+        time.sleep(LEAVE_S)  # another thread, of signals for instance, is leaving: its code holds
+        os._exit(first[1])
+    with contextlib.suppress(Exception):  # none of it changes the code
+        _HOOKS["tell"](f"exit code {code}", code)
+    with contextlib.suppress(Exception):
+        _HOOKS["leave"]()
+    with contextlib.suppress(Exception):
+        logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -48,6 +48,14 @@ def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> boo
     return True
 
 
+def is_of_the_disk(error: Exception) -> bool:
+    """Whether something was not written for want of room or permission, and not through a mistake in a program. Of
+    libraries in Rust (safetensors, tokenizers) only the message tells it."""
+    text = str(error).lower()
+    words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
+    return isinstance(error, OSError) or any(word in text for word in words)
+
+
 def without_folders(value: Any) -> Any:
     """An option's value to publish: absolute paths, alone or in a list, are reduced to their last name."""
     if isinstance(value, (list, tuple)):

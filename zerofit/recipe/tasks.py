@@ -36,7 +36,8 @@ class LossOptions(Recipe):
 
     loss: str = option(
         "auto",
-        "How the loss is computed. auto: with less memory if possible; full: with all logits in memory.",
+        "How the loss is computed. auto: with less memory if possible; full: with all logits in memory; chunked: with "
+        "less memory, refused for a model that scales or caps its logits (T5, Gemma 2).",
         choices=("auto", "full", "chunked"),
     )
     label_smoothing: float = option(

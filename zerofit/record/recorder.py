@@ -1,5 +1,6 @@
 """What a run writes down and shows while it trains: metrics.jsonl, samples.jsonl, the trackers and the terminal."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,8 @@ class RunRecorder:
             if self._engine.is_main:
                 self.environment["seconds_to_first_update"] = self._timeline.seconds
                 self.environment["bytes_held_by_rank_0"] = self._engine.held_bytes()
-                self.folder.write_environment(self.environment)
+                with contextlib.suppress(OSError):  # a full disk: it is written again at the end
+                    self.folder.write_environment(self.environment)
 
     def show_held_out(self, update: int, figures: dict[str, float]) -> None:
         named = (f"{name.removeprefix('eval_')} {rounded(value, 4)}" for name, value in figures.items())

@@ -47,6 +47,7 @@ class RunFolder:
         self.samples = JsonlFile(self.path / "samples.jsonl")
         self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
         self.written = WrittenFiles(self.path)
+        self.failed: dict[str, Exception] = {}  # files that the disk has not taken, and why
         self._lock = None
 
     @property
@@ -214,13 +215,21 @@ class RunFolder:
         try:
             self._write("environment.json", text)
         except OSError:
-            (self.path / "environment.json").unlink()
+            (self.path / "environment.json").unlink(missing_ok=True)
             self._write("environment.json", text)
 
     def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
-        """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data."""
-        with self.new_file(f"predictions{suffix}.jsonl") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data. Where the
+        disk does not take it, that is in `failed`, and those before it are gone: no training ends for it."""
+        name = f"predictions{suffix}.jsonl"
+        self.failed.pop(name, None)
+        try:
+            with self.new_file(name) as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            self.failed[name] = error
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink(missing_ok=True)
 
     def predictions(self, suffix: str = "") -> list[dict[str, Any]]:
         """What write_predictions wrote last."""
@@ -245,20 +254,25 @@ class RunFolder:
             yield file
 
     @contextlib.contextmanager
-    def new_model(self) -> Iterator[Path]:
-        """The folder to write model/ in, which gets its name at the end of the block: complete, or not there."""
-        partial = temporary_path(self.model)
-        partial.mkdir()
+    def new_model(self, below: str = "") -> Iterator[Path]:
+        """The folder to write model/ in, or one below it, which gets its name at the end of the block: its weights are
+        complete, or it is not there."""
+        folder, partial = self.model / below, temporary_path(self.model)
         try:
+            partial.mkdir(parents=True)
             yield partial
-            for below in (path for path in partial.rglob("*") if path.is_file()):
-                sync(below)
-            self.written.add(f"{MODEL}/{name}" for name in files_below(partial, partial))
-            partial.rename(self.model)
+            for file in (path for path in partial.rglob("*") if path.is_file()):
+                sync(file)
+            with contextlib.suppress(OSError):  # no room for the names: no reason to lose the weights
+                self.written.add(
+                    (folder / name).relative_to(self.path).as_posix() for name in files_below(partial, partial)
+                )
+            partial.rename(folder)
+            sync(folder.parent)
         except BaseException:
-            remove(partial)
+            with contextlib.suppress(OSError):
+                remove(partial)
             raise
-        sync(self.path)
 
     def _write(self, name: str, text: str) -> None:
         with atomic_file(self.path / name) as file:

@@ -19,12 +19,15 @@ READABLE = 28  # characters of a path that tell which one it is
 
 
 class _Lasting(io.FileIO):
-    """A descriptor to write to, which leads nowhere when nobody reads it any more (`| head`, a closed terminal)."""
+    """A descriptor to write to, which leads nowhere when nobody reads it any more (`| head`, a closed terminal). What
+    a full disk does not take (`> log`) is lost, and ends no run."""
 
     def write(self, data) -> int:
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return len(data)
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -11,7 +11,7 @@ from zerofit import __version__
 from zerofit.model.adapter_folder import AdapterFolder
 from zerofit.model.adapter_loading import AdaptedModel, load_with_adapter
 from zerofit.model.configuration import usable_positions
-from zerofit.model.export import export_model
+from zerofit.model.export import export_model, write_card
 from zerofit.model.exported import review_export
 from zerofit.model.pretrained_io import atomic_folder, check_output, read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError, first_line
@@ -184,7 +184,10 @@ def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: 
 def _write(model, folder: AdapterFolder, adapted: AdaptedModel, tokenizer, partial: Path, notes: list[str]) -> None:
     if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(folder.path)
-    export_model(model, model.state_dict().items(), tokenizer, partial, _card(model, folder, adapted, notes))
+    failed = export_model(model, model.state_dict().items(), tokenizer, partial)
+    for error in failed.values():
+        raise error
+    write_card(partial, _card(model, folder, adapted, notes))
 
 
 def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool):

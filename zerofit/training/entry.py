@@ -4,12 +4,13 @@ watchdog, and the session."""
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zerofit.health.shutdown import StartingRank, listen
 from zerofit.health.watchdog import Watchdog
-from zerofit.recipe.errors import before_leaving, leave, record_codes_with, tell_others_with
+from zerofit.recipe.errors import EXIT_FAILED, before_leaving, leave, record_codes_with, tell_others_with
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
@@ -33,7 +34,12 @@ def run_program(task: str, main: Callable[[], int]) -> None:
         record_codes_with(exit_code.write)
         tell_others_with(MEETING.stop)
         listen(StartingRank(exit_code.write).leave)
-    leave(main())
+    try:
+        code = main()
+    except Exception:  # not left to the interpreter: a signal that comes as it ends would change the exit code
+        traceback.print_exc()
+        code = EXIT_FAILED
+    leave(code)
 
 
 def open_session(

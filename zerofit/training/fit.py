@@ -5,23 +5,28 @@ import math
 import shutil
 import sys
 import time
+import traceback
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import distributed
 from transformers import PreTrainedTokenizerBase
 
-from zerofit.checkpoint.exporter import ModelExporter
+from zerofit.checkpoint.directory import LEAVING
+from zerofit.checkpoint.exporter import Exported, ModelExporter
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.resume import fingerprint
 from zerofit.checkpoint.run_state import RunState
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
-from zerofit.health.shutdown import StopReason
+from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
-from zerofit.model.export import Weights
-from zerofit.recipe.errors import UserError
+from zerofit.model.export import Weights, write_beside
+from zerofit.recipe.errors import UserError, decide, first_line
+from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.last_message import print_last
 from zerofit.record.environment import describe_environment
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
@@ -30,6 +35,7 @@ from zerofit.record.plot import plot_run
 from zerofit.record.recorder import RunRecorder
 from zerofit.record.terminal import Bar, duration
 from zerofit.record.trackers import publish_results, start_trackers
+from zerofit.record.written_files import MODEL
 from zerofit.strategy.machines import check_same
 from zerofit.strategy.state import AVERAGE
 from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
@@ -41,7 +47,7 @@ from zerofit.training.rank_meeting import MEETING
 from zerofit.training.run import Run, Stop
 from zerofit.training.session import LONG
 from zerofit.training.step import Signals, TrainStep
-from zerofit.training.summary import about_evaluations, compiled, summary, why_stopped
+from zerofit.training.summary import about_evaluations, compiled, incomplete, summary, why_stopped
 from zerofit.training.task import Task
 
 
@@ -53,6 +59,7 @@ class TrainResult:
         stop: why it ended.
         seconds: of the loop, with the last checkpoint.
         environment: of environment.json; on the main process.
+        missing: what the run was to leave and could not be written, with the reason; on all ranks, after `export`.
     """
 
     prepared: Prepared
@@ -61,11 +68,19 @@ class TrainResult:
     seconds: float
     exporter: ModelExporter
     environment: dict[str, Any]
+    missing: list[str] = field(default_factory=list)
 
     @property
     def stopped(self) -> bool:
         """Whether training stopped before its end, and nothing is exported."""
         return self.stop.reason is not StopReason.NONE
+
+    def note_missing(self, failed: dict[str, Exception]) -> None:
+        """Add files that could not be written: {file: why}."""
+        for name, error in failed.items():
+            if not is_of_the_disk(error):
+                traceback.print_exception(error)
+            self.missing.append(f"{name} ({first_line(error)})")
 
 
 def fit(
@@ -188,7 +203,7 @@ def _run(
 def export(result: TrainResult) -> None:
     """Write the model, draw the curve, and say what came of the run; of one that stopped early, where it is."""
     session, run, recipe = result.prepared.session, result.run, result.prepared.session.recipe
-    state, best, checkpoints, task, folder = run.state, run.best, run.checkpoints, run.task, session.folder
+    state, best, checkpoints = run.state, run.best, run.checkpoints
     if result.stopped:
         session.watchdog.phase("leave", patience=math.inf)
         why = why_stopped(result.stop, run.length.num_updates, state, checkpoints, recipe.on_anomaly)
@@ -197,32 +212,19 @@ def export(result: TrainResult) -> None:
         return
     session.watchdog.phase("export", patience=LONG)
     loads_best = best.loads and state.best.update is not None
-    weights = () if loads_best else result.exporter.weights()
-    if not session.is_main:
-        deque(weights, maxlen=0)  # takes part in gathering them
-        if recipe.ema_decay:
-            deque(_averaged(result), maxlen=0)
-        return
-    with folder.writing():
-        folder.metrics.close()
-        for file in checkpoints.directory.best.glob("predictions*.jsonl") if loads_best else ():  # of that model
-            with folder.new_file(file.name, "wb") as written:
-                written.write(file.read_bytes())
-        with folder.new_model() as place:
-            if loads_best:
-                shutil.copytree(checkpoints.directory.best / "model", place, dirs_exist_ok=True)
-                review = result.exporter.read_back(place)
-            else:
-                review = result.exporter.write(weights, state.held_out, place)
-            if recipe.ema_decay:
-                result.exporter.write(_averaged(result), {}, place / AVERAGE)
-        with folder.new_file("loss.png", "wb") as picture:
-            plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
-    session.say(*publish_results(result.prepared.engine.accelerator, folder, state.updates))
+    review = _export_model(result, checkpoints.directory.best / "model" if loads_best else None)
+    _keep_state_if_incomplete(result)
+    if recipe.ema_decay:
+        result.prepared.engine.state.take_average()  # it takes the place of the weights
+        _export_weights(result, {}, AVERAGE)
+    remarks: list[str] = []
+    if session.is_main:
+        remarks = _export_record(result, loads_best)
+    result.missing[:] = result.prepared.engine.from_main(result.missing)
     figures = state.best.figures if loads_best else state.held_out
     updates = state.best.update if loads_best else state.updates
     result.environment["held_out"] = {"update": updates, **figures} if figures else {}
-    made, remarks = state.updates - checkpoints.resumed_at, task.remarks() if figures else []
+    made = state.updates - checkpoints.resumed_at
     session.say(
         "",
         *summary(state, made, result.seconds, run.throughput, checkpoints.writer.records, best, remarks),
@@ -231,26 +233,119 @@ def export(result: TrainResult) -> None:
     )
 
 
-def _averaged(result: TrainResult) -> Weights:
-    """The mean of the weights, which takes their place in the engine."""
-    result.prepared.engine.state.take_average()
-    return result.exporter.weights()
+def _export_model(result: TrainResult, best: Path | None) -> list[str]:
+    """Write model/ before anything else, on all ranks together. Returns lines for the log.
+
+    Args:
+        best: the model of the best evaluation, which is copied; None: the weights are those of the last update.
+    """
+    if best is None:
+        return _export_weights(result, result.run.state.held_out)
+    folder, exported = result.run.checkpoints.folder, Exported([], [])
+    if result.prepared.session.is_main:
+
+        def copy_best() -> None:
+            nonlocal exported
+            with folder.new_model() as place:
+                shutil.copytree(best, place, dirs_exist_ok=True)
+                exported = result.exporter.read_back(place)
+
+        result.note_missing(write_beside({MODEL: copy_best}))
+        result.missing.extend(f"{MODEL}/: {each}" for each in exported.missing)
+    return exported.review
+
+
+def _export_weights(result: TrainResult, held_out: dict[str, float], below: str = "") -> list[str]:
+    """Write the engine's weights to model/, or to a folder below it, on all ranks together. Returns lines for the
+    log."""
+    broken, exported = list[Exception](), Exported([], [])
+
+    def gathered() -> Weights:
+        try:
+            yield from result.exporter.weights()
+        except Exception as error:
+            broken.append(error)
+            raise
+
+    weights = gathered()
+    name = "/".join(filter(None, [MODEL, below]))
+    if result.prepared.session.is_main:
+
+        def write() -> None:
+            nonlocal exported
+            with result.run.checkpoints.folder.new_model(below) as place:
+                exported = result.exporter.write(weights, held_out, place)
+
+        result.note_missing(write_beside({name: write}))
+        result.missing.extend(f"{name}/: {each}" for each in exported.missing)
+    deque(weights, maxlen=0)  # every rank takes part in gathering them, also where writing has failed
+    if broken:  # nothing failed but what the ranks do together
+        raise broken[0]
+    return exported.review
+
+
+def _keep_state_if_incomplete(result: TrainResult) -> None:
+    """Where model/ is not whole, keep the state of the last update, if no checkpoint has it: with it the same command
+    exports again, and trains nothing again."""
+    checkpoints = result.run.checkpoints
+    if result.prepared.engine.from_main(bool(result.missing)):
+        if not checkpoints.saved_latest:
+            checkpoints.save(LEAVING, False, {})
+            checkpoints.wait()
+        result.prepared.session.say(*checkpoints.messages())
+
+
+def _export_record(result: TrainResult, loads_best: bool) -> list[str]:
+    """Write what is beside the model in the run's folder, on the main process, and hand it to the trackers. Returns
+    what the task has to say of the held-out figures."""
+    run, checkpoints, remarks = result.run, result.run.checkpoints, list[str]()
+    task, folder = run.task, checkpoints.folder
+
+    def predictions() -> None:
+        for file in checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
+            folder.failed.pop(file.name, None)
+            with folder.new_file(file.name, "wb") as written:
+                written.write(file.read_bytes())
+
+    def plot() -> None:
+        with folder.new_file("loss.png", "wb") as picture:
+            plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
+
+    files: dict[str, Callable[[], object]] = {"metrics.jsonl": folder.metrics.close}
+    files |= {"predictions.jsonl": predictions} if loads_best else {}
+    failed = write_beside({**files, "loss.png": plot}) | folder.failed
+    if (result.run.state.best.figures if loads_best else run.state.held_out) and not folder.failed:
+        failed |= write_beside({"the report of the held-out examples": lambda: remarks.extend(task.remarks())})
+    result.note_missing(failed)
+    result.prepared.session.say(*publish_results(result.prepared.engine.accelerator, folder, run.state.updates))
+    return remarks
 
 
 def finish(result: TrainResult) -> int:
     """Say where everything lies, leave the process group, wait for mirror and hub. Returns the exit code."""
     session, checkpoints = result.prepared.session, result.run.checkpoints
     code = result.stop.reason.exit_code(checkpoints.saved_latest)
+    if result.missing:
+        code = EXIT_NEEDS_A_PERSON
     if session.is_main:
-        record = {"checkpoints": checkpoints.writer.records, "finished": not result.stopped}
-        with session.folder.writing():  # accelerate launch makes 1 of any exit code but 0
-            session.folder.write_environment({**result.environment, **record, "exit_code": code})
-    if not result.stopped:
+        is_whole = not any(each.startswith(MODEL) for each in result.missing)
+        is_finished = not result.stopped and is_whole
+        record = {"checkpoints": checkpoints.writer.records, "finished": is_finished, "exit_code": code}
+        if result.missing:
+            record["exit_reason"] = f"could not be written: {'; '.join(result.missing)}"
+        environment = {**result.environment, **record}  # accelerate launch makes 1 of any exit code but 0
+        failed = write_beside({"environment.json": lambda: session.folder.write_environment(environment)})
+        result.note_missing(failed)
+        code = EXIT_NEEDS_A_PERSON if failed else code
+    decide(code)
+    if result.missing and session.is_main:
+        print_last("\n".join(["", *incomplete(result.missing, session.folder, checkpoints)]), file=sys.stdout)
+    elif not result.stopped:
         session.say(f"run folder  {session.folder.path}  (loss.png, metrics.jsonl, model/)")
     result.prepared.engine.close()
     if session.mirror is not None:
         session.say(*session.mirror.finish())
-    if session.hub is not None and not result.stopped:
+    if session.hub is not None and not result.stopped and not result.missing:
         session.say(*session.hub.finish(session.folder.model))
     return code
 
@@ -281,13 +376,17 @@ def answer(prepared: Prepared, task: Task) -> int:
         if session.is_main:
             folder.metrics.add(UpdateMetrics.of_evaluation(figures, clock).to_line())
     seconds = time.perf_counter() - began
+    code = EXIT_NEEDS_A_PERSON if engine.from_main(bool(folder.failed)) else 0
     if session.is_main:
         folder.metrics.close()
-        folder.write_environment({**environment, "seconds": seconds, "exit_code": 0})
+        folder.write_environment({**environment, "seconds": seconds, "exit_code": code})
         done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
         session.say(*(f"held out    {name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items()))
-        if figures:
+        if figures and not folder.failed:
             session.say(*task.remarks())
         session.say(*done, f"run folder  {folder.path}  ({', '.join(files)})")
+        if folder.failed:
+            failed = [f"{name} ({first_line(error)})" for name, error in folder.failed.items()]
+            print_last(f"\nincomplete  not written: {'; '.join(failed)}", file=sys.stdout)
     engine.close()
-    return 0
+    return code

@@ -211,6 +211,9 @@ def prepare(started: Started, model: Any, adapter: Adapter | None) -> Prepared:
     notes = [*session.config.notes, *(session.stored.notes if session.stored else ())]
     if not recipe.model_name_or_path:
         notes += filter(None, [session.strategy.sharded_init_reason(session.facts.parameters)])
+    if dropped := getattr(model, "dropped_settings", None):
+        named = ", ".join(f"{name} = {value!r}" for name, value in dropped.items())
+        notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
     device = started.accelerator.device
     notes += prepare_activations(model, recipe, device, recipe.trains and session.strategy.can_compile)
     if recipe.trains:

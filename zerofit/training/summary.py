@@ -12,6 +12,7 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.words import counted
 from zerofit.record.meters import ThroughputMeter
 from zerofit.record.metrics import EvaluationTime
+from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, rounded
 from zerofit.training.best_metric import BestMetricTracker
 from zerofit.training.run import Stop
@@ -46,6 +47,18 @@ def why_stopped(
     if not checkpoints.saved_latest:
         return [f"{by}, which could not be saved: the same command {remedy}"]
     return [f"{by}: the same command resumes there"]
+
+
+def incomplete(missing: list[str], folder: RunFolder, checkpoints: CheckpointManager) -> list[str]:
+    """What a person has to know of a run that came to its end and could not write all that it was to leave."""
+    has_weights = any(folder.model.glob("*.safetensors"))
+    newest = next(checkpoints.directory.resumable(), None)
+    weights = f"the trained weights are in {folder.model}" if has_weights else "model/ is not there"
+    remedy = f"the same command exports again, from {newest}" if newest else "there is no checkpoint"
+    return [
+        *(f"incomplete  not written: {each}" for each in missing),
+        f"            {weights}; {remedy}. First mend the cause",
+    ]
 
 
 def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> list[str]:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.launcher import api as launcher
 
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, first_line
+from zerofit.record.terminal import outlive_the_terminal
 from zerofit.strategy.meeting import Ended, serve_store
 from zerofit.tools.launch.machine_group import MachineGroup
 from zerofit.tools.launch.restart_rule import Restarts
@@ -66,6 +67,7 @@ class MeetingRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
 def main() -> int:
     """Launch, and return the exit code: of several machines, that of the run."""
     end_with_parent()
+    outlive_the_terminal()
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
     static_tcp_rendezvous.StaticTCPRendezvous = MeetingRendezvous

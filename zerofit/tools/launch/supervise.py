@@ -11,12 +11,13 @@ from pathlib import Path
 
 import psutil
 
-from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS
+from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS, heard_signals
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS
 from zerofit.record.exit_code import ExitCode, find_folder
+from zerofit.record.terminal import outlive_the_terminal
 from zerofit.tools.launch.launch_options import LaunchOptions, take_words
 from zerofit.tools.launch.schedulers import RANK_VARIABLES
 from zerofit.tools.launches import LAUNCHER
@@ -70,7 +71,8 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         if self._is_launch:
             self._exit_code.forget()
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            outlive_the_terminal()
+            self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
         return self
 
     def __exit__(self, kind, error, trace) -> None:
