@@ -128,16 +128,19 @@ LAUNCHERS = {
     "accelerate, 1": [BIN / "accelerate", "launch", "--config_file", "accelerate_configs/single.yaml"],
     "accelerate, 2": [BIN / "accelerate", "launch", "--config_file", "accelerate_configs/ddp.yaml", "--num_processes",
                       "2", "--main_process_port", "0"],
-    "torchrun": [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", "0"],
+    "torchrun": [BIN / "torchrun", "--standalone", "--nproc_per_node", "2"],
     "zerofit launch": [BIN / "zerofit", "launch", "--num_processes", "2"],
 }  # fmt: skip
 ENDS = {"closed": os.close, "Ctrl-C": lambda terminal: os.write(terminal, b"\x03")}
 CENTRAL = [("accelerate, 1", "Ctrl-C")]  # the launcher dies of it, and the terminal with it
 
 
-@pytest.mark.parametrize(("launcher", "end"), [
-    pytest.param(*case, marks=() if case in CENTRAL else pytest.mark.long) for case in itertools.product(LAUNCHERS, ENDS)
-])  # fmt: skip
+CASES = list(itertools.product(LAUNCHERS, ENDS))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "end"), [case if case in CENTRAL else pytest.param(*case, marks=pytest.mark.long) for case in CASES]
+)
 def test_a_run_whose_terminal_is_closed_is_saved(options, tmp_path, launcher, end):
     """The launcher is the terminal's own program, as in `ssh -t HOST accelerate launch ...`."""
     run, terminal, its = tmp_path / "run", *pty.openpty()

@@ -1,5 +1,6 @@
 """Files of one JSON object per line: those of a run's updates, and those to which several processes append."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -28,8 +29,6 @@ class JsonlFile:
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. NaN and infinity are written as such: they are never hidden."""
-        if self._file is None:
-            self._file = self._open()
         self._waiting += (json.dumps(line, ensure_ascii=False) + "\n").encode()
         try:
             self._write()
@@ -44,13 +43,16 @@ class JsonlFile:
         return file
 
     def _write(self) -> None:
+        if self._file is None:
+            self._file = self._open()
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def sync(self) -> None:
-        """Flush the lines so far to the disk."""
+        """Flush the lines so far to the disk, as far as it takes them."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with contextlib.suppress(OSError):  # a quota of a network file system, for instance
+                os.fsync(self._file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
         """The lines so far, without any that is not whole: what follows the last line break is left by a kill."""
@@ -59,10 +61,11 @@ class JsonlFile:
 
     def close(self) -> None:
         """No line comes any more. Raises OSError where some could not be written."""
-        if self._file is not None:
-            try:
+        try:
+            if self._waiting:
                 self._write()
-            finally:
+        finally:
+            if self._file is not None:
                 self._file.close()
                 self._file = None
 

@@ -376,17 +376,20 @@ def answer(prepared: Prepared, task: Task) -> int:
         if session.is_main:
             folder.metrics.add(UpdateMetrics.of_evaluation(figures, clock).to_line())
     seconds = time.perf_counter() - began
-    code = EXIT_NEEDS_A_PERSON if engine.from_main(bool(folder.failed)) else 0
+    code = 0
     if session.is_main:
-        folder.metrics.close()
-        folder.write_environment({**environment, "seconds": seconds, "exit_code": code})
+        failed = write_beside({"metrics.jsonl": folder.metrics.close}) | folder.failed
+        code = EXIT_NEEDS_A_PERSON if failed else 0
+        record = {**environment, "seconds": seconds, "exit_code": code}
+        failed |= write_beside({"environment.json": lambda: folder.write_environment(record)})
         done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
         session.say(*(f"held out    {name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items()))
         if figures and not folder.failed:
             session.say(*task.remarks())
         session.say(*done, f"run folder  {folder.path}  ({', '.join(files)})")
-        if folder.failed:
-            failed = [f"{name} ({first_line(error)})" for name, error in folder.failed.items()]
-            print_last(f"\nincomplete  not written: {'; '.join(failed)}", file=sys.stdout)
+        if failed:
+            code = EXIT_NEEDS_A_PERSON
+            named = "; ".join(f"{name} ({first_line(error)})" for name, error in failed.items())
+            print_last(f"\nincomplete  not written: {named}", file=sys.stdout)
     engine.close()
     return code
