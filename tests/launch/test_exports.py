@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,11 @@ def options(llama, material, cache) -> list[str]:
     return list(map(str, words))
 
 
+def copied(run: Path) -> Path:
+    """A copy of a run, which no process has locked."""
+    return Path(shutil.copytree(run, run.with_name("copy"), symlinks=True))
+
+
 def recorded(run: Path) -> dict:
     return json.loads((run / "environment.json").read_text())
 
@@ -85,6 +91,7 @@ def test_no_file_beside_the_weights_costs_them(options, tmp_path, monkeypatch, c
     assert (run / "checkpoints" / "latest" / "state").is_dir() == of_model, "it is kept where model/ is not whole"
     assert len(metrics(run)) == 2
     if name == "config.json":
+        run = copied(run)
         shown = completed(run, *options).stdout
         assert "there was nothing left to train" in shown
         assert recorded(run)["finished"] is True
@@ -104,6 +111,7 @@ def test_weights_that_cannot_be_exported_are_in_a_checkpoint(options, tmp_path, 
     assert f"not written: model ({error})" in shown
     assert f"model/ is not there; the same command exports again, from {run}/checkpoints/update_00000002" in shown
     monkeypatch.undo()
+    run = copied(run)
     assert "there was nothing left to train" in completed(run, *options).stdout
     assert load_file(run / "model" / "model.safetensors")
 
@@ -130,9 +138,10 @@ def test_on_a_disk_that_takes_nothing_the_last_good_state_stays(options, tmp_pat
     shown = capsys.readouterr().out
     for what in ("model", "loss.png", "environment.json"):
         assert f"not written: {what} (" in shown, shown[-2000:]
-    assert f"from {run}/checkpoints/update_00000002" in shown
+    assert f"from {run}/checkpoints/update_00000002" in shown, shown[-2000:]
     assert (run / "checkpoints" / "update_00000002" / "state").is_dir()
     monkeypatch.undo()
+    run = copied(run)
     lines = launch(run, *options, *always)
     assert [line["update"] for line in lines] == [1, 2, 3]
     assert recorded(run)["finished"] is True

@@ -11,7 +11,6 @@ from zerofit.model.exported import review_export
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.lora import Adapter
 from zerofit.recipe.errors import first_line
-from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.model_card import model_card
 from zerofit.strategy.engine import Engine
@@ -69,7 +68,7 @@ class ModelExporter:
             in_thread: another thread than the training's writes: two threads must not use the same tokenizer.
 
         Raises:
-            Exception: the weights could not be written; of a checkpoint (`in_thread`) also where the disk fails.
+            Exception: the weights could not be written.
         """
         if in_thread and self._tokenizer_of_thread is None:
             self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
@@ -85,8 +84,6 @@ class ModelExporter:
             write_card(folder, text)
 
         failed |= write_beside({"README.md": card})
-        if in_thread and (of_disk := next(filter(is_of_the_disk, failed.values()), None)):
-            raise of_disk  # a checkpoint is whole or absent, and the next may have room
         exported = self.read_back(folder)
         missing = [f"{name} ({first_line(error)})" for name, error in failed.items()]
         return Exported(exported.review, [*missing, *exported.missing])

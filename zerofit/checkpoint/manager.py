@@ -69,7 +69,7 @@ class CheckpointManager:
         self._interval_s = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else 60 * recipe.save_minutes
         self._saved_at = time.time()
         self._saved_update: int | None = None  # the update whose state was saved last
-        self._missing: list[str] = []  # what could not be written to model/ of the checkpoint before
+        self.missing: list[str] = []  # what could not be written to model/ of the latest checkpoint
 
     # ------------------------------------------------------------------------------------------------------- resuming
 
@@ -258,8 +258,8 @@ class CheckpointManager:
                 traceback.print_exc()
                 remove(folder / "model")
                 missing = [f"all of it ({first_line(error)})"]  # the state is there to resume from
-            if missing != self._missing:
-                self._missing = missing
+            if missing != self.missing:
+                self.missing = missing
                 self.writer.messages += [f"warning   model/ of checkpoints is without {each}" for each in missing]
             for file in predictions:
                 with file, (folder / Path(file.name).name).open("wb") as written:

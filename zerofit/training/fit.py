@@ -251,7 +251,8 @@ def _export_model(result: TrainResult, best: Path | None) -> list[str]:
                 exported = result.exporter.read_back(place)
 
         result.note_missing(write_beside({MODEL: copy_best}))
-        result.missing.extend(f"{MODEL}/: {each}" for each in exported.missing)
+        missing = [*result.run.checkpoints.missing, *exported.missing]
+        result.missing.extend(f"{MODEL}/: {each}" for each in missing)
     return exported.review
 
 
