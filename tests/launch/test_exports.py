@@ -35,6 +35,10 @@ FAILURES = {
 }
 
 
+CENTRAL = ("config.json", "plot")
+LONG = pytest.mark.long
+
+
 def fails(error: Exception):
     def fail(*args, **kwargs):
         raise error
@@ -74,7 +78,7 @@ def at_the_end(monkeypatch, patch) -> None:
     monkeypatch.setattr(fit, "_export_model", export)
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", [name if name in CENTRAL else pytest.param(name, marks=LONG) for name in FAILURES])
 def test_no_file_beside_the_weights_costs_them(options, tmp_path, monkeypatch, capsys, name):
     target, error, said = FAILURES[name]
     run = tmp_path / "run"
@@ -116,7 +120,7 @@ def test_weights_that_cannot_be_exported_are_in_a_checkpoint(options, tmp_path, 
     assert load_file(run / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("error", [FULL, READ_ONLY, QUOTA, FORBIDDEN])
+@pytest.mark.parametrize("error", [FULL, *(pytest.param(each, marks=LONG) for each in (READ_ONLY, QUOTA, FORBIDDEN))])
 def test_on_a_disk_that_takes_nothing_the_last_good_state_stays(options, tmp_path, monkeypatch, capsys, error):
     run, always = tmp_path / "run", ["--save_steps", "1", "--save_strategy", "steps", "--max_train_steps", "3"]
 
@@ -172,7 +176,6 @@ def seq_options(material, cache, pairs_tokenizer, tmp_path) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------- names
 
-LONG = pytest.mark.long
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
          "max_position_embeddings": 64, "vocab_size": 400}  # fmt: skip
 EXPERTS = {**SMALL, "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
