@@ -2,10 +2,16 @@
 
 import json
 import struct
+from types import SimpleNamespace
 
 import pytest
+from helpers import recipe_of, tiny_model
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from zerofit.model.export import export_model
 from zerofit.model.exported import review_export
+from zerofit.model.load import build_model
+from zerofit.strategy.strategy import Strategy
 
 SHAPES = {
     "model.embed_tokens.weight": [300, 32],
@@ -151,3 +157,53 @@ def test_an_incomplete_export_is_an_error(folders):
     (export / "model.safetensors").unlink()
     with pytest.raises(RuntimeError, match="holds no weights"):
         review_export(export, str(base))
+
+
+ALONE = SimpleNamespace(world_size=1, rank=0)  # a launch
+NOT_SHARDED = Strategy(launch=ALONE, batches=None, precision="fp32", deepspeed=None, source="")
+VALID = {"max_new_tokens": 20, "eos_token_id": 5}
+REFUSED = [  # (settings beside the valid ones, the names that are dropped)
+    ({"pad_token_id": -1}, {"pad_token_id"}),
+    ({"output_scores": True, "output_attentions": True, "output_hidden_states": True, "output_logits": True},
+     {"output_scores", "output_attentions", "output_hidden_states", "output_logits"}),
+    ({"output_scores": True, "return_dict_in_generate": True}, set()),
+    ({"temperature": 0.6, "top_p": 0.9}, {"temperature", "top_p"}),
+    ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, set()),
+    ({"num_return_sequences": 3}, {"num_return_sequences"}),
+    ({"num_return_sequences": 3, "num_beams": 4, "early_stopping": True}, set()),
+    ({"num_return_sequences": 3, "num_beams": 2}, {"num_return_sequences"}),
+    ({"early_stopping": "soon"}, {"early_stopping"}),
+    ({"early_stopping": [1]}, {"early_stopping"}),
+    ({"cache_implementation": "none"}, {"cache_implementation"}),
+    ({"watermarking_config": {"seeding_scheme": "x"}}, {"watermarking_config"}),
+    ({"compile_config": {"mode": "x"}}, {"compile_config"}),
+    ({"pad_token_id": "<pad>"}, {"pad_token_id"}),
+    ({"max_new_tokens": 0}, {"max_new_tokens"}),
+    ({"suppress_tokens": [3], "forced_eos_token_id": 3}, {"forced_eos_token_id"}),
+    ({"a_setting_of_ours": 1}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "dropped"), REFUSED)
+def test_generation_settings_that_cannot_be_saved_are_dropped_at_load(tmp_path, settings, dropped):
+    model = tiny_model("gpt2", bos_token_id=1, eos_token_id=5)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({**VALID, **settings}))
+    recipe, strategy = recipe_of(model_name_or_path=str(tmp_path / "base")), NOT_SHARDED
+    loaded = build_model(AutoModelForCausalLM, model.config, recipe, strategy, 1)
+    assert set(loaded.dropped_settings) == dropped
+    tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
+    assert export_model(loaded, loaded.named_parameters(), tokenizer, tmp_path / "export") == {}
+    written = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    expected = {name: value for name, value in {**VALID, **settings}.items() if name not in dropped}
+    assert {name: value for name, value in written.items() if name in {**VALID, **settings}} == expected
+    GenerationConfig.from_pretrained(tmp_path / "export")
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "3", "{", ""])
+def test_a_file_of_generation_settings_that_is_none_is_not_used(tmp_path, text):
+    model = tiny_model("gpt2", bos_token_id=1, eos_token_id=5)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(text)
+    recipe = recipe_of(model_name_or_path=str(tmp_path / "base"))
+    assert build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1).generation_config is not None
