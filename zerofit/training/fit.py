@@ -340,7 +340,8 @@ def finish(result: TrainResult) -> int:
         code = EXIT_NEEDS_A_PERSON if failed else code
     decide(code)
     if result.missing and session.is_main:
-        print_last("\n".join(["", *incomplete(result.missing, session.folder, checkpoints)]), file=sys.stdout)
+        lines = incomplete(result.missing, session.folder, checkpoints, result.stopped)
+        print_last("\n".join(["", *lines]), file=sys.stdout)
     elif not result.stopped:
         session.say(f"run folder  {session.folder.path}  (loss.png, metrics.jsonl, model/)")
     result.prepared.engine.close()

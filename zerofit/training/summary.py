@@ -49,16 +49,20 @@ def why_stopped(
     return [f"{by}: the same command resumes there"]
 
 
-def incomplete(missing: list[str], folder: RunFolder, checkpoints: CheckpointManager) -> list[str]:
-    """What a person has to know of a run that came to its end and could not write all that it was to leave."""
+def incomplete(missing: list[str], folder: RunFolder, checkpoints: CheckpointManager, stopped: bool) -> list[str]:
+    """What a person has to know of a run that could not write all that it was to leave.
+
+    Args:
+        stopped: before its end; why and where it resumes has been said.
+    """
+    lines = [f"incomplete  not written: {each}" for each in missing]
+    if stopped:
+        return lines
     has_weights = any(folder.model.glob("*.safetensors"))
     newest = next(checkpoints.directory.resumable(), None)
     weights = f"the trained weights are in {folder.model}" if has_weights else "model/ is not there"
     remedy = f"the same command exports again, from {newest}" if newest else "there is no checkpoint"
-    return [
-        *(f"incomplete  not written: {each}" for each in missing),
-        f"            {weights}; {remedy}. First mend the cause",
-    ]
+    return [*lines, f"            {weights}; {remedy}. First mend the cause"]
 
 
 def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> list[str]:
