@@ -162,20 +162,19 @@ def drop_invalid_settings(generation: GenerationConfig) -> dict[str, Any]:
     return invalid
 
 
-def read_generation_settings(name: str, **where) -> tuple[GenerationConfig | None, dict[str, Any]]:
+def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[str, Any]]:
     """(the valid ones of a stored model's generation settings, the others), where transformers refuses to read its
-    file; else (None, {}).
-
-    Args:
-        where: further arguments of from_pretrained.
-    """
+    file; else (None, {})."""
     try:
-        GenerationConfig.from_pretrained(name, **where)
+        GenerationConfig.from_pretrained(name)
     except OSError:  # there is none
         return None, {}
     except Exception:  # ValueError, TypeError, ...: as a value is checked
-        text = Path(cached_file(name, GENERATION_CONFIG_NAME, **where)).read_text(encoding="utf-8")
-        stored = json.loads(text)
+        try:
+            text = Path(cached_file(name, GENERATION_CONFIG_NAME)).read_text(encoding="utf-8")
+            stored = json.loads(text)
+        except Exception:  # the model's name is wrong, which loading it reports
+            return None, {}
         return _valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
     return None, {}
 
