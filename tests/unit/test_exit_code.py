@@ -130,7 +130,7 @@ def test_the_end_of_a_run_that_starts_is_on_record(tmp_path, body, number, code)
 LEAVES = """
     from zerofit.recipe.errors import UserError, before_leaving, reports_user_errors
     def slow():
-        print("ready", flush=True); time.sleep(1.5); os.close(spare)
+        print("ready", flush=True); os.close(spare); time.sleep(1.5)
     spare = os.dup(1); before_leaving(slow)
     @reports_user_errors
     def ends(argv):
