@@ -1,11 +1,15 @@
 """Tokenizers of each kind, instructions, and conversations made into token ids."""
 
+import copy
 import json
+
+import numpy as np
 
 from zerofit.data.chat.instructions import Form
 from zerofit.data.chat.prepare import ChatEncoder
 from zerofit.model.chat import install_template
 from zerofit.model.configuration import load_configuration
+from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe import ClmRecipe, parse_recipe
 
@@ -70,3 +74,19 @@ def encoder_of(
 def encoded(encoder: ChatEncoder, records: list[dict]) -> list[dict]:
     table = encoder.encode([encoder.render(encoder.form.read(record), "a.json, record 1") for record in records])
     return [dict(zip(table, values)) for values in zip(*table.values())]
+
+
+def trained_text(row: dict, tokenizer) -> list[str]:
+    """The trained tokens as text, one for each run of them."""
+    trained = np.array(row["labels"]) != IGNORE
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
+    assert len(edges) % 2 == 0
+    return [tokenizer.decode(row["input_ids"][a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+def chatml_tokenizer(tokenizer, template: str, eos: str):
+    """A copy with ChatML's tokens, a template of its own, and this token at the end of texts."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    return tokenizer

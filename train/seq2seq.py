@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.pairs.prepare import prepare_pairs
     from zerofit.data.prompts import read_sources
     from zerofit.data.token_updates import updates_by_tokens
+    from zerofit.model.languages import first_target_tokens
     from zerofit.model.loss import model_loss
     from zerofit.model.parameters import flops_per_pair_token
     from zerofit.model.preflight import check_loss, install_chosen_loss, safe_precision
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.training.fit import answer, export, finish, fit
     from zerofit.training.generation import (
         FIGURES,
+        cut_texts,
         evaluate_generation,
         generation_settings,
         predict_texts,
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     # The loss is a sum over target tokens, teacher-forced (zerofit/model/loss.py); the loop divides by their number.
     widths = data.widths if recipe.pad_to_max_length else None
     collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(engine.device))
-    settings = generation_settings(recipe, data.widths)
+    settings = generation_settings(recipe, data.widths, model.generation_config) | first_target_tokens(data.tokenizer)
     model.generation_config.update(**settings)  # saved with the model: whoever talks to it later is answered likewise
 
     def held_out_batches(engine, part):
@@ -96,6 +98,11 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         batches = eval_batches(engine, prompts, sources, recipe.per_device_eval_batch_size)
         return predict_texts(engine, batches, data.tokenizer, prompts, session.folder, settings)
 
+    def remarks():
+        held_out = data.validation
+        cut = cut_texts(held_out.cut, len(held_out.targets), "val_max_target_length", settings) if held_out else []
+        return [*trivial_answers(held_out), *cut]
+
     task = Task(
         recipe=recipe,
         train_set=data.train,
@@ -109,7 +116,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         order=data.order,
         easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
-        baseline=lambda: trivial_answers(data.validation),
+        baseline=remarks,
     )
 
     parts = (data.train, data.validation and data.validation.samples, prompts)

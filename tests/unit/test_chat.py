@@ -1,10 +1,18 @@
 """Chat templates and the labels of conversations: what is trained on, token by token."""
 
-import copy
-
-import numpy as np
 import pytest
-from chats import ANSWERS, CHAT, INSTRUCTION, LONG_TALK, PROMPT, TOKENIZERS, encoded, encoder_of
+from chats import (
+    ANSWERS,
+    CHAT,
+    INSTRUCTION,
+    LONG_TALK,
+    PROMPT,
+    TOKENIZERS,
+    chatml_tokenizer,
+    encoded,
+    encoder_of,
+    trained_text,
+)
 from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
@@ -63,14 +71,6 @@ def tokens_of(pieces: Pieces, tokenizer) -> tuple[list[int], list[int]]:
     return ids, labels
 
 
-def trained_runs(row: dict, tokenizer) -> list[str]:
-    """The trained tokens as text, one for each run of them."""
-    trained = np.array(row["labels"]) != IGNORE
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
-    assert len(edges) % 2 == 0
-    return [tokenizer.decode(row["input_ids"][a:b]) for a, b in edges.reshape(-1, 2)]
-
-
 def as_instruction(record: dict) -> dict:
     """White space at its end, which `none` keeps and the others strip, keeps prompt and answer in separate tokens."""
     last = "input" if record["input"] else "instruction"
@@ -105,7 +105,7 @@ def test_the_labels_of_records_token_by_token(tokenizer_of, records, form, in_fo
         assert list(row["labels"]) == labels
         assert row["trained"] == sum(label != IGNORE for label in labels) > 0
         assert (row["truncated"], row["is_cut"]) == (0, False)
-        (answer,) = trained_runs(row, tokenizer)
+        (answer,) = trained_text(row, tokenizer)
         assert answer.endswith(tokenizer.eos_token)
         assert answer.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>").strip() == source["output"]
 
@@ -118,7 +118,7 @@ def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
     (row,) = encoded(encoder, [{"messages": LONG_TALK}])
     pieces = expected(template, LONG_TALK, tokenizer)
     assert encoder.render(encoder.form.read({"messages": LONG_TALK}), "")[0] == "".join(text for text, _ in pieces)
-    runs = trained_runs(row, tokenizer)
+    runs = trained_text(row, tokenizer)
     ends = [run.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>") for run in runs]
     assert [run.strip() for run in ends] == ANSWERS
     assert all(run.endswith(tokenizer.eos_token) for run in runs)
@@ -151,9 +151,9 @@ def test_a_token_that_spans_prompt_and_answer_is_trained(tokenizer_of):
     encoder = encoder_of(tokenizer, PROMPT, None)
     texts = [("The sky is", " blue."), ("空は ", "青い"), ("The sky is ", "blue.")]
     rows = encoded(encoder, [{"prompt": prompt, "completion": completion} for prompt, completion in texts])
-    assert trained_runs(rows[0], tokenizer) == [" blue.<|endoftext|>"]
-    assert trained_runs(rows[1], tokenizer) == [" 青い<|endoftext|>"], "its first byte shares a token with the space"
-    assert trained_runs(rows[2], tokenizer) == [" blue.<|endoftext|>"]
+    assert trained_text(rows[0], tokenizer) == [" blue.<|endoftext|>"]
+    assert trained_text(rows[1], tokenizer) == [" 青い<|endoftext|>"], "its first byte shares a token with the space"
+    assert trained_text(rows[2], tokenizer) == [" blue.<|endoftext|>"]
     assert list(rows[0]["input_ids"]) == list(rows[2]["input_ids"])
 
 
@@ -163,20 +163,13 @@ def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
     (row,) = encoded(
         encoder_of(tokenizer, form, "instruction"), [{"prompt": LONG_TALK[:4], "completion": LONG_TALK[4:]}]
     )
-    assert [run.removesuffix("</s>") for run in trained_runs(row, tokenizer)] == ANSWERS[1:]
+    assert [run.removesuffix("</s>") for run in trained_text(row, tokenizer)] == ANSWERS[1:]
 
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def chatml(tokenizer, template: str = CHATML, eos: str = "<|im_end|>"):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.eos_token, tokenizer.chat_template = eos, template
-    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -190,12 +183,12 @@ def chatml(tokenizer, template: str = CHATML, eos: str = "<|im_end|>"):
     ],
 )  # fmt: skip
 def test_the_tokenizers_own_template(tokenizer_of, template, eos, end, last_end):
-    tokenizer = chatml(tokenizer_of("gpt2"), template, eos)
+    tokenizer = chatml_tokenizer(tokenizer_of("gpt2"), template, eos)
     encoder = encoder_of(tokenizer, CHAT, None)
     assert encoder.template.note == "template  the tokenizer's own chat template"
     talk = [*LONG_TALK[:-1], {"role": "assistant", "content": LONG_TALK[-1]["content"]}]
     (row,) = encoded(encoder, [{"messages": talk}])
-    assert trained_runs(row, tokenizer) == [ANSWERS[0] + end, ANSWERS[1] + end, ANSWERS[2] + last_end]
+    assert trained_text(row, tokenizer) == [ANSWERS[0] + end, ANSWERS[1] + end, ANSWERS[2] + last_end]
     if "trim" in template:
         spaced = [{**message, "content": f"\n {message['content']}  "} for message in talk]
         assert list(encoded(encoder, [{"messages": spaced}])[0]["labels"]) == list(row["labels"])

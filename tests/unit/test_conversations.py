@@ -249,7 +249,7 @@ def test_the_same_columns_in_another_role(tmp_path, prepare):
 
 
 @pytest.mark.parametrize("content", [
-    [{"type": "text", "text": "How are "}, {"type": "image"}, {"type": "text", "text": "you?"}],
+    [{"type": "text", "text": "How are "}, {"type": "input_text", "text": "you?", "image_url": None}],
     ["How are ", "you?"], [{"type": "text", "text": {"value": "How are you?", "annotations": []}}],
 ])  # fmt: skip
 def test_a_turn_in_parts_is_one_text(content):

@@ -6,20 +6,31 @@ from typing import Any
 import numpy as np
 
 from zerofit.data.chat.instructions import FormOptions, find_form
+from zerofit.data.chat.prepare import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
 from zerofit.data.pairs.columns import PairColumns, find_columns
 from zerofit.data.pairs.conversation_files import read_keyed_conversations
-from zerofit.data.pairs.prepare import PairData, PairEncoder, SourceFormat, chosen_widths, split_translation_columns
+from zerofit.data.pairs.prepare import (
+    PairData,
+    PairEncoder,
+    SourceFormat,
+    check_languages,
+    chosen_widths,
+    split_translation_columns,
+)
 from zerofit.data.records import read_parts
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.data.sources import Source, read_source
 from zerofit.data.text import text_column
-from zerofit.model.chat import install_template
+from zerofit.model.chat import install_template, unread_keys
 from zerofit.model.configuration import usable_positions
+from zerofit.model.languages import check_marked, describe_languages, set_languages
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
+
+MADE_HERE = ("instruction", "input", "trained", "masked")  # keys of messages that are in no record
 
 
 @dataclass
@@ -66,10 +77,13 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     widths = chosen_widths(recipe, config)
     form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
+    form = replace(form, prefix=set_languages(tokenizer, recipe.source_lang, recipe.target_lang, form.prefix))
+    check_languages(recipe, tokenizer, columns)
+    check_marked(tokenizer, form.prefix, (turns[0] for turns in histories))
     ids, cut_tokens = PairEncoder(tokenizer, form, widths[1]).sources(histories)
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {form.max_length}")
-    notes.insert(0, f"data      {columns.describe}")
+    notes[:0] = [f"data      {columns.describe}", *describe_languages(tokenizer)]
     read = [{"source": tokenizer.decode(row, skip_special_tokens=True).strip()} for row in ids]
     return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
 
@@ -102,9 +116,11 @@ def read_causal_prompts(
         notes = [form.describe, template.note, *notes]
         renderer = Renderer(tokenizer, config)
         records = [
-            {"messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns]}
+            {"messages": [{key: turn[key] for key in turn if key not in MADE_HERE} for turn in turns], **turns.given}
             for turns in conversations
         ]
+        keys = (key for turns in conversations for key in unread_keys(tokenizer, turns))
+        notes += unread_note([name for name in source.first.column_names if name not in form.columns], keys)
         ids, ends = [renderer.ids_of(turns) for turns in conversations], renderer.end_of_turn()
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     ids, cut_tokens = _with_room(ids, longest, config)

@@ -1,15 +1,17 @@
 """Prompts, and conversations that need a reply, as token ids."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerofit.model.chat import BadTemplate, apply_template, install_template
+from zerofit.model.chat import BadTemplate, Conversation, apply_template, for_template, install_template
 from zerofit.model.configuration import usable_positions
 from zerofit.model.folders import TRAINED_WITH
+from zerofit.model.languages import check_marked, language_codes, set_languages
 from zerofit.recipe.errors import UserError, first_line
 
-Messages = list[dict[str, str]]  # [{"role": "user", "content": "..."}, ...]
+Languages = tuple[str | None, str | None]
+Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,13 @@ class Prompt:
     """A text, or a conversation that needs a reply."""
 
     text: str | None = None
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)  # to the template, beside the messages
 
     @property
     def record(self) -> dict[str, Any]:
         """The prompt as a record of a .jsonl file."""
-        return {"prompt": self.text} if self.text is not None else {"messages": list(self.messages)}
+        return {"prompt": self.text} if self.text is not None else {"messages": list(self.messages), **self.given}
 
 
 class Renderer:
@@ -33,30 +36,43 @@ class Renderer:
         template: the name or .jinja file of a chat template that replaces the tokenizer's own.
         raw: use prompts unchanged, without a template.
         system: the system prompt of every conversation; None: that of training, if there was one.
+        languages: of source and target, for an encoder-decoder; by default those that are stored.
     """
 
-    def __init__(self, tokenizer, config, template: str | None = None, raw: bool = False, system: str | None = None):
+    def __init__(
+        self,
+        tokenizer,
+        config,
+        template: str | None = None,
+        raw: bool = False,
+        system: str | None = None,
+        languages: Languages = (None, None),
+    ):
         self.tokenizer, self.config, self.system = tokenizer, config, system
         self.left_out = 0  # number of tokens cut from the latest source, as in training
         self.has_encoder = config.is_encoder_decoder
         if template is not None:
             install_template(tokenizer, template)
         self.uses_template = bool(tokenizer.chat_template) and not raw
+        trained = tokenizer.init_kwargs.get(TRAINED_WITH, {})
         if system is None and self.uses_template:
-            self.system = tokenizer.init_kwargs.get(TRAINED_WITH, {}).get("system_prompt")
-        self.encoder = self._encoder(raw) if self.has_encoder and not self.uses_template else None
+            self.system = trained.get("system_prompt")
+        chosen = tuple(code or trained.get(name) for code, name in zip(languages, ("source_lang", "target_lang")))
+        self.encoder = self._encoder(raw, chosen) if self.has_encoder and not self.uses_template else None
         if self.uses_template:
             self._render([{"role": "user", "content": "a"}])  # finds a broken template before the first prompt
         elif system is not None and not self.has_encoder:
             raise UserError(f"system_prompt = {system!r}: {self._no_template}")
+        if any(languages) and not (self.encoder and language_codes(tokenizer)):
+            raise UserError(f"source_lang, target_lang: the tokenizer {tokenizer.name_or_path!r} marks no languages")
 
-    def _encoder(self, raw: bool):
+    def _encoder(self, raw: bool, languages: Languages):
         """The encoder of sources, in the format of training; the system prompt is never cut."""
         from zerofit.data.pairs.prepare import PairEncoder, SourceFormat
 
         positions = usable_positions(self.config) or sys.maxsize
         form = SourceFormat.of(self.tokenizer, self.config, positions)
-        before = "" if raw else form.prefix
+        before = set_languages(self.tokenizer, *languages, "" if raw else form.prefix)
         if self.system:
             before += f"{self.system}{form.separator}"
         try:
@@ -76,7 +92,7 @@ class Renderer:
     def ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
         if prompt.text is None:
-            return self.ids_of(list(prompt.messages))
+            return self.ids_of(Conversation(prompt.messages, prompt.given))
         if self.uses_template and prompt.text:
             return self.ids_of([{"role": "user", "content": prompt.text}])
         if not self.has_encoder:
@@ -89,7 +105,8 @@ class Renderer:
         if not self.uses_template:
             return self._source([message["content"].strip() for message in messages])
         if self.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
+            system = {"role": "system", "content": self.system}
+            messages = Conversation([system, *messages], getattr(messages, "given", {}))
         text = self._render(messages)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
 
@@ -105,7 +122,8 @@ class Renderer:
 
     def _render(self, messages: Messages, for_an_answer: bool = True) -> str:
         try:
-            return apply_template(self.tokenizer, messages, for_an_answer)
+            conversation = for_template(self.tokenizer, messages)
+            return apply_template(self.tokenizer, conversation, for_an_answer, conversation.given)
         except (BadTemplate, ValueError) as error:  # or there are several templates
             raise UserError(f"the chat template fails on this conversation: {first_line(error)}") from None
 
@@ -125,5 +143,6 @@ class Renderer:
     def _source(self, turns: list[str]) -> list[int]:
         if not any(turns):
             raise UserError("an empty prompt: an encoder needs a text. Type a text")
+        check_marked(self.tokenizer, self.encoder.prefix, turns[:1])
         (ids,), (self.left_out,) = self.encoder.sources([turns])
         return ids

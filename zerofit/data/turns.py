@@ -3,6 +3,7 @@
 Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read records with these functions.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,12 @@ PREFERENCES = (
     ("output_1", "output_2"),
 )
 VERDICTS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
+TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of parts whose text is read
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what goes into a text at a placeholder
+PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
+TRAINED = ("weight", "train", "training", "trainable", "trained", "loss", "loss_mask", "loss_weight", "calculate_loss")
+MASKED = ("mask", "masked", "is_masked")
+YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 ASSISTANT = ("assistant", "gpt", "bot", "model")  # if there are turns of these, only they are replies
 
 
@@ -85,24 +92,64 @@ def _listed(items: Any) -> list:
     return items
 
 
-def calls_of(items: Any) -> list[Any]:
-    """The structured `tool_calls` of each turn. In a table every call has the keys of all calls: keys without a
-    value are removed."""
+def more_of(items: Any) -> list[dict[str, Any]]:
+    """What each turn has beside its role and its text, such as tool_calls. In a table every turn and every call has
+    the keys of all: keys without a value are removed."""
     turns = [item if isinstance(item, dict) else {} for item in _listed(items)]
-    return [_without_nothing(turn.get("tool_calls") or []) for turn in turns]
+    known = [{_key_of(turn, ROLE_OF_A_TURN), _key_of(turn, TEXT_OF_A_TURN)} for turn in turns]
+    return [
+        without_nothing({key: value for key, value in turn.items() if key not in keys})
+        for turn, keys in zip(turns, known)
+    ]
 
 
-def _without_nothing(value: Any) -> Any:
+def _key_of(turn: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if turn.get(name) is not None), None)
+
+
+def is_trained(more: dict[str, Any], where: str) -> bool:
+    """Whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise.
+
+    Raises:
+        BadRecord: a key has another value than yes or no.
+    """
+    answers = []
+    for key in (*TRAINED, *MASKED):
+        if key not in more:
+            continue
+        answer = YES_OR_NO.get(str(more[key]).strip().lower())
+        if answer is None or (key in MASKED and str(more[key]).strip() in ("0", "1", "0.0", "1.0")):
+            expected = "true or false" if key in MASKED else "0 or 1, or true or false"
+            raise BadRecord(f"{where}: {key} = {more[key]!r}, where {expected} is read (whether it is trained on)")
+        answers.append(answer != (key in MASKED))
+    return all(answers)
+
+
+def placeholders_of(table: Dataset) -> tuple[str, ...]:
+    """The columns of pictures, films and sounds, which go into texts at a placeholder such as <image>."""
+    return tuple(name for name in MEDIA if name in table.column_names)
+
+
+def refuse_placeholders(texts: list[str], media: tuple[str, ...]) -> None:
+    """Raises BadRecord if a text has a placeholder for what is in another column."""
+    for text in texts if media else ():
+        if found := PLACEHOLDER.search(text):
+            raise BadRecord(
+                f"a text has {found[0]}, the place of what is in the column {' or '.join(media)}: only text is read"
+            )
+
+
+def without_nothing(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nothing(item) for key, item in value.items() if item is not None}
-    return [_without_nothing(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nothing(item) for key, item in value.items() if item is not None}
+    return [without_nothing(item) for item in value] if isinstance(value, list) else value
 
 
 def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
     """(role, text) of each turn: plain texts, or objects with a text and perhaps a role."""
     for item, role in zip(_listed(items), roles_of(items)):
         if isinstance(item, dict):
-            key = next((key for key in TEXT_OF_A_TURN if item.get(key) is not None), None)
+            key = _key_of(item, TEXT_OF_A_TURN)
             if key is None and not any(key in item for key in TEXT_OF_A_TURN):
                 raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
             yield role, _plain(item.get(key))
@@ -114,16 +161,25 @@ def _plain(content: Any) -> Any:
     """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...], or with "value" for "text".
 
     Raises:
-        BadRecord: no part is a text.
+        BadRecord: a part is something else, such as a picture.
     """
     parts = [content] if isinstance(content, dict) else content
     if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
         return content
-    texts = [_of_part(part) for part in parts]
-    if all(text is None for text in texts):
-        kinds = dict.fromkeys(str(part.get("type") or ", ".join(part)) for part in parts)
-        raise BadRecord(f"a turn holds {' and '.join(kinds)}, and no text ({' or '.join(TEXT_OF_A_PART)})")
-    return "".join(filter(None, texts))
+    others = dict.fromkeys(filter(None, map(_not_text, parts)))
+    if others:
+        raise BadRecord(f"a turn holds {' and '.join(others)}: only text is read ({' or '.join(TEXT_OF_A_PART)})")
+    return "".join(filter(None, map(_of_part, parts)))
+
+
+def _not_text(part: dict[str, Any] | str) -> str | None:
+    """What a part is, if it is no text."""
+    if isinstance(part, str):
+        return None
+    named = [key for key, value in part.items() if value is not None]
+    if part.get("type") not in TEXT_PARTS:
+        return str(part["type"])
+    return None if part.get("type") or _of_part(part) is not None else ", ".join(named)
 
 
 def _of_part(part: dict[str, Any] | str) -> str | None:

@@ -4,7 +4,12 @@ A template (Jinja, as in transformers) turns messages into one text. Training is
 itself: each answer, and the mark at its end.
 """
 
+import inspect
+import json
+import re
 import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,17 @@ PLACEHOLDER = "\ue0f1{}\ue0f2"  # for an answer: private-use characters, which n
 
 Message = dict[str, Any]  # role and content; some carry more, see zerofit/data/chat/instructions.py
 Span = tuple[int, int]  # a range of characters
+TEMPLATE_ARGUMENTS = ("tools", "functions", "documents", "chat_template_kwargs")  # columns of records
+OWN_KEYS = set("role content tool_calls instruction input trained masked".split())  # read by zerofit itself
+PROBE = {"zerofit": 'a "b"'}  # arguments of a call
+
+
+class Conversation(list[Message]):
+    """Messages, and what their record gives to the template beside them (`given`): tools, documents, arguments."""
+
+    def __init__(self, messages: Iterable[Message], given: dict[str, Any] | None = None):
+        super().__init__(messages)
+        self.given = given or {}
 
 
 @dataclass(frozen=True)
@@ -106,11 +122,147 @@ def _syntax_error(tokenizer) -> BadTemplate | None:
     return None
 
 
+# ----------------------------------------------------------------------------- what a record gives to the template
+
+
+def tool_definitions(value: Any) -> list[dict[str, Any]]:
+    """Definitions of tools as templates take them: {"type": "function", "function": {...}}.
+
+    Raises:
+        ValueError: they are no list of objects.
+    """
+    value = json.loads(value) if isinstance(value, str) else value
+    listed = [json.loads(tool) if isinstance(tool, str) else tool for tool in ([value] if is_object(value) else value)]
+    if not all(map(is_object, listed)):
+        raise ValueError("expected a list of definitions, each an object with a name")
+    return [tool if "function" in tool or "name" not in tool else _as_function(tool) for tool in listed]
+
+
+def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def check_arguments(value: Any) -> dict[str, Any]:
+    """Arguments of a record for its template (chat_template_kwargs).
+
+    Raises:
+        ValueError: they are no object, or one is not the template's.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
+    if not is_object(value):
+        raise ValueError("expected an object of names and values")
+    if taken := known & {*value, "messages"} & value.keys():
+        raise ValueError(f"{min(taken)} is not for a template")
+    return value
+
+
+def for_template(tokenizer, messages: list[Message]) -> Conversation:
+    """A conversation as the tokenizer's template reads it: tools of a message go beside the messages unless the
+    template looks for them there, and arguments of calls are objects or JSON texts, as the template writes them."""
+    given = dict(getattr(messages, "given", {}))
+    for message in messages if "tools" not in given else ():
+        for name in ("tools", "functions"):
+            read_there = rf"(\.|\[['\"]|get\(['\"]){name}\b"
+            if message.get(name) and not re.search(read_there, _source(tokenizer)):
+                with suppress(ValueError, TypeError):
+                    given["tools"] = tool_definitions(message[name])
+    conversation = Conversation(messages, given)
+    calls = [_function(call).get("arguments") for message in messages for call in message.get("tool_calls", ())]
+    if any(held is not None for held in map(_object_in, calls)) and _writes_only(tokenizer, conversation, PROBE):
+        return _with_arguments(conversation, _as_object)
+    if any(map(is_object, calls)) and _writes_only(tokenizer, conversation, json.dumps(PROBE)):
+        return _with_arguments(conversation, _as_json)
+    return conversation
+
+
+def unread_keys(tokenizer, messages: list[Message]) -> list[str]:
+    """The keys of messages, and of what their record gives, that the template does not mention."""
+    given = for_template(tokenizer, messages).given
+    found = {key for message in messages for key in message if key not in OWN_KEYS} | given.keys()
+    hoisted = {"functions"} if "tools" in given else set()
+    return sorted(key for key in found - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer)))
+
+
+def _source(tokenizer) -> str:
+    """The text of the tokenizer's templates, without comments."""
+    held = tokenizer.chat_template or ""
+    return re.sub(r"{#.*?#}", "", held if isinstance(held, str) else "\n".join(held.values()), flags=re.DOTALL)
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    return call["function"] if is_object(call.get("function")) else call
+
+
+def _object_in(arguments: Any) -> dict[str, Any] | None:
+    """The object whose JSON text the arguments of a call are, if they are one."""
+    if not isinstance(arguments, str):
+        return None
+    with suppress(ValueError):
+        held = json.loads(arguments)
+        return held if is_object(held) else None
+    return None
+
+
+def _as_object(arguments: Any) -> Any:
+    held = _object_in(arguments)
+    return arguments if held is None else held
+
+
+def _as_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if is_object(arguments) else arguments
+
+
+def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -> Conversation:
+    """The conversation with other arguments in each call that has some."""
+
+    def of_call(call: dict[str, Any]) -> dict[str, Any]:
+        function = _function(call)
+        if "arguments" not in function:
+            return call
+        own = {**function, "arguments": changed(function["arguments"])}
+        return own if function is call else {**call, "function": own}
+
+    messages = (
+        {**message, "tool_calls": [of_call(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in conversation
+    )
+    return Conversation(messages, conversation.given)
+
+
+def _writes_only(tokenizer, conversation: Conversation, probe: Any) -> bool:
+    """Whether the template writes arguments as an object if they have this form, an object or a JSON text, alone."""
+    other = json.dumps(PROBE) if is_object(probe) else PROBE
+    return not _writes(tokenizer, conversation, other) and _writes(tokenizer, conversation, probe)
+
+
+def _writes(tokenizer, conversation: Conversation, probe: Any) -> bool:
+    """Whether the template writes arguments of this form as an object: neither encoded twice nor as Python would."""
+    try:
+        text = apply_template(tokenizer, _with_arguments(conversation, lambda _: probe), given=conversation.given)
+    except BadTemplate:
+        return False
+    (name,) = PROBE
+    return json.dumps(PROBE) in text or not (isinstance(probe, str) or f"'{name}'" in text or name not in text)
+
+
 # -------------------------------------------------------------------------------------------------- its text
 
 
-def apply_template(tokenizer, messages: list[Message], add_generation_prompt: bool = False) -> str:
+def apply_template(
+    tokenizer, messages: list[Message], add_generation_prompt: bool = False, given: dict[str, Any] | None = None
+) -> str:
     """The text of a conversation; `add_generation_prompt`: up to the place of the next answer.
+
+    Args:
+        given: what the template takes beside the messages, such as tools.
 
     Raises:
         BadTemplate: the template is not valid, or refuses the conversation.
@@ -118,7 +270,9 @@ def apply_template(tokenizer, messages: list[Message], add_generation_prompt: bo
     """
     try:
         with limited():
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            return tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(given or {})
+            )
     except BeyondLimits as error:
         raise UserError(f"chat template of {tokenizer.name_or_path!r}: {error}. Set --chat_template") from None
     except Exception as error:  # an expression in a template can raise anything
@@ -141,76 +295,153 @@ def question_ids(tokenizer, question: str, system_prompt: str | None = None) -> 
 def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
     """(text of a conversation, the parts of it that are trained on).
 
-    A part is an answer with the mark at its end: up to and including the end-of-text token, or, if the template has
-    none there, all that it writes at the end of a turn. It includes the white space between the prompt and the answer,
-    which the model has to write. An assistant's message with `trained: False` is skipped.
+    A part is all that a turn adds to its generation prompt, such as an empty <think> block, an answer, calls of tools,
+    and the mark at its end: up to and including the end-of-text token, or, if the template has none there, all that it
+    writes at the end of a turn. An assistant's message with `trained: False` or `masked: True` is skipped.
 
-    To find them, the template is applied to placeholders for the answers: so the text around them is known.
+    To find them, the template is applied to placeholders for the answers: so the text around them is known. Where it
+    looks into an answer, such as for its reasoning, the turns are looked at one by one.
 
     Raises:
         BadTemplate: the template fails on the conversation, or changes an answer.
     """
-    text = apply_template(tokenizer, messages)
+    conversation = for_template(tokenizer, messages)
+    text = apply_template(tokenizer, conversation, given=conversation.given)
     if any("tool_calls" in message for message in messages):
-        return text, _turn_by_turn(tokenizer, messages, text)
+        return text, _turn_by_turn(tokenizer, conversation, text)
+    try:
+        return text, _by_placeholders(tokenizer, conversation, text)
+    except BadTemplate as bad:
+        try:
+            return text, _turn_by_turn(tokenizer, conversation, text)
+        except BadTemplate:
+            raise bad from None
+
+
+def is_trained(message: Message) -> bool:
+    """Whether an answer is trained on."""
+    return message.get("trained", True) and not message.get("masked")
+
+
+def _by_placeholders(tokenizer, messages: Conversation, text: str) -> list[Span]:
+    """The trained parts of a conversation whose template writes each answer as it is."""
+    given = messages.given
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     marked = [
         {**message, "content": PLACEHOLDER.format(turn)} if turn in turns else message
         for turn, message in enumerate(messages)
     ]
-    skeleton = apply_template(tokenizer, marked)
+    skeleton = apply_template(tokenizer, marked, given=given)
     around = _texts_around(skeleton, turns)
     spans = []
     for number, (turn, (start, stop)) in enumerate(zip(turns, _find_answers(text, around, messages, turns))):
-        if messages[turn].get("trained", True):
-            start -= _leading_space(tokenizer, marked, turn, skeleton)
-            ending = skeleton if turn == len(messages) - 1 else apply_template(tokenizer, marked[: turn + 1])
+        if is_trained(messages[turn]):
+            start -= _added_before(tokenizer, marked, turn, skeleton, given)
+            ending = skeleton
+            if turn < len(messages) - 1:
+                ending = apply_template(tokenizer, marked[: turn + 1], given=given)
             ending = ending.rpartition(PLACEHOLDER.format(turn))[2]
             spans.append((start, stop + len(_end_mark(ending, around[number + 1], tokenizer))))
-    return text, spans
+    return spans
 
 
-def _turn_by_turn(tokenizer, messages: list[Message], text: str) -> list[Span]:
-    """The answers of a conversation with tool calls, which have no text that a placeholder could replace: what each
-    turn adds to the prompt before it, up to and including its last end-of-text token.
+def _turn_by_turn(tokenizer, messages: Conversation, text: str) -> list[Span]:
+    """The trained parts of a conversation with tool calls, which have no text that a placeholder could replace, or
+    whose template looks into the answers: what each turn adds to the prompt before it, up to and including its last
+    end-of-text token.
 
     Raises:
-        BadTemplate: it does not write the calls, or a turn changes the text of the turns before.
+        BadTemplate: it does not write the calls, or changes an answer.
     """
-    spans = []
+    spans: list[Span] = []
+    stop = 0
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt, so_far = (
-            apply_template(tokenizer, messages[:turn], add_generation_prompt=True),
-            apply_template(tokenizer, messages[: turn + 1]),
+            apply_template(tokenizer, messages[:turn], add_generation_prompt=True, given=messages.given),
+            apply_template(tokenizer, messages[: turn + 1], given=messages.given),
         )
         added = so_far[len(prompt) :]
         body, mark, _ = added.rpartition(tokenizer.eos_token)
         added = body + mark or added.rstrip()
-        if not so_far.startswith(prompt) or not text.startswith(prompt + added):
-            raise BadTemplate(f"its text of turn {turn + 1} depends on later turns: tool_calls cannot be trained")
+        if "tool_calls" in message and so_far.startswith(prompt) and text.startswith(prompt + added):
+            start, stop = len(prompt), len(prompt) + len(added)
+        else:
+            start, stop = _place_in(text, tokenizer, messages, turn, prompt, stop)
         for call in message.get("tool_calls", ()):
             name = (call.get("function") or call).get("name")
-            if not name or name not in added:
+            if not name or name not in text[start:stop]:
                 raise BadTemplate(f"it does not write the tool_calls of turn {turn + 1}. Name another --chat_template")
-        if message.get("trained", True):
-            spans.append((len(prompt), len(prompt) + len(added)))
+        if is_trained(message):
+            spans.append((start, stop))
     return spans
+
+
+def _place_in(text: str, tokenizer, messages: Conversation, turn: int, prompt: str, begin: int) -> Span:
+    """The place of an answer in the text of a conversation, found with another answer in its place: what follows it
+    does not change. It begins after its generation prompt, or, where later turns change the text before it (such as
+    the reasoning of earlier answers, which is dropped), after that prompt's last words.
+
+    Args:
+        prompt: the text up to the place of the answer.
+        begin: the end of the answer before.
+    """
+    marked: list[Message] = list(messages)
+    marked[turn] = {"role": "assistant", "content": PLACEHOLDER.format(turn)}
+    skeleton = apply_template(tokenizer, marked, given=messages.given)
+    (before, after) = _texts_around(skeleton, [turn])
+    stop = len(text) - len(after)
+    start = len(prompt)
+    if not text.startswith(prompt):
+        opening = _opening(tokenizer, messages, turn, prompt, messages.given)
+        place = text.find(opening, begin, stop) if opening else -1
+        start = place + len(opening) if place >= 0 else _in_common(before, text)
+    if not (begin <= start < stop and text.endswith(after) and _ends_with(text[start:stop], messages[turn])):
+        raise BadTemplate(f"it changes turn {turn + 1}, an answer. Use e.g. --chat_template instruction")
+    ending = apply_template(tokenizer, marked[: turn + 1], given=messages.given)
+    ending = ending.rpartition(PLACEHOLDER.format(turn))[2]
+    return start, stop + len(_end_mark(ending, after, tokenizer))
+
+
+def _ends_with(written: str, message: Message) -> bool:
+    """Whether what a template wrote ends with an answer, or with what follows its reasoning."""
+    answer, written = message["content"].rstrip(), written.rstrip()
+    if "tool_calls" in message or not answer:
+        return True
+    same = _in_common(answer[::-1], written[::-1])
+    rest = answer[: len(answer) - same].rstrip(" ")
+    return same > 0 and (not rest or rest[-1] in "\n>")
+
+
+def _opening(tokenizer, messages: list[Message], turn: int, prompt: str, given: dict[str, Any]) -> str:
+    """What the template writes to begin an answer that is to be generated."""
+    so_far = apply_template(tokenizer, messages[:turn], given=given)
+    return prompt[len(so_far) :] if prompt.startswith(so_far) else ""
 
 
 def missing_end_token(tokenizer, template: Template) -> list[str]:
     """A warning if the template ends an answer with something else than the end-of-text token."""
+    question = [{"role": "user", "content": "a"}]
     try:
-        text, spans = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}])
+        text, spans = render(tokenizer, [*question, {"role": "assistant", "content": "bcd"}])
     except BadTemplate:  # it accepts other conversations only
         return []
     mark = text[spans[-1][0] : spans[-1][1]].rpartition("bcd")[2]
+    prompt = apply_template(tokenizer, question, add_generation_prompt=True)
+    notes = []
+    if not text.startswith(prompt):
+        begins = prompt[_in_common(prompt, text) :]
+        notes.append(
+            f"warning   {template.origin} begins an answer with {begins!r} in generation, and not in conversations: "
+            "the model is not trained on answers that begin so"
+        )
     if mark.endswith(tokenizer.eos_token):
-        return []
+        return notes
     return [
+        *notes,
         f"warning   {template.origin} ends an answer with {mark!r} and not with the end-of-text token "
-        f"{tokenizer.eos_token!r}: generation has to stop there (zerofit generate does, if it is one token)"
+        f"{tokenizer.eos_token!r}: generation has to stop there (zerofit generate does, if it is one token)",
     ]
 
 
@@ -242,17 +473,17 @@ def _find_answers(text: str, around: list[str], messages: list[Message], turns: 
     return spans
 
 
-def _leading_space(tokenizer, marked: list[Message], turn: int, skeleton: str) -> int:
-    """The number of white-space characters between the prompt and the answer."""
+def _added_before(tokenizer, marked: list[Message], turn: int, skeleton: str, given: dict[str, Any]) -> int:
+    """The number of characters that a template writes between the generation prompt and the answer: white space, or an
+    empty block of reasoning."""
     before = skeleton.partition(PLACEHOLDER.format(turn))[0]
-    prompt = apply_template(tokenizer, marked[:turn], add_generation_prompt=True)
-    gap = before[len(prompt) :]
-    return len(gap) if before.startswith(prompt) and gap.isspace() else 0
+    prompt = apply_template(tokenizer, marked[:turn], add_generation_prompt=True, given=given)
+    return len(before) - len(prompt) if before.startswith(prompt) else 0
 
 
 def _end_mark(ending: str, after: str, tokenizer) -> str:
     """The mark at the end of an answer: the text after it, as far as that does not depend on a next turn."""
-    common = ending[: next((i for i, (a, b) in enumerate(zip(ending, after)) if a != b), len(after))]
+    common = ending[: _in_common(ending, after)]
     end = common.find(tokenizer.eos_token)
     if end >= 0:
         return common[: end + len(tokenizer.eos_token)]
@@ -262,3 +493,8 @@ def _end_mark(ending: str, after: str, tokenizer) -> str:
             if 0 <= begin < len(common) < begin + len(token):
                 common = common[:begin]
     return common
+
+
+def _in_common(first: str, second: str) -> int:
+    """The number of characters that two texts have in common at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

@@ -13,11 +13,13 @@ from tokenizers.processors import TemplateProcessing
 from zerofit.model.configuration import from_hub_or_folder, overrides_of
 from zerofit.model.families import family_of
 from zerofit.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
+from zerofit.model.languages import first_target_tokens
 from zerofit.recipe.cache import cache_root
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import is_there, put_in_place, temporary_path
 from zerofit.recipe.model_options import ModelOptions
 
+START = "decoder_start_token_id"
 PAIR_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -251,7 +253,9 @@ def read_by_words(tokenizer) -> None:
 
 
 def set_decoder_start_token(config, tokenizer) -> None:
-    """Set the token with which the decoder begins, where a configuration from scratch has none."""
+    """Set the token with which the decoder begins: that of the target's language (mBART); else, where a configuration
+    from scratch has none, a usual one."""
+    config.decoder_start_token_id = first_target_tokens(tokenizer).get(START, getattr(config, START, None))
     if config.decoder_start_token_id is None:
         candidates = (config.bos_token_id, tokenizer.cls_token_id, config.pad_token_id)
         config.decoder_start_token_id = next(token for token in candidates if token is not None)

@@ -234,6 +234,12 @@ class PairOptions(Recipe):
     )
     turn_separator: str | None = option(None, "Text between two turns; by default that of the model.")
     source_prefix: str = option("", "Text before each source, e.g. 'summarize: ' for T5.")
+    source_lang: str | None = option(
+        None,
+        "Language of the sources: the tokenizer's code (NLLB eng_Latn, mBART en_XX, M2M-100 en), or the name of a "
+        "column; by default what is saved with the model.",
+    )
+    target_lang: str | None = option(None, "Language of the targets, as source_lang; also for Marian's >>deu<<.")
     max_source_length: int = option(
         128, "Longest source in tokens; of a conversation the latest turns are kept.", minimum=4, common=True
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from zerofit.data.collate import Batch
 from zerofit.data.pairs.prepare import HeldOutPairs, PairData
@@ -16,6 +16,7 @@ from zerofit.data.prompts import Prompts, longest_answer
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import say
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, gather_by_index
 
@@ -23,10 +24,17 @@ FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
 SHOWN = 40  # characters of a trivial answer
 
 
-def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int]) -> dict[str, Any]:
-    """What the search is told; the rest is the model's own generation configuration."""
+def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int], stored: GenerationConfig) -> dict[str, Any]:
+    """What the search is told; the rest is the model's own generation configuration.
+
+    Args:
+        stored: that configuration. A launch without training takes the length from it, unless its recipe says one.
+    """
+    longest = recipe.val_max_target_length or widths[1]
+    if not (recipe.trains or recipe.source("val_max_target_length") or recipe.source("max_target_length")):
+        longest = stored.max_new_tokens or longest
     settings = {
-        "max_new_tokens": recipe.val_max_target_length or widths[1],
+        "max_new_tokens": longest,
         "min_new_tokens": recipe.val_min_target_length,
         "num_beams": recipe.num_beams,
         "do_sample": False,
@@ -39,10 +47,11 @@ def evaluate_generation(
     engine: Engine, batches: Iterator[Batch], data: PairData, folder: RunFolder, settings: dict[str, Any]
 ) -> dict[str, float]:
     """BLEU and ROUGE of the generated texts against the whole targets; the main process also writes them down."""
-    texts, figures = _written(engine, batches, data.tokenizer, settings), dict[str, float]()
+    written, figures = _written(engine, batches, data.tokenizer, settings), dict[str, float]()
     assert data.validation is not None, "something is held out"
-    if texts is not None:
-        texts = [text.strip() for text in texts]
+    if written is not None:
+        texts = [text.strip() for text, _ in written]
+        data.validation.cut = sum(is_cut for _, is_cut in written)
         folder.write_predictions(_lines(data.validation, texts, data.tokenizer))
         figures = compute("generation", texts, data.validation.targets)
     figures = engine.from_main(figures)
@@ -79,26 +88,42 @@ def predict_texts(
     settings: dict[str, Any],
 ) -> list[str]:
     """Write predictions.jsonl: what the model writes for each prompt or source. Returns the files."""
-    texts = _written(engine, batches, tokenizer, settings)
-    if texts is None:
+    written = _written(engine, batches, tokenizer, settings)
+    if written is None:
         return []
-    texts = [text.strip() for text in texts] if prompts.is_chat else texts
+    texts = [text.strip() if prompts.is_chat else text for text, _ in written]
+    option = "val_max_target_length" if engine.module.config.is_encoder_decoder else "max_new_tokens"
+    say(*cut_texts(sum(is_cut for _, is_cut in written), len(written), option, settings))
     folder.write_predictions({**record, "prediction": text} for record, text in zip(prompts.records, texts))
     return ["predictions.jsonl"]
 
 
 def _written(
     engine: Engine, batches: Iterator[Batch], tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
-) -> list[str] | None:
-    """The text that is generated for each row, on the main process."""
-    texts: dict[int, str] = {}
+) -> list[tuple[str, bool]] | None:
+    """(the text that is generated, whether it is cut at its longest length) for each row, on the main process."""
+    texts: dict[int, tuple[str, bool]] = {}
+    own = engine.module.generation_config or GenerationConfig()
+    stops = settings.get("eos_token_id") or own.eos_token_id
+    ends = set(stops if isinstance(stops, list) else [stops])
+    ends -= {None}
     for batch in batches:
         ids, mask = batch.tensor("input_ids"), batch.tensor("attention_mask")
         written = engine.generate(ids, mask, **settings)
+        begin = 1 if engine.module.config.is_encoder_decoder else ids.shape[1]
+        longest = settings["max_new_tokens"] - (own.forced_eos_token_id is not None)  # it comes last in any case
+        cut = [not ends.intersection(row[begin : begin + longest]) and bool(ends) for row in written.tolist()]
         if not engine.module.config.is_encoder_decoder:
-            written = written[:, ids.shape[1] :]
-        texts |= zip(batch.indices, tokenizer.batch_decode(written, skip_special_tokens=True))
+            written = written[:, begin:]
+        texts |= zip(batch.indices, zip(tokenizer.batch_decode(written, skip_special_tokens=True), cut))
     return gather_by_index(engine, texts)
+
+
+def cut_texts(cut: int, count: int, option: str, settings: dict[str, Any]) -> list[str]:
+    """For the log: how many generated texts did not end before the longest length."""
+    if not cut:
+        return []
+    return [f"note      {cut:,} of {count:,} generated texts are cut at {option} = {settings['max_new_tokens']}"]
 
 
 def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:

@@ -1,8 +1,9 @@
 """Instructions, prompts and chats: the kind of records in a table, and each record as a list of messages.
 
-A *message* is {"role": system, user or assistant, "content": text}. The message of an instruction has the record's
-`instruction` and `input` beside its content, an answer inside a prompt has `trained: False`, and an answer
-that calls tools has its `tool_calls`, as transformers' templates take them.
+A *message* is {"role": system, user, assistant or tool, "content": text} with all other keys of the record's turn,
+such as tool_calls, reasoning_content or name, for the template. The message of an instruction has the record's
+`instruction` and `input` beside its content. An answer inside a prompt has `trained: False`, and one that the record
+itself excludes from training (weight, train, mask, ...) has `masked: True`.
 """
 
 import json
@@ -17,17 +18,23 @@ from zerofit.data.tables import check_column, columns_present, holds_lists, text
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
+    MASKED,
     ROLE_OF_A_TURN,
+    TRAINED,
     blank,
-    calls_of,
     first_answer,
+    is_trained,
+    more_of,
+    placeholders_of,
     question_answering_columns,
+    refuse_placeholders,
     refuse_preferences,
     refuse_rejected,
     roles_of,
     turns_of,
+    without_nothing,
 )
-from zerofit.model.chat import Message
+from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.errors import UserError
 
 QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
@@ -72,6 +79,8 @@ class Form:
         verdict: the column that says whether the answer is a good one.
         plain: prompt and answer are texts, which can be concatenated without a template.
         answered: whether records have an answer, which is trained on; else one is removed.
+        given: the columns of what a template takes beside the messages, such as tools.
+        media: the columns of pictures and the like, which go into a text at a placeholder.
     """
 
     kind: str
@@ -84,10 +93,12 @@ class Form:
     verdict: str | None = None
     plain: bool = False
     answered: bool = True
+    given: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
     @property
     def columns(self) -> list[str]:
-        names = (self.system, self.history, self.question, self.input, self.answer, self.verdict)
+        names = (self.system, self.history, self.question, self.input, self.answer, self.verdict, *self.given)
         return [name for name in names if name]
 
     @property
@@ -98,7 +109,7 @@ class Form:
     def texts(self, content: list[Message]) -> Iterator[str]:
         return (message["content"] for message in content)
 
-    def read(self, record: dict[str, Any]) -> list[Message]:
+    def read(self, record: dict[str, Any]) -> Conversation:
         """The conversation of a record, up to its answer or with it.
 
         Raises:
@@ -120,12 +131,19 @@ class Form:
         while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         check_order(turns, self.answered)
+        refuse_placeholders([turn["content"] for turn in turns], self.media)
+        if self.answered and all(turn.get("masked") for turn in turns if turn["role"] == "assistant"):
+            raise BadRecord(f"none of its answers is trained on ({', '.join((*TRAINED, *MASKED))})")
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
         if turns[0]["role"] == "system":
             if self.system and not blank(record[self.system]):
                 raise BadRecord(f"two system texts: in the column {self.system} and in the first turn")
-            system, turns = turns[0]["content"] or system, turns[1:]
-        return [{"role": "system", "content": system}, *turns] if system else turns
+            first, turns = turns[0], turns[1:]
+            system = first["content"] or system
+        else:
+            first = {"role": "system"}
+        begin = [{**first, "content": system or ""}] if system or len(first) > 2 else []
+        return Conversation([*begin, *turns], given_in(record, self.given))
 
     def _instruction(self, record: dict[str, Any]) -> Message:
         instruction = _text(record[self.question], f"the {self.question}")
@@ -153,13 +171,13 @@ def _worded(value: Any) -> Any:
     return str(value) if isinstance(value, (int, float)) else value  # an answer of digits is read as a number
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
     """Turns that are stored as the text of a JSON list, as in tables without lists."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    if isinstance(value, str) and value.lstrip()[:1] in tuple(begins):
         try:
             return json.loads(value)
         except ValueError:
-            raise BadRecord("its turns are the text of a JSON list that is not valid") from None
+            raise BadRecord(f"{what} the text of a JSON list that is not valid") from None
     return value
 
 
@@ -170,28 +188,66 @@ def _text(value: Any, what: str) -> str:
     return text
 
 
+def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
+    """What a record gives to the template beside its messages: tools, documents, and arguments of its own.
+
+    Raises:
+        BadRecord: it is not of the form that templates take.
+    """
+    given: dict[str, Any] = {}
+    for name in columns:
+        value = without_nothing(_unpacked(record[name], f"its {name} are", "{["))
+        if value in (None, "", [], {}):
+            continue
+        try:
+            if name == "chat_template_kwargs":
+                given |= check_arguments(value)
+            elif name == "documents":
+                given[name] = value
+            else:
+                given["tools"] = tool_definitions(value)
+        except ValueError as error:
+            raise BadRecord(f"its {name}: {error}") from None
+    return given
+
+
 def turns_in(value: Any, role: str, column: str) -> list[Message]:
     """The turns of a column: a list of them, or the one text of a `role`."""
     if not isinstance(value, (list, dict)):
         return [{"role": role, "content": _text(value, f"the {column}")}]
     messages = []
-    for number, ((name, text), calls) in enumerate(zip(turns_of(value), calls_of(value)), 1):
+    for number, ((name, text), more) in enumerate(zip(turns_of(value), more_of(value)), 1):
         if name is None:
             raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
         if name not in ROLE_OF_NAME:
             known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLES.items())
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
-        calls = calls if ROLE_OF_NAME[name] == "assistant" else []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise BadRecord(f"turn {number} of its {column} ({name}): its tool_calls are no list of objects")
+        where, is_answer = f"turn {number} of its {column} ({name})", ROLE_OF_NAME[name] == "assistant"
+        calls = _calls(more, where) if is_answer else []
+        flags = {key: more.pop(key) for key in (*TRAINED, *MASKED) if key in more}
+        if is_answer and not is_trained(flags, where):
+            more["masked"] = True
+        elif not is_answer and flags and is_trained(flags, where):
+            more |= flags  # nobody follows them: only answers are trained on
         if blank(text) and (calls or ROLE_OF_NAME[name] == "system"):
             text = ""
         elif text is None:
-            raise BadRecord(f"turn {number} of its {column} ({name}) has no text and no tool_calls")
+            raise BadRecord(f"{where} has no text and no tool_calls")
         else:
-            text = _text(text, f"turn {number} of its {column} ({name})")
-        messages.append({"role": ROLE_OF_NAME[name], "content": text} | ({"tool_calls": calls} if calls else {}))
+            text = _text(text, where)
+        message = {"role": ROLE_OF_NAME[name], "content": text, **more}
+        messages.append({**message, "tool_calls": calls} if calls else message)
     return messages
+
+
+def _calls(more: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Take the calls of tools out of what an answer has beside its text."""
+    calls = _unpacked(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
+    if isinstance(more.get("function_call"), dict) and not calls:  # OpenAI's older form
+        calls = [{"type": "function", "function": more.pop("function_call")}]
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord(f"{where}: its tool_calls are no list of objects")
+    return calls
 
 
 def check_order(messages: list[Message], answered: bool = True) -> None:
@@ -241,7 +297,21 @@ def find_form(options: FormOptions, table: Dataset) -> Form | None:
         raise UserError(
             f"data_format = {options.data_format}: it reads {expected[options.data_format]}; {columns_present(table)}"
         )
-    return replace(form, verdict=verdict, answered=options.answered) if form else None
+    if form is None:
+        return None
+    given = tuple(name for name in given_columns(table) if name not in form.columns)
+    return replace(form, verdict=verdict, answered=options.answered, given=given, media=placeholders_of(table))
+
+
+def given_columns(table: Dataset) -> tuple[str, ...]:
+    """The columns of what templates take beside the messages, with lists, objects or their JSON texts."""
+    found = [name for name in TEMPLATE_ARGUMENTS if name in table.column_names]
+    held = {name: [value for value in table[name][:FIRST_RECORDS] if value] for name in found}
+    return tuple(
+        name
+        for name in found
+        if all(isinstance(value, (list, dict)) or str(value).lstrip().startswith(("[", "{")) for value in held[name])
+    )
 
 
 def form_of(kind: str, options: FormOptions, table: Dataset) -> Form | None:

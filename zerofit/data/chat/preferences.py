@@ -14,24 +14,34 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, Value
 
-from zerofit.data.chat.instructions import KINDS, Form, FormOptions, check_order, form_of, turns_in
-from zerofit.data.chat.prepare import ChatEncoder, read_chats, show, truncation_notes
+from zerofit.data.chat.instructions import (
+    KINDS,
+    Form,
+    FormOptions,
+    check_order,
+    form_of,
+    given_columns,
+    given_in,
+    turns_in,
+)
+from zerofit.data.chat.prepare import ChatEncoder, read_chats, show, truncation_notes, unread_note
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, TextData
 from zerofit.data.records import BadRecord, Part
 from zerofit.data.sources import Source
 from zerofit.data.tables import columns_present, holds_lists
 from zerofit.data.token_tables import IDS
-from zerofit.model.chat import Message
+from zerofit.data.turns import MASKED, TRAINED, placeholders_of, refuse_placeholders
+from zerofit.model.chat import Conversation, Message, unread_keys
 from zerofit.recipe.errors import UserError
 
 CHOSEN, REJECTED = "chosen", "rejected"
 SPOKEN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ ]?")
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "rejected_ids": IDS, "rejected_labels": IDS,
-     "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool")}
+     "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool"), "unread": Value("string")}
 )  # fmt: skip
-Pair = tuple[list[Message], list[Message]]
+Pair = tuple[Conversation, Conversation]
 
 
 @dataclass(frozen=True)
@@ -42,15 +52,19 @@ class PreferenceForm:
         prompt: how its prompts are read; None: both answers are whole conversations.
         system_prompt: for conversations without one.
         plain: prompt and answers are texts, which can be concatenated without a template.
+        given: the columns of what a template takes beside the messages, such as tools.
+        media: the columns of pictures and the like, which go into a text at a placeholder.
     """
 
     prompt: Form | None
     system_prompt: str | None
     plain: bool
+    given: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
     @property
     def columns(self) -> list[str]:
-        return [*(self.prompt.columns if self.prompt else ()), CHOSEN, REJECTED]
+        return [*(self.prompt.columns if self.prompt else ()), CHOSEN, REJECTED, *self.given]
 
     @property
     def describe(self) -> str:
@@ -72,14 +86,19 @@ class PreferenceForm:
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected)))
         if common == max(len(chosen), len(rejected)):
             raise BadRecord("its two answers are the same")
-        marked = (
-            [
+        given, pair = given_in(record, self.given), []
+        for conversation in (chosen, rejected):
+            refuse_placeholders([turn["content"] for turn in conversation], self.media)
+            turns = [
                 {**turn, "trained": False} if place < common and turn["role"] == "assistant" else turn
                 for place, turn in enumerate(conversation)
             ]
-            for conversation in (chosen, rejected)
-        )
-        return next(marked), next(marked)
+            answers = [turn for turn in turns if turn["role"] == "assistant"]
+            kept = [turn for turn in answers if turn.get("trained", True)]
+            if kept and all(turn.get("masked") for turn in kept):
+                raise BadRecord(f"nothing is compared: all answers are masked ({', '.join((*TRAINED, *MASKED))})")
+            pair.append(Conversation(turns, given))
+        return pair[0], pair[1]
 
     def _conversation(self, record: dict[str, Any], column: str) -> list[Message]:
         value = record[column]
@@ -126,7 +145,8 @@ def find_preferences(options: FormOptions, table: Dataset) -> PreferenceForm:
     lists = any(
         holds_lists(table.features[name]) or isinstance(table.features[name], dict) for name in (CHOSEN, REJECTED)
     )
-    return PreferenceForm(prompt, options.system_prompt, plain=not lists and prompt is not None and prompt.plain)
+    plain = not lists and prompt is not None and prompt.plain
+    return PreferenceForm(prompt, options.system_prompt, plain, given_columns(table), placeholders_of(table))
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
@@ -194,10 +214,13 @@ def prepare_preferences(
     )
     tokenizer, template, first_of = encoder.tokenizer, encoder.template, next(iter(parts))
     sets: dict[str, PreferencePairs] = {}
+    unread: list[str] = []
     for name, part in parts.items():
         table = part.encode(_encoder_of(part, encoder), TABLE, ("preferences", *encoder.key), options.cache)
         notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
         sets[name] = PreferencePairs(table, part.scores)
+        unread += (key for keys in table["unread"] for key in keys.split())
+    notes += unread_note(encoder.unread_columns, unread)
     sample = sets[first_of][0]
     shown = show(sample, tokenizer, template, PARTS[first_of])
     rejected = {"input_ids": sample["rejected_ids"], "labels": sample["rejected_labels"]}
@@ -226,6 +249,10 @@ def _encoder_of(part: Part, encoder: ChatEncoder) -> Any:
             "truncated": [sum(both) for both in zip(chosen["truncated"], rejected["truncated"])],
             "trained": [sum(both) for both in zip(chosen["trained"], rejected["trained"])],
             "is_cut": [any(both) for both in zip(chosen["is_cut"], rejected["is_cut"])],
+            "unread": [
+                " ".join(sorted({key for each in pair for key in unread_keys(encoder.tokenizer, each)}))
+                for pair in pairs
+            ],
         }
 
     return encode

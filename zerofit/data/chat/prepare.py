@@ -2,7 +2,8 @@
 row each or several in a block. A conversation is never split over two blocks."""
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
@@ -18,14 +19,25 @@ from zerofit.data.records import Part, RecordReader, limit_parts, read_parts
 from zerofit.data.sources import Source
 from zerofit.data.token_tables import IDS, TableCache, fingerprint
 from zerofit.model import chat
-from zerofit.model.chat import BadTemplate, Template, install_template, missing_end_token, render
+from zerofit.model.chat import (
+    BadTemplate,
+    Conversation,
+    Template,
+    install_template,
+    missing_end_token,
+    render,
+    unread_keys,
+)
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.words import counted
 
 TABLE = Features(
-    {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"), "is_cut": Value("bool")}
-)
+    {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
+     "is_cut": Value("bool"), "unread": Value("string")}
+)  # fmt: skip
+Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
 SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
@@ -62,10 +74,13 @@ def prepare_chat(
     parts, encoder, notes = read_chats(options, config, source, forms, block_size, chat_template, train_on_prompt)
     tokenizer, first_of = encoder.tokenizer, next(iter(parts))
     sets: dict[str, Conversations] = {}
+    unread: list[str] = []
     for name, part in parts.items():
         table = _encode(part, encoder, options.cache)
         notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
         sets[name] = Conversations(table, part.scores)
+        unread += (key for keys in table["unread"] for key in keys.split())
+    notes += unread_note(encoder.unread_columns, unread)
     shown = show(sets[first_of][0], tokenizer, encoder.template, PARTS[first_of])
     filler = padding_token(tokenizer)
     packed: dict[str, SampleSet] = dict(sets)
@@ -95,7 +110,21 @@ def read_chats(
     tokenizer = get_tokenizer(options.tokenizer, config, first.texts, f"{first.table._fingerprint} {form}")
     template = install_template(tokenizer, chat_template, "none" if form.plain else None)
     notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
-    return parts, ChatEncoder(tokenizer, template, block_size, train_on_prompt), notes
+    encoder = ChatEncoder(tokenizer, template, block_size, train_on_prompt)
+    read_elsewhere = {options.difficulty.field} if options.difficulty else set()
+    encoder.unread_columns = [
+        column
+        for column in dict.fromkeys(name for table in source.parts.values() for name in table.column_names)
+        if column not in read_elsewhere and not any(column in form.columns for form in forms.values())
+    ]
+    return parts, encoder, notes
+
+
+def unread_note(columns: list[str], keys: Iterable[str]) -> list[str]:
+    """One note about what nobody reads: columns, and keys of turns (each as often as there are records with it)."""
+    counted_keys = [f"{key} ({counted(count, 'record')})" for key, count in sorted(Counter(keys).items())]
+    found = [f"{what} {', '.join(names)}" for what, names in (("columns", columns), ("keys", counted_keys)) if names]
+    return [f"note      not read: {'; '.join(found)}"] if found else []
 
 
 # --------------------------------------------------------------------------------------------------------- token ids
@@ -112,22 +141,28 @@ class ChatEncoder:
         if not tokenizer.is_fast:
             raise UserError(f"{tokenizer.name_or_path!r} has no tokenizer.json, which chats need: set tokenizer_name")
         self.tokenizer, self.template = tokenizer, template
+        self.unread_columns: list[str] = []
         self.block_size, self.train_on_prompt = block_size, train_on_prompt
         code = sha256(Path(chat.__file__).read_bytes()).hexdigest()
         special = sorted(tokenizer.special_tokens_map.items())
         self.key = (fingerprint(tokenizer), special, tokenizer.chat_template, block_size, train_on_prompt, code)
 
-    def render(self, messages: list[chat.Message], where: str) -> tuple[str, list[chat.Span]]:
-        """The text of a conversation and the answers in it. Raises UserError if the template fails on it."""
+    def render(self, messages: list[chat.Message], where: str) -> Rendered:
+        """The text of a conversation, the answers in it, and those that are never trained on. Raises UserError if the
+        template fails on it."""
         try:
-            return render(self.tokenizer, messages)
+            text, spans = render(self.tokenizer, messages)
+            if not (self.train_on_prompt and any(message.get("masked") for message in messages)):
+                return text, spans, []
+            others = [{**turn, "trained": turn.get("masked", False), "masked": False} for turn in messages]
+            return text, spans, render(self.tokenizer, Conversation(others, getattr(messages, "given", {})))[1]
         except BadTemplate as bad:
             raise UserError(f"{where}: {self.template.origin} fails on it: {bad}") from None
 
-    def encode(self, rendered: list[tuple[str, list[chat.Span]]]) -> dict[str, list]:
-        """The columns of TABLE; a record without a trained token within block_size gets no tokens."""
-        rows: dict[str, list] = {name: [] for name in TABLE}
-        texts = [text for text, _ in rendered]
+    def encode(self, rendered: list[Rendered]) -> dict[str, list]:
+        """The columns of TABLE but `unread`; a record without a trained token within block_size gets no tokens."""
+        rows: dict[str, list] = {name: [] for name in TABLE if name != "unread"}
+        texts = [text for text, *_ in rendered]
         encoded = (
             self.tokenizer(
                 texts,
@@ -139,9 +174,9 @@ class ChatEncoder:
             if texts
             else {}
         )
-        for row, (_, spans) in enumerate(rendered):
+        for row, (_, spans, never) in enumerate(rendered):
             ids, answer = np.array(encoded["input_ids"][row]), overlap(encoded["offset_mapping"][row], spans)
-            trained = np.ones_like(answer) if self.train_on_prompt else answer.copy()
+            trained = ~overlap(encoded["offset_mapping"][row], never) if self.train_on_prompt else answer.copy()
             trained[0] = False  # nothing predicts it
             count = int(trained[: self.block_size].sum())
             length = min(len(ids), self.block_size) if count else 0
@@ -167,7 +202,8 @@ def _encode(part: Part, encoder: ChatEncoder, cache: TableCache) -> Dataset:
 
     def encode(conversations: list[list[chat.Message]], places: list[int]) -> dict:
         records = (f"{where}, record {numbers[place] + 1}" for place in places)
-        return encoder.encode([encoder.render(*pair) for pair in zip(conversations, records)])
+        rows = encoder.encode([encoder.render(*pair) for pair in zip(conversations, records)])
+        return {**rows, "unread": [" ".join(unread_keys(encoder.tokenizer, each)) for each in conversations]}
 
     return part.encode(encode, TABLE, encoder.key, cache)
 

@@ -4,8 +4,9 @@ A *pair* is what an encoder-decoder model learns from: a source text and the tar
 conversation of n turns gives up to n - 1 pairs: each turn after the first is a reply to the turns before it.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,9 +17,15 @@ from zerofit.data.tables import check_column, check_name, columns_present, holds
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
+    MASKED,
+    TRAINED,
     blank,
     first_answer,
+    is_trained,
+    more_of,
+    placeholders_of,
     question_answering_columns,
+    refuse_placeholders,
     refuse_preferences,
     refuse_rejected,
     turns_of,
@@ -54,16 +61,20 @@ class PairColumns:
 
     Args:
         answered: whether records have a target; else one is removed.
+        languages: those of source and target, where columns are named after languages.
     """
 
     dialogue_column: str | None = None
     source_column: str | None = None
     target_column: str | None = None
     answered: bool = True
+    languages: tuple[str | None, str | None] = (None, None)
 
     @classmethod
     def of(cls, recipe: PairOptions) -> "PairColumns":
-        return cls(recipe.dialogue_column, recipe.source_column, recipe.target_column, not recipe.predict_file)
+        languages = (recipe.source_lang, recipe.target_lang)
+        columns = (recipe.dialogue_column, recipe.source_column, recipe.target_column)
+        return cls(*columns, not recipe.predict_file, languages)
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class Columns:
         context: the text that a question is about; it is appended to the source, as in run_seq2seq_qa.py.
         verdict: says whether the answer is a good one.
         answered: whether records have a target.
+        media: the columns of pictures and the like, which go into a text at a placeholder.
     """
 
     dialogue: str | None
@@ -82,6 +94,7 @@ class Columns:
     context: str | None = None
     verdict: str | None = None
     answered: bool = True
+    media: tuple[str, ...] = ()
 
     @property
     def columns(self) -> list[str]:
@@ -110,17 +123,25 @@ class Columns:
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
-            return [Pair([self._source(record)], self._target(record))]
+            source, target = self._source(record), self._target(record)
+            refuse_placeholders([source, target or ""], self.media)
+            return [Pair([source], target)]
         turns = list(turns_of(record[self.dialogue] or []))
         while not self.answered and turns and turns[-1][0] in ASSISTANT:
             turns.pop()
         texts = [_text(text, f"turn {number} of its {self.dialogue}") for number, (_, text) in enumerate(turns, 1)]
+        refuse_placeholders(texts, self.media)
         if not texts:
             raise BadRecord(f"a conversation without a turn: its {self.dialogue} is empty")
         if self.target is not None or not self.answered:
             return [Pair(texts, self._target(record))]
         has_assistant = any(role in ASSISTANT for role, _ in turns)
         places = [place for place in range(1, len(turns)) if not has_assistant or turns[place][0] in ASSISTANT]
+        more = more_of(record[self.dialogue])
+        masked = [place for place in places if not is_trained(more[place], f"turn {place + 1} of its {self.dialogue}")]
+        if masked and masked == places:
+            raise BadRecord(f"none of its replies is trained on ({', '.join((*TRAINED, *MASKED))})")
+        places = [place for place in places if place not in masked]
         if not places:
             raise BadRecord(f"a reply with no history: turns in its {self.dialogue}: {len(turns)}")
         return [Pair(texts[:place], texts[place]) for place in places]
@@ -147,7 +168,7 @@ def find_columns(named: PairColumns, table: Dataset) -> Columns:
     Raises:
         UserError: a column does not exist, or none is found; the message lists the columns.
     """
-    answered, texts = named.answered, text_columns(table)
+    named, answered, texts = _of_languages(named, table), named.answered, text_columns(table)
     target = named.target_column if answered else None
     check_column(table, "dialogue_column", named.dialogue_column, "list of turns")
     check_column(table, "source_column", named.source_column, "text")
@@ -159,7 +180,8 @@ def find_columns(named: PairColumns, table: Dataset) -> Columns:
     dialogue = named.dialogue_column or (None if named.source_column else next(iter(lists), None))
     if dialogue:
         reply = target or next((name for name in REPLIES if name in texts), None)
-        return Columns(dialogue, None, reply if answered else None, verdict=verdict, answered=answered)
+        reply = reply if answered else None
+        return Columns(dialogue, None, reply, verdict=verdict, answered=answered, media=placeholders_of(table))
     source, context = named.source_column, None
     if source is None and target is None:
         known = SOURCES_AND_TARGETS if answered else [(source, None) for source, _ in SOURCES_AND_TARGETS]
@@ -182,4 +204,48 @@ def find_columns(named: PairColumns, table: Dataset) -> Columns:
         source = texts[0]
     if source is None or (answered and target is None):
         raise UserError(f"no pairs: name --source_column and --target_column; {columns_present(table)}")
-    return Columns(None, source, target, context, verdict, answered)
+    return Columns(None, source, target, context, verdict, answered, placeholders_of(table))
+
+
+LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn
+
+
+def _of_languages(named: PairColumns, table: Dataset) -> PairColumns:
+    """The columns of source_lang and target_lang, where texts stand in a column for each language (as those of wmt).
+
+    Raises:
+        UserError: columns are named after languages, and it is unclear which belongs to which option.
+    """
+    given = [code for code in named.languages if code]
+    if not given or named.dialogue_column or named.source_column or named.target_column:
+        return named
+    columns = [name for name in text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in given]
+    if len(columns) < 1 + named.answered:
+        return named
+    found = [column_of(code, columns) for code in named.languages]
+    if len(columns) == 2 and found.count(None) == 1 and None in named.languages:
+        (other,) = {*columns} - {*found}
+        found = [column or other for column in found]
+    source, target = found if named.answered else (found[0], None)
+    if source is None and not named.answered:
+        return named
+    if source is None or (named.answered and target in (None, source)):
+        raise UserError(
+            f"the columns {', '.join(columns)} are named after languages, and it is unclear which of them are the "
+            f"languages {' and '.join(given)}: name --source_column and --target_column"
+        )
+    return replace(named, source_column=source, target_column=target)
+
+
+def column_of(code: str | None, columns: list[str]) -> str | None:
+    """The column of a language: en of en, en_XX and eng_Latn, where only one can be meant."""
+    if code is None:
+        return None
+    for same in (
+        lambda name: name == code,
+        lambda name: re.split("[-_]", name.lower())[0] == re.split("[-_]", code.lower())[0],
+        lambda name: name[:2].lower() == code[:2].lower(),
+    ):
+        if found := [name for name in columns if same(name)]:
+            return found[0] if len(found) == 1 else None
+    return None

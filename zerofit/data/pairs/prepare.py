@@ -1,7 +1,7 @@
 """Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
@@ -11,15 +11,17 @@ from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.order import Order
 from zerofit.data.pack import SampleSet, TokenizedDataset
-from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
+from zerofit.data.pairs.columns import Columns, Pair, PairColumns, column_of, find_columns
 from zerofit.data.pairs.conversation_files import read_keyed_conversations
 from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
 from zerofit.data.token_tables import IDS, TableCache, fingerprint, one_process_at_a_time
 from zerofit.model.families import family_of
 from zerofit.model.folders import TRAINED_WITH
+from zerofit.model.languages import check_marked, describe_languages, language_codes, set_languages
 from zerofit.model.tokenizer import end_with_eos, get_tokenizer
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.inference_options import OF_MODEL
 from zerofit.recipe.tasks import Seq2SeqRecipe
 
 COLUMNS = ("input_ids", "labels")
@@ -56,11 +58,16 @@ class SourceFormat:
 
 @dataclass
 class HeldOutPairs:
-    """The held-out samples, the full target of each as text, and the targets of the training data."""
+    """The held-out samples, the full target of each as text, and the targets of the training data.
+
+    Attributes:
+        cut: number of texts of the latest evaluation that were cut at their longest length.
+    """
 
     samples: SampleSet
     targets: list[str]
     trained_targets: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
 
 
 @dataclass
@@ -134,10 +141,14 @@ def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths:
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
     form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
+    form = replace(form, prefix=set_languages(tokenizer, recipe.source_lang, recipe.target_lang, form.prefix))
+    check_languages(recipe, tokenizer, columns)
+    sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
+    check_marked(tokenizer, form.prefix, sources)
     encoder = PairEncoder(tokenizer, form, widths[1])
     tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
     tables = limit_parts(tables, options)
-    notes.insert(0, f"data      {columns.describe}")
+    notes[:0] = [f"data      {columns.describe}", *describe_languages(tokenizer)]
     for name, table in tables.items():
         notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
     sets = {}
@@ -149,6 +160,18 @@ def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths:
         trained = Counter(tables["train"]["target"][:] if "train" in tables else ())
         validation = HeldOutPairs(sets["validation"], tables["validation"]["target"][:], trained)
     return PairData(sets.get("train"), validation, tokenizer, widths, notes)
+
+
+def check_languages(recipe: Seq2SeqRecipe, tokenizer, columns: Columns) -> None:
+    """Raises UserError if source_lang and target_lang name neither a token of the tokenizer nor a column."""
+    for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
+        code = getattr(recipe, option)
+        is_said = code and recipe.source(option) != OF_MODEL
+        if is_said and not language_codes(tokenizer) and not (column and column_of(code, [column])):
+            raise UserError(
+                f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "
+                "name. T5 reads --source_prefix 'translate English to German: '"
+            )
 
 
 def chosen_widths(recipe: Seq2SeqRecipe, config) -> tuple[int, int]:

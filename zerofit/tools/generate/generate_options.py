@@ -20,6 +20,10 @@ class WriterOptions(Recipe):
         None, "What a conversation begins with: a system message, or a persona.", aliases=("context",)
     )
     chat_template: str | None = option(None, "A .jinja file or a known name; by default the tokenizer's own.")
+    source_lang: str | None = option(
+        None, "Language of the texts for a translation model: its tokenizer's code; by default the stored one."
+    )
+    target_lang: str | None = option(None, "Language to translate into; by default the stored one.")
     raw: bool = option(False, "Give the prompts to the model as they are, not through the chat template.")
     precision: str | None = option(None, "By default that of the weights; without a GPU fp32.", choices=PRECISIONS)
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")

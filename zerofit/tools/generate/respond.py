@@ -5,10 +5,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from zerofit.data.chat.instructions import given_in, turns_in
+from zerofit.data.chat.prepare import unread_note
+from zerofit.data.records import BadRecord
 from zerofit.data.rendering import Messages, Prompt, Renderer
-from zerofit.model.chat import named_template
+from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
@@ -26,6 +28,10 @@ def respond(options: GenerateOptions) -> int:
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
         say_aside("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
+    if renderer.uses_template:
+        chats = [Conversation(prompt.messages, prompt.given) for prompt in prompts]
+        for note in unread_note([], (key for chat in chats for key in unread_keys(source.tokenizer, chat))):
+            say_aside(f"note: {note.removeprefix('note').strip()}")
     check_output(options.output)
     output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
@@ -42,7 +48,9 @@ def find(options: GenerateOptions) -> tuple[ModelSource, Renderer, list[Prompt]]
     if options.chat_template:
         named_template(options.chat_template)
     source = find_model(options)
-    renderer = Renderer(source.tokenizer, source.config, options.chat_template, options.raw, options.system_prompt)
+    languages = (options.source_lang, options.target_lang)
+    how = (options.chat_template, options.raw, options.system_prompt)
+    renderer = Renderer(source.tokenizer, source.config, *how, languages)
     return source, renderer, prompts
 
 
@@ -62,9 +70,6 @@ def _open(name: str | None):
         return path.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"output = {name!r} cannot be written: {error.strerror}") from None
-
-
-ROLES = ("system", "user", "assistant")
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
@@ -102,18 +107,18 @@ def _prompt_of(line: str, where: str) -> Prompt:
     messages = record.get("messages") if isinstance(record, dict) else None
     if messages is None:
         raise UserError(f"{where} has no `prompt` and no `messages`; it has {keys}")
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UserError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
-    messages = [{name: message[name] for name in ("role", "content")} for message in messages]
+    try:
+        messages = turns_in(messages, "user", "messages")
+        given = given_in(record, tuple(name for name in TEMPLATE_ARGUMENTS if name in record))
+    except BadRecord as bad:
+        raise UserError(f"{where}: {bad}") from None
     while messages and messages[-1]["role"] == "assistant":  # the reply that is known: another one is to be written
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise UserError(f"{where}: nobody has said anything that could be replied to")
-    return Prompt(messages=tuple(messages))
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+    return Prompt(messages=tuple(messages), given=given)
 
 
 def lines_of_stdin() -> Iterator[str]:

@@ -9,6 +9,7 @@ from transformers import TextStreamer
 
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.model.configuration import usable_positions
+from zerofit.model.languages import first_target_tokens
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.errors import UserError, printable
 from zerofit.record.terminal import say_aside
@@ -39,6 +40,7 @@ class Writer:
             "eos_token_id": self.ends or None,
             "pad_token_id": padding_token(tokenizer),
             **options.sampling,
+            **first_target_tokens(tokenizer),
         }
         if self.has_encoder:  # generates as in training
             if defaults.max_new_tokens and not options.source("max_new_tokens"):
@@ -46,6 +48,8 @@ class Writer:
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
                 say_aside(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
+        self.answers = self.has_encoder or bool(stops)  # what it writes has an end; other texts go on
+        self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
         self.seed = options.seed
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
@@ -118,6 +122,8 @@ class Writer:
         new = written[1:] if self.has_encoder else written[len(ids) :]
         if limit < self.max_new_tokens and len(new) >= limit and new[-1] not in self.ends:
             say_aside(f"note: the model's {self.positions:,} positions are used up")
+        elif self.answers and len(new) >= limit and not {*self.ends}.intersection(new[: limit - self.forced]):
+            say_aside(f"note: the text is cut at max_new_tokens = {limit}")
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         empty = not text.strip() and sys.stdout.isatty()
         if empty or not streams:
