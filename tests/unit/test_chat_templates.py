@@ -261,6 +261,16 @@ def test_tools_of_a_record_reach_the_template(tokenizer_with, column, form):
     assert tokenizer.decode(asked) == prompt
 
 
+def test_of_several_templates_that_for_tools_is_taken(tokenizer_of, tmp_path):
+    plain, tokenizer = CHATML + GENERATION, chatml_tokenizer(tokenizer_of("gpt2"), "", "<|im_end|>")
+    tokenizer.chat_template = {"default": plain, "tool_use": HERMES}
+    encoder = encoder_of(tokenizer, Form("messages", "messages", given=("tools",)), None)
+    for tools, template in (([], plain), ([TOOL], HERMES)):
+        text, *_ = encoder.render(encoder.form.read({"messages": TALK, "tools": tools}), "a.jsonl, record 1")
+        single = chatml_tokenizer(tokenizer_of("gpt2"), template, "<|im_end|>")
+        assert text == single.apply_chat_template(TALK, tools=tools or None, tokenize=False)
+
+
 def test_tools_of_a_message_reach_the_template(tokenizer_with):
     turns = [{"role": "system", "content": "Be kind.", "tools": json.dumps([TOOL])}, *TALK]
     tokenizer = tokenizer_with("qwen2.5")

@@ -192,6 +192,11 @@ def test_tokenizers_without_languages(pairs_tokenizer, cache, tmp_path):
     file = write_records(tmp_path / "b.jsonl", TALK)
     recipe = recipe_of(pairs_tokenizer, cache, file, "--source_lang", "en", "--target_lang", "de")
     assert "--source_prefix 'translate" in refusal(prepare_pairs, recipe, config)
+    tasks = {"one": {"prefix": "summarize: "}, "two": {"prefix": "translate English to German: "}, "three": {}}
+    config = AutoConfig.for_model("t5", vocab_size=300, task_specific_params=tasks)
+    for flags, count in (((), 1), (("--source_prefix", "summarize: "), 0)):
+        notes = prepare_pairs(recipe_of(pairs_tokenizer, cache, file, *flags), config).notes
+        assert sum("trained with 'summarize: ', 'translate English" in note for note in notes) == count
     tokenizer = AutoTokenizer.from_pretrained(pairs_tokenizer)
     assert (set_languages(tokenizer, "en", "de", "p: "), first_target_tokens(tokenizer)) == ("p: ", {})
     assert "marks no languages" in refusal(Renderer, tokenizer, config, languages=("en", None))

@@ -98,9 +98,12 @@ def install_template(tokenizer, requested: str | None, default: str | None = Non
     return Template(origin, f"template  {name or origin}{aside}")
 
 
-def _own_template(tokenizer) -> str | None:
+def _own_template(tokenizer) -> str | dict[str, str] | None:
+    """The tokenizer's template; of several, of which one may be for records with tools, all."""
     try:
-        return tokenizer.get_chat_template() if tokenizer.chat_template else None
+        if tokenizer.chat_template:
+            tokenizer.get_chat_template()
+        return tokenizer.chat_template
     except ValueError:  # several, and none is called default
         names = ", ".join(tokenizer.chat_template)
         raise UserError(f"several chat templates ({names}): name a .jinja file with --chat_template") from None

@@ -148,7 +148,11 @@ def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths:
     encoder = PairEncoder(tokenizer, form, widths[1])
     tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
     tables = limit_parts(tables, options)
-    notes[:0] = [f"data      {columns.describe}", *describe_languages(tokenizer)]
+    notes[:0] = [
+        f"data      {columns.describe}",
+        *describe_languages(tokenizer),
+        *_missing_prefix(config, form.prefix),
+    ]
     for name, table in tables.items():
         notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
     sets = {}
@@ -172,6 +176,15 @@ def check_languages(recipe: Seq2SeqRecipe, tokenizer, columns: Columns) -> None:
                 f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "
                 "name. T5 reads --source_prefix 'translate English to German: '"
             )
+
+
+def _missing_prefix(config, prefix: str) -> list[str]:
+    """A note where the model says with which prefixes it was trained (T5), and the sources have none."""
+    tasks = getattr(config, "task_specific_params", None) or {}
+    known = [settings["prefix"] for settings in tasks.values() if settings.get("prefix", "").strip()]
+    if prefix or not known:
+        return []
+    return [f"note      source_prefix is empty; the model was trained with {', '.join(map(repr, known))}"]
 
 
 def chosen_widths(recipe: Seq2SeqRecipe, config) -> tuple[int, int]:
