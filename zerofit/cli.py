@@ -64,6 +64,9 @@ COMMANDS = (
 )
 
 
+TRAINING = ("train", "run", "finetune", "fine-tune", "pretrain", "start")  # what others call it
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand. Returns its exit code; 2 for a mistake of the user, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -93,6 +96,11 @@ def _run(argv: list[str]) -> int:
         print(f"zerofit {__version__}")
         return 0
     commands = {command.name: command for command in COMMANDS}
+    if argv[0] not in commands and nearest(argv[0], [*commands, *TRAINING]) in TRAINING:
+        raise UserError(
+            f"{argv[0]!r} is not a command of zerofit. Training is started by `zerofit launch RECIPE`, or `accelerate "
+            "launch train/TASK.py --config RECIPE` (TASK is clm, cls or seq2seq)"
+        )
     if argv[0] not in commands:
         close = nearest(argv[0], commands)
         remedy = f"Did you mean {close}?" if close else "The commands are " + ", ".join(commands)

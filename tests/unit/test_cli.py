@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import BIN
+from helpers import BIN, ROOT
 
 from zerofit.cli import COMMANDS, main
 
@@ -36,6 +36,32 @@ def test_an_unknown_command():
     assert done.returncode == 2
     assert done.stderr == "error: 'generat' is not a command of zerofit. Did you mean generate?\n"
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "zerofit launch RECIPE"),
+        (["trian", "--config", "x.yaml"], "zerofit launch RECIPE"),
+        (["finetune"], "train/TASK.py"),
+        (["lanch"], "Did you mean launch?"),
+        (["show-runs"], "show"),
+        (["merge", "--model", "outputs/x"], "say --adapter FOLDER"),
+        (["merge", "--adaptor", "outputs/x"], "Did you mean adapter?"),
+        (["merge", "--output_dir", "x"], "say --output FOLDER"),
+        (["launch", "recipes/clm/stdlib-gtp2.yaml"], "recipes/clm/stdlib-gpt2.yaml?"),
+        (["launch", "--config", "stdlib-gpt"], "recipes/clm/stdlib-gpt2.yaml?"),
+        (["plan", "--task", "clm", "--config", "gpt2-wikitext.yaml"], "recipes/clm/gpt2-wikitext2.yaml?"),
+        (["plan", "--task", "cls", "--num_labels", "3"], "follows from the labels"),
+        (["doctor", "--strategy", "zero4"], "Did you mean zero3?"),
+        (["launch", "recipes/clm/stdlib-gpt2.yaml", "--strategy", "fsdp", "--dry_run"], "Did you mean fsdp2?"),
+    ],
+)
+def test_a_mistake_gets_a_hint(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 2 or "doctor" in words
+    shown = capsys.readouterr()
+    assert said in shown.err + shown.out
 
 
 def test_mistakes_are_reported_together_and_speak_of_no_training(capsys):

@@ -32,6 +32,18 @@ def command_of(script: Path) -> list[str]:
     return words[2:]
 
 
+@pytest.mark.parametrize("file", ["strategy.yaml", "metrics.jsonl"])
+def test_the_folder_of_a_run_is_not_written_to(tmp_path, capsys, in_root, file):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / file).write_text("")
+    (folder / "recipe.yaml").write_text("seed: 3\n")
+    assert main(["plan", *RECIPE, "--gpu", "a100-40gb", "--strategies", "ddp", "--write", str(folder)]) == 2
+    assert "is the folder of a run" in capsys.readouterr().err
+    assert (folder / "recipe.yaml").read_text() == "seed: 3\n"
+    assert len(list(folder.iterdir())) == 2
+
+
 @pytest.fixture
 def in_root(monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -13,9 +13,15 @@ from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.files import atomic_file
+from zerofit.recipe.paths import name_of_recipe, output_folder
+from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import fields_table
 from zerofit.record.run_folder import RunFolder, identity
+from zerofit.tools.doctor.doctor import DoctorOptions, read_options
+from zerofit.tools.launch.launch import program_of
+from zerofit.tools.launch.supervise import exit_code_of
+from zerofit.tools.tool_recipe import join_with_recipe
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")
 
@@ -116,6 +122,25 @@ def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tm
         assert plan(path) == []
         RunFolder(path).metrics.add({"update": begun_at + 1, "loss": 1.0})
         assert "learning_rate was 0.001" in refusal(plan, path)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_runs_own_recipe_is_one_for_every_tool(tmp_path, task, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = next(iter(sorted((ROOT / "recipes" / task).glob("stdlib-*.yaml"))))
+    written = parse_recipe(TASKS[task], ["--config", str(file)])
+    RunFolder(Path("outputs/mine")).start(written, 16, {"name": "ddp"}, {})
+    own = "outputs/mine/recipe.yaml"
+    assert task_of_recipe(own) == task
+    found, _ = join_with_recipe(DoctorOptions, ["--config", own], "zerofit doctor")  # plan, compare, verify
+    assert (found, read_options(["--config", own])[2]) == (task, [])  # no line of it is a problem
+    again = parse_recipe(TASKS[task], ["--config", own])
+    assert program_of([own]) == [str(ROOT / f"train/{task}.py"), "--config", own]
+    assert exit_code_of([own]).folder.path == Path(written.output_dir)
+    again.output_dir = None
+    assert output_folder(task, again) == Path("outputs/mine")
+    assert name_of_recipe(own) == "mine"
+    assert name_of_recipe(str(file)) == file.stem
 
 
 # -------------------------------------------------------------------------------------------------- files of the user

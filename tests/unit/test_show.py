@@ -9,9 +9,12 @@ import time
 
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import ROOT, recipe_of
 
 from zerofit.cli import main
+from zerofit.recipe import UserError
+from zerofit.recipe.paths import check_paths
+from zerofit.record.exit_code import ExitCode
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import columns_of
 from zerofit.tools.show.table import HEAD, short_duration, short_number, table_of_runs
@@ -143,7 +146,7 @@ def test_the_table_fits_the_terminal(tmp_path, width):
     runs = WatchedRuns([str(tmp_path)]).poll()
     lines = table_of_runs(runs, width, time.time() + 300000).splitlines()
     assert len(lines) == 4
-    assert lines[0].split() == list(HEAD)
+    assert lines[0].split() == ["eval_loss" if name == "held-out" else name for name in HEAD]
     assert "silent 3d11" in lines[2] or "silent 3d11" in lines[3]
     assert any(each.endswith("exit 137") for each in lines)
     assert all("100000" in each and "99.999" in each and "1023.0G" in each for each in lines[1:])
@@ -170,6 +173,56 @@ def test_twenty_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
         "outputs/run-01",
         "elsewhere/run-01",
     ]
+
+
+def test_without_its_package_the_table_is_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("zerofit.tools.show.show.is_installed", lambda name: False)
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "outputs" / "run", code=0)
+    assert main(["show"]) == 0
+    shown = capsys.readouterr().out
+    assert "trackio" in shown.splitlines()[0]
+    assert "run" in shown.splitlines()[-1]
+
+
+def test_the_column_names_the_figure(tmp_path):
+    judged = {"a": None, "b": "accuracy", "c": "eval_bleu"}
+    for name, metric in judged.items():
+        folder = make_run(tmp_path / name, code=0, metric_for_best_model=metric)
+        folder.metrics.add(line(11, eval_loss=2.5, eval_accuracy=0.75, eval_bleu=31.5))
+    for names, head, cells in (
+        ("a", "eval_loss", ["2.500"]),
+        ("b", "eval_accuracy", ["0.750"]),
+        ("ab", "held-out", ["loss 2.500", "accuracy 0.750"]),
+        ("c", "eval_bleu", ["31.500"]),
+    ):
+        runs = {name: watched(RunFolder(tmp_path / name)) for name in names}
+        first, *rows = table_of_runs(runs, None, 0.0).splitlines()
+        assert head in first.split(), first
+        assert all(cell in row for cell, row in zip(cells, rows, strict=True)), rows
+
+
+def test_a_launch_that_failed_before_it_was_a_run_is_not_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "outputs" / "good", code=0)
+    (tmp_path / "outputs" / "failed").mkdir()
+    ExitCode(tmp_path / "outputs" / "failed", {}).write(2, "error: no data")
+    assert main(["show", "--watch"]) == 0
+    assert "failed" not in capsys.readouterr().out
+    assert main(["show", "--watch", "outputs/failed"]) == 2
+    assert "ended with code 2 (error: no data)" in capsys.readouterr().err
+    for words in (
+        ["generate", "--model", "outputs/failed", "--prompt", "a"],
+        ["merge", "--adapter", "outputs/failed", "--output", "merged"],
+        ["plan", "--task", "clm", "--model_name_or_path", "outputs/failed", "--train_file", "a.txt"],
+    ):
+        assert main(words) == 2
+        assert "this run has no model: it ended with code 2" in capsys.readouterr().err, words
+    with pytest.raises(UserError, match="it ended with code 2"):
+        check_paths(recipe_of(model_name_or_path="outputs/failed"), tmp_path / "new")
+    make_run(tmp_path / "outputs" / "at-work")
+    with pytest.raises(UserError, match="it has not ended"):
+        check_paths(recipe_of(model_name_or_path="outputs/at-work"), tmp_path / "new")
 
 
 @pytest.mark.parametrize("words", [["outputs"], ["absent"], ["--wach"]])

@@ -206,12 +206,20 @@ def test_mistakes():
         (("slurm", RECIPE, "--machine_rank", "1"), "--machine_rank has no place in a job's file"),
         (("slurm", RECIPE, "--num_processes", "3", "--nodes", "2"), "num_processes = 3 on 2 nodes"),
         (("slurm", RECIPE, "--strategy", "single"), "use ddp"),
-        (("slurm", RECIPE, "--time", "10"), "ranks save 600 s before the limit"),
+        *(
+            (("slurm", RECIPE, "--time", time), "ranks save 600 s before the limit")
+            for time in ("10", "10:00", "0:10:00", "00:05:00", "0-0:10", "0-00:09:59", "9:59")
+        ),
         (("slurm", RECIPE, "--gpus_per_node", "2", "--learnin_rate", "1", "--run"), "--learnin_rate is not an option"),
         (("jobset", RECIPE, "--name", "My_Job"), "name = 'My_Job'"),
         (("slurm", RECIPE, "--gpu", "h100-80gb"), "has no effect without --plan"),
     ):
         assert said in refusal(submit.main, [*words])
+
+
+@pytest.mark.parametrize("time", ["11", "10:01", "0:10:01", "1:00:00", "0-1", "1-00:00", "1-0:00:00"])
+def test_a_limit_that_leaves_time_to_save(written, time):
+    assert f"--time={time}" in written("slurm", RECIPE, "--time", time)[0]
 
 
 def test_what_the_launch_will_refuse_is_noted(written):

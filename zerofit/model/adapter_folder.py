@@ -18,6 +18,7 @@ from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_
 from zerofit.model.pretrained_io import read_config
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_yaml
+from zerofit.recipe.paths import why_no_model
 
 WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
@@ -76,6 +77,8 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
 
 
 def _what_it_is(path: Path) -> str:
+    if why := why_no_model(str(path)):
+        return f": {why}"
     if is_adapter(str(path / "model")):
         return f": it is the folder of a run. Name {path / 'model'}"
     if (path / "config.json").is_file():

@@ -16,7 +16,7 @@ from urllib.request import getproxies
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
-from zerofit.recipe.paths import is_missing_folder
+from zerofit.recipe.paths import is_missing_folder, why_no_model
 
 # What transformers raises at files that are not as it expects.
 OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
@@ -106,6 +106,8 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
 
     if is_missing_folder(name):
         raise UserError(f"{option} = {name!r}: there is no such folder")
+    if why := why_no_model(name):
+        raise UserError(f"{option} = {name!r}: {why}")
     if not Path(name).is_dir():
         work_offline_without_network()
     try:

@@ -111,6 +111,7 @@ HINTS = {
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
     "log in once with `hf auth login`": "token hub_token use_auth_token",
     "--push_to_hub owner/name": "hub_model_id",
+    "the number of classes follows from the labels of the data; remove it": "num_labels num_classes n_classes",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from zerofit.recipe.fields import FlagOrValue, broken_rule, checked, from_text, 
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
 from zerofit.recipe.parsing import BoundedLoader
-from zerofit.recipe.places import recipe_file
+from zerofit.recipe.places import nearest_recipe, recipe_file
 
 R = TypeVar("R", bound=Recipe)
 
@@ -213,9 +213,9 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
                 problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
             entries[name] = (loader.construct_object(value, deep=True), line)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--config {path!r} cannot be read: {error}. Name an existing recipe, e.g. under recipes/"
-        ) from None
+        close = nearest_recipe(path) if isinstance(error, FileNotFoundError) else None
+        remedy = f"Did you mean {close}?" if close else "Name an existing recipe, e.g. under recipes/"
+        raise UserError(f"--config {path!r} cannot be read: {error}. {remedy}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that does not exist
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
     return entries

@@ -1,6 +1,7 @@
 """Check the files and folders that a recipe names, quickly and before anything heavy is imported."""
 
 import glob
+import json
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from zerofit.recipe.errors import UserError
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
 ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
+ENVIRONMENT = "environment.json"  # of a run
 ADMINISTRATOR = 0  # the user whose folders all trust
 SPACE_BYTES = 1 << 16  # what the record of a run takes at least
 
@@ -34,6 +36,8 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
         name = getattr(recipe, option, None)
         if name and is_missing_folder(name):
             problems.append(f"{option} = {name!r}: there is no such folder")
+        elif name and (why := why_no_model(name)):
+            problems.append(f"{option} = {name!r}: {why}")
         elif name and (folder := metas_folder(name)):
             problems.append(
                 f"{option} = {name!r} has weights in Meta's format. Convert them first: zerofit convert meta-to-hf "
@@ -155,10 +159,33 @@ def not_ones_own(folder: Path) -> str | None:
     return f"can be written by others (mode {stat.S_IMODE(about.st_mode):o})" if about.st_mode & writers else None
 
 
+def name_of_recipe(file: str) -> str:
+    """What a run or a report is called after a recipe's file: its name; of a run's own recipe.yaml that of the run."""
+    path = Path(file)
+    is_of_run = any((path.parent / name).is_file() for name in ("strategy.yaml", ENVIRONMENT))
+    return path.resolve().parent.name if path.name == "recipe.yaml" and is_of_run else path.stem
+
+
+def why_no_model(name: str) -> str | None:
+    """What became of the run whose folder is named, where that has no model; None: it has one, or is no run's."""
+    folder = Path(name).expanduser()
+    if not (folder / ENVIRONMENT).is_file() or is_run(folder) or (folder / "config.json").is_file():
+        return None
+    try:
+        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+        code, reason = found.get("exit_code"), found.get("exit_reason")
+    except (OSError, ValueError, AttributeError):
+        code = reason = None
+    if code is None:
+        return "this run has no model yet: it has not ended"
+    what = f"this run has no model: it ended with code {code}"
+    return f"{what} ({reason})" if reason else what
+
+
 def output_folder(task: str, recipe) -> Path:
     """The run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
     source = recipe.source("config")
-    return Path(recipe.output_dir or Path("outputs") / (Path(source).stem if source else task))
+    return Path(recipe.output_dir or Path("outputs") / (name_of_recipe(source) if source else task))
 
 
 def answers_folder(task: str, recipe) -> str:
@@ -166,5 +193,5 @@ def answers_folder(task: str, recipe) -> str:
     done."""
     source, asked = recipe.source("config"), Path(recipe.model_name_or_path or "")
     of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
-    name = recipe.output_dir or Path("outputs") / (Path(source).stem if source else of_model or task)
+    name = recipe.output_dir or Path("outputs") / (name_of_recipe(source) if source else of_model or task)
     return f"{name}-{'predict' if recipe.predict_file else 'evaluate'}"

@@ -4,6 +4,8 @@ import functools
 import hashlib
 from pathlib import Path
 
+from zerofit.recipe.errors import nearest
+
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS, RECIPES = Path("accelerate_configs"), Path("recipes")
 
@@ -37,6 +39,13 @@ def script(task: str) -> Path:
 def configs() -> Path:
     """The folder of the strategies' YAML files: that of the current folder, or the program's own."""
     return CONFIGS if CONFIGS.is_dir() else place(CONFIGS)
+
+
+def nearest_recipe(name: str) -> str | None:
+    """The recipe whose name is most similar to that of a file which is not there; None if none is."""
+    known = {file.stem: file for folder in (place(RECIPES), RECIPES) for file in folder.glob("*/*.yaml")}
+    close = nearest(Path(name).stem, known)
+    return str(known[close]) if close else None
 
 
 def recipe_file(name: str) -> str:

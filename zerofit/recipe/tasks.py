@@ -1,7 +1,8 @@
 """The recipe of each task, a flat dataclass that joins groups of options; and the options of single tasks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.causal_options import (
@@ -14,10 +15,11 @@ from zerofit.recipe.causal_options import (
 )
 from zerofit.recipe.data_options import MixtureOptions, PaddingOptions, RecordOptions
 from zerofit.recipe.distillation_options import DistillationOptions
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import parse_number
+from zerofit.recipe.parsing import parse_number, read_yaml
 from zerofit.recipe.stream_options import StreamOptions
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
@@ -328,3 +330,19 @@ class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions
 
 
 TASKS: dict[str, type[TaskRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+
+
+def task_of_recipe(file: str) -> str | None:
+    """The task of a recipe's file: the name of its folder; else the one task that has all of its options, as those of
+    a run's recipe.yaml; None: it does not say."""
+    folder = Path(file).resolve().parent.name
+    if folder in TASKS:
+        return folder
+    try:
+        content = read_yaml(Path(file))
+    except UserError:  # which reading the recipe says
+        return None
+    names = set(content) if isinstance(content, dict) else set()
+    unknown = {task: len(names - {field.name for field in fields(cls)}) for task, cls in TASKS.items()}
+    best = [task for task, count in unknown.items() if count == min(unknown.values())]
+    return best[0] if len(best) == 1 else None

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -128,8 +128,8 @@ class RunFolder:
                 file.seek(0)
                 who = file.read().decode(errors="replace").strip()
                 raise UserError(
-                    f"{self.option} = {str(self.path)!r}: another run is at work there ({who}). Wait for its end, or "
-                    "end it"
+                    f"{self.option} = {str(self.path)!r}: another run is at work there ({who}). "
+                    f"{started_twice(who, os.environ)}"
                 ) from None
             file.truncate(0)
             file.write(f"process {os.getpid()} of {platform.node()}\n".encode())
@@ -277,6 +277,43 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         with atomic_file(self.path / name) as file:
             file.write(text)
+
+
+# {variable with the number of processes that a launcher has started on this machine: (launcher, what to say)}
+STARTERS = {
+    "SLURM_STEP_TASKS_PER_NODE": ("srun", "srun --ntasks-per-node=1"),
+    "OMPI_COMM_WORLD_LOCAL_SIZE": ("mpirun", "mpirun --map-by ppr:1:node"),
+    "MPI_LOCALNRANKS": ("mpirun", "mpirun -ppn 1"),
+    "MV2_COMM_WORLD_LOCAL_SIZE": ("mpirun", "mpirun -ppn 1"),
+    "PALS_LOCAL_SIZE": ("mpiexec", "mpiexec --ppn 1"),
+}
+
+
+def started_twice(who: str, environment: Mapping[str, str]) -> str:
+    """What to do about another process at work in a run's folder, where a launcher may have started one run several
+    times.
+
+    Args:
+        who: `process PID of MACHINE`.
+        environment: of this process.
+    """
+    is_here = who.endswith(f" of {platform.node()}")
+    for name, (launcher, remedy) in STARTERS.items():
+        count = max((int(number) for number in re.findall(r"\d+(?!\d*\))", environment.get(name, ""))), default=1)
+        if is_here and count > 1:
+            return (
+                f"{launcher} has started this run {count} times on this machine ({name} = {environment[name]}). Start "
+                f"it once: {remedy} zerofit launch RECIPE, which starts a process on each accelerator"
+            )
+    if environment.get("JOB_COMPLETION_INDEX", "0") != "0":
+        return (
+            "This is another pod of the same Job, whose parallelism starts it once each. Set parallelism: 1, or write "
+            "the Job with zerofit submit kubernetes, whose pods are the machines of one run"
+        )
+    return (
+        "Wait for its end, or end it; if a launcher or a loop has started the same run again, start it once, or give "
+        "each an --output_dir of its own"
+    )
 
 
 def _is_in_the_way(name: str) -> bool:

@@ -18,6 +18,15 @@ from zerofit.record.terminal import say
 from zerofit.tools.merge_gguf import convert, find_converter
 from zerofit.tools.tool_recipe import PRECISIONS
 
+HINTS = {
+    **dict.fromkeys(
+        "model model_name_or_path model_path adapter_name_or_path lora peft_model checkpoint".split(),
+        "say --adapter FOLDER, such as outputs/RUN/model",
+    ),
+    **dict.fromkeys("output_dir export_dir save_dir out".split(), "say --output FOLDER"),
+    **dict.fromkeys("base_model base_model_name_or_path".split(), "say --base; by default it is the adapter's own"),
+}
+
 
 @dataclass
 class MergeOptions(Recipe):
@@ -41,7 +50,7 @@ class MergeOptions(Recipe):
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse_recipe(MergeOptions, argv, prog="zerofit merge", tool=True)
+    options = parse_recipe(MergeOptions, argv, prog="zerofit merge", tool=True, hints=HINTS)
     from zerofit.tools.merge_adapter import merge
 
     folder = open_adapter(options.adapter)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -14,7 +13,7 @@ from zerofit.recipe.help import wants_help
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import recipe_file
-from zerofit.recipe.tasks import TASKS
+from zerofit.recipe.tasks import TASKS, task_of_recipe
 
 T = TypeVar("T", bound=Recipe)
 # A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
@@ -104,7 +103,8 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
         UserError: the task is unknown.
         SystemExit: code 0 after `--help`, which shows the options of a task where one is named.
     """
-    task = _given(argv, "task") or _task_of(_given(argv, "config"))
+    config = _given(argv, "config")
+    task = _given(argv, "task") or (task_of_recipe(recipe_file(config)) if config else None)
     if task not in TASKS:
         if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)
@@ -127,8 +127,3 @@ def _given(argv: list[str], name: str) -> str | None:
         if word.startswith(f"--{name}="):
             return word.partition("=")[2]
     return None
-
-
-def _task_of(config: str | None) -> str | None:
-    names = [part.name for part in Path(recipe_file(config)).resolve().parents] if config else []
-    return next((name for name in names[:1] if name in TASKS), None)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
-from zerofit.recipe.paths import check_paths
+from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     options, cls = read_with_recipe(CompareOptions, argv, prog="zerofit compare")
     candidates = read_candidates(options.names)
     source = options.source("config")
-    output = Path(options.output or Path("outputs") / f"compare-{Path(source).stem if source else options.task}")
+    output = Path(options.output or Path("outputs") / f"compare-{name_of_recipe(source) if source else options.task}")
     check_folder_of(output, JOURNAL, "comparison")
     check_paths(options, output, "output")
     trial_recipe = make_recipe(options, cls)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import printable
+from zerofit.recipe.paths import name_of_recipe
 from zerofit.recipe.words import counted
 from zerofit.record.terminal import duration, rounded, screen_width, size, table
 from zerofit.tools.compare.finish import Finished, agreement, finished_table
@@ -36,7 +37,7 @@ class ComparisonReport:
         self.finished: list[Finished] = []  # the runs of --finish
         self.simulated = bool(self.machine.simulated)  # its times mean nothing
         self.variable = comparison.variable
-        title = Path(self.options.source("config") or self.options.task).stem
+        title = name_of_recipe(self.options.source("config") or self.options.task)
         self.title = f"{self.variable.size.capitalize()}s{', simulated' * self.simulated}: {title}"
 
     @property

@@ -17,8 +17,8 @@ from pathlib import Path
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.places import recipe_file, script
-from zerofit.recipe.tasks import TASKS
+from zerofit.recipe.places import nearest_recipe, recipe_file, script
+from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.recipe.words import counted
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.named import find_strategies
@@ -124,12 +124,11 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
     options = [recipe_file(word) if word == recipe else word for word in options]
     recipe = recipe_file(recipe)
     if not Path(recipe).is_file():
-        raise UserError(f"{recipe!r}: there is no such recipe. {WHAT}")
-    task = task or Path(recipe).resolve().parent.name
-    if task not in TASKS:
-        raise UserError(
-            f"{recipe!r} does not say the task: its folder is {task!r}, and not one of {', '.join(TASKS)}. Use --task"
-        )
+        close = nearest_recipe(recipe)
+        raise UserError(f"{recipe!r}: there is no such recipe. {f'Did you mean {close}?' if close else WHAT}")
+    task = task or task_of_recipe(recipe)
+    if task is None:
+        raise UserError(f"{recipe!r} does not say the task: its folder is none of {', '.join(TASKS)}. Use --task")
     return [_shown(script(task)), *options]
 
 

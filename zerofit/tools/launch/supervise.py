@@ -15,7 +15,7 @@ from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS, heard_signals
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.places import recipe_file
-from zerofit.recipe.tasks import TASKS
+from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.record.terminal import outlive_the_terminal
 from zerofit.tools.launch.launch_options import LaunchOptions, take_words
@@ -30,11 +30,13 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     _, words = take_words(LaunchOptions, argv)
     named = next((word for word in words[:1] if not word.startswith("--")), "")
     path = Path(recipe_file(named))
-    task = next((task for task in TASKS if task in (named, path.stem, path.resolve().parent.name)), "clm")
+    is_recipe = path.suffix in (".yaml", ".yml")
+    task = next((task for task in TASKS if task in (named, path.stem)), None)
+    task = task or (task_of_recipe(str(path)) if is_recipe else None) or "clm"
     number = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     for word, following in pairwise(argv):
         number = following if word == "--machine_rank" else number
-    recipe = ["--config", str(path)] if path.suffix in (".yaml", ".yml") and "--config" not in argv else []
+    recipe = ["--config", str(path)] if is_recipe and "--config" not in argv else []
     return ExitCode(find_folder(task, [*recipe, *words[bool(named) :]]), {"RANK": number})
 
 

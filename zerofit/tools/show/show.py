@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
+from zerofit.record.terminal import say
+from zerofit.record.trackers import is_installed
 from zerofit.tools.launch.launch_options import take_words
 from zerofit.tools.show.board import show_board
 from zerofit.tools.show.table import watch
@@ -47,6 +49,9 @@ def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     options, places = read_options(list(argv or []))
     runs = WatchedRuns(places)
+    if not options.watch and not is_installed("trackio"):
+        say("note      the browser needs trackio (pip install trackio); this is the table of --watch")
+        options.watch = True
     if options.watch:
         watch(runs)
     else:

@@ -43,8 +43,11 @@ def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) ->
             lines are longer.
         now: seconds since 1970.
     """
+    metrics = {run.metric for run in runs.values()}  # that they are judged by
+    held_out = f"eval_{min(metrics)}" if len(metrics) == 1 else "held-out"
+    head = tuple(held_out if name == "held-out" else name for name in HEAD)
     for with_total in (True, False):
-        rows = [HEAD, *(row(name, run, now, with_total) for name, run in runs.items())]
+        rows = [head, *(row(name, run, now, with_total, len(metrics) > 1) for name, run in runs.items())]
         rows = [tuple(map(printable, cells)) for cells in rows]
         widths = [max(map(columns_of, column)) for column in zip(*rows)]
         for column, least in ((0, RUN), (1, STRATEGY)):
@@ -55,8 +58,12 @@ def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) ->
     return "\n".join(_line(cells, widths) for cells in rows)
 
 
-def row(name: str, run: WatchedRun, now: float, with_total: bool) -> tuple[str, ...]:
-    """The cells of one run."""
+def row(name: str, run: WatchedRun, now: float, with_total: bool, with_metric: bool = False) -> tuple[str, ...]:
+    """The cells of one run.
+
+    Args:
+        with_metric: the held-out figure has its name, as others have another.
+    """
     state, figure = run.state(now)
     state += f" {short_duration(figure)}" if state == SILENT else f" {figure}" if state == EXIT else ""
     left, total, tokens_per_s, memory = (
@@ -70,7 +77,7 @@ def row(name: str, run: WatchedRun, now: float, with_total: bool) -> tuple[str, 
         str(run.strategy.get("name", NOTHING)),
         f"{run.updates}/{total}" if total and with_total else str(run.updates),
         _loss(run.last("loss")),
-        _loss(run.held_out),
+        f"{run.metric} {_loss(run.held_out)}" if with_metric else _loss(run.held_out),
         NOTHING if tokens_per_s is None else short_number(tokens_per_s),
         NOTHING if memory is None else short_number(memory, 1024),
         short_duration(left) if left is not None and state == RUNNING else NOTHING,

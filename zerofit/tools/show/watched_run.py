@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.paths import why_no_model
 from zerofit.record.jsonl import LineReader, line_of_update
 from zerofit.record.run_folder import RunFolder, read_yaml
 from zerofit.record.written_files import CHECKPOINTS
@@ -81,9 +82,14 @@ class WatchedRun:
         return total or None
 
     @property
+    def metric(self) -> str:
+        """The name of the held-out figure that the run is judged by."""
+        return (self.recipe.get("metric_for_best_model") or "loss").removeprefix("eval_")
+
+    @property
     def held_out(self) -> float | None:
-        """The latest held-out figure that the run is judged by."""
-        return self.last(f"eval_{self.recipe.get('metric_for_best_model') or 'loss'}")
+        """The latest of it."""
+        return self.last(f"eval_{self.metric}")
 
     def state(self, now: float) -> tuple[str, float]:
         """What the run does, and with it how long it is silent, in seconds, or its exit code.
@@ -143,6 +149,8 @@ class WatchedRuns:
         if missing := [str(place) for place in self.places if not place.is_dir()]:
             raise UserError(f"{missing[0]!r} is no folder. Name the folder of a run, or one with runs in it")
         if not self.poll():
+            if why := why_no_model(str(self.places[0])):
+                raise UserError(f"{self.places[0]}: {why}")
             raise UserError(f"no run in {', '.join(map(str, self.places))}. Name the folder of a run, or its parent")
 
     def poll(self) -> dict[str, WatchedRun]:
@@ -161,4 +169,6 @@ class WatchedRuns:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").is_file() or (path / "environment.json").is_file()
+    """Whether a run has begun there; the folder of a launch that failed before has an exit code and no more."""
+    begun = "zerofit_commit" in RunFolder(path).environment()
+    return begun or (path / "metrics.jsonl").is_file() or (path / "recipe.yaml").is_file()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.paths import name_of_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.launch.launch import read_options
@@ -110,5 +111,5 @@ def _name_of(program: list[str]) -> str:
     """Of the recipe, for DNS: letters, digits and -, a letter first."""
     script, *words = program
     recipe = words[words.index("--config") + 1] if "--config" in words[:-1] else script
-    name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:NAME_LENGTH].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", name_of_recipe(recipe).lower())[:NAME_LENGTH].strip("-")
     return name if name[:1].isalpha() else f"run-{name}"

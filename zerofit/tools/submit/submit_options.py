@@ -68,9 +68,25 @@ class SlurmOptions(SubmitOptions):
         found = super().problems()
         if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
             found.append(f"time = {self.time!r}: expected minutes, or D-HH:MM:SS, e.g. --time 24:00:00")
-        elif self.time and self.time.isdigit() and int(self.time) * 60 <= GRACE_S:
-            found.append(f"time = {self.time} (minutes): ranks save {GRACE_S} s before the limit. Use a longer one")
+        elif self.time and (limit_s := seconds_of_slurm(self.time)) <= GRACE_S:
+            found.append(
+                f"time = {self.time} is {limit_s} s, and ranks save {GRACE_S} s before the limit "
+                f"(--signal=TERM@{GRACE_S}). Use a longer one, e.g. --time 1:00:00"
+            )
         return found
+
+
+def seconds_of_slurm(time: str) -> int:
+    """MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds (slurm.schedmd.com/sbatch.html)."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass

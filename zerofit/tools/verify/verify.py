@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.recipe.fields import option
-from zerofit.recipe.paths import check_paths
+from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.record.terminal import say, screen_width
 from zerofit.strategy.named import find_strategies
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
     configs = find_strategies([ONE_PROCESS, *options.names])
     source = options.source("config")
-    output = Path(options.output or Path("outputs") / f"verify-{Path(source).stem if source else options.task}")
+    output = Path(options.output or Path("outputs") / f"verify-{name_of_recipe(source) if source else options.task}")
     check_folder_of(output, RECIPE, "proof")
     check_paths(options, output, "output")
     short = shorten(options, cls)
