@@ -214,7 +214,17 @@ def test_a_launch_that_failed_before_it_was_a_run_is_not_listed(tmp_path, capsys
     for words in (
         ["generate", "--model", "outputs/failed", "--prompt", "a"],
         ["merge", "--adapter", "outputs/failed", "--output", "merged"],
-        ["plan", "--task", "clm", "--model_name_or_path", "outputs/failed", "--train_file", "a.txt"],
+        [
+            "plan",
+            "--gpu",
+            "a100-40gb",
+            "--task",
+            "clm",
+            "--model_name_or_path",
+            "outputs/failed",
+            "--train_file",
+            "a.txt",
+        ],
     ):
         assert main(words) == 2
         assert "this run has no model: it ended with code 2" in capsys.readouterr().err, words
