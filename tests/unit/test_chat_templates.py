@@ -284,7 +284,7 @@ def test_arguments_of_a_record_reach_the_template(tokenizer_with):
     messages = form.read({"messages": TALK[:2], "chat_template_kwargs": '{"enable_thinking": false}'})
     text, spans = render(tokenizer, messages)
     assert [text[start:stop] for start, stop in spans] == ["Hello.<|im_end|>"]
-    for wrong in ({"tokenize": True}, "[1]"):
+    for wrong in ({"tokenize": True}, {"messages": []}, "[1]"):
         with pytest.raises(BadRecord, match="chat_template_kwargs"):
             form.read({"messages": TALK[:2], "chat_template_kwargs": wrong})
 

@@ -160,7 +160,7 @@ def check_arguments(value: Any) -> dict[str, Any]:
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
     if not is_object(value):
         raise ValueError("expected an object of names and values")
-    if taken := known & {*value, "messages"} & value.keys():
+    if taken := (known | {"messages"}) & value.keys():
         raise ValueError(f"{min(taken)} is not for a template")
     return value
 
