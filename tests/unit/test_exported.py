@@ -207,3 +207,50 @@ def test_a_file_of_generation_settings_that_is_none_is_not_used(tmp_path, text):
     (tmp_path / "base" / "generation_config.json").write_text(text)
     recipe = recipe_of(model_name_or_path=str(tmp_path / "base"))
     assert build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1).generation_config is not None
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "the model's code", "the tokenizer",
+                                  "tokenizer.model"])  # fmt: skip
+def test_a_file_that_cannot_be_written_costs_neither_the_weights_nor_the_other_files(tmp_path, monkeypatch, name):
+    def fail(*args, **kwargs):
+        raise KeyError("odd")
+
+    model = tiny_model("gpt2", bos_token_id=1, eos_token_id=5)
+    tokenizer = SimpleNamespace(model_max_length=10, name_or_path="")
+    tokenizer.save_pretrained = lambda folder: (folder / "tokenizer.json").touch()
+    if name == "the tokenizer":
+        tokenizer.save_pretrained = fail
+    model.is_remote_code = lambda: name == "the model's code"
+    owners = {"config.json": (type(model.config), "save_pretrained"),
+              "generation_config.json": (GenerationConfig, "save_pretrained"),
+              "the model's code": ("zerofit.model.export.custom_object_save",),
+              "tokenizer.model": ("zerofit.model.export._copy_sentencepiece_model",)}  # fmt: skip
+    if name in owners:
+        monkeypatch.setattr(*owners[name], fail)
+    failed = export_model(model, model.named_parameters(), tokenizer, tmp_path / "export")
+    assert list(failed) == [name]
+    files = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
+    lost = {"the tokenizer": "tokenizer.json"}.get(name, name)
+    assert {file.name for file in (tmp_path / "export").iterdir()} == files - {lost}
+
+
+def test_the_code_of_a_model_is_written_beside_it(tmp_path):
+    """And config.json names it, as transformers writes it."""
+    (tmp_path / "base").mkdir()
+    model = tiny_model("gpt2", bos_token_id=1, eos_token_id=5)
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "modeling_ours.py").write_text(
+        "from transformers import GPT2LMHeadModel\n\n\nclass Ours(GPT2LMHeadModel):\n    pass\n"
+    )
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_ours.Ours"}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", trust_remote_code=True)
+    tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
+    assert export_model(loaded, loaded.named_parameters(), tokenizer, tmp_path / "export") == {}
+    loaded.save_pretrained(tmp_path / "expected")
+    names = {file.name for file in (tmp_path / "expected").iterdir()}
+    assert "modeling_ours.py" in names
+    assert {file.name for file in (tmp_path / "export").iterdir()} == names
+    written, expected = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("export", "expected"))
+    assert {**written, "use_cache": True} == {**expected, "use_cache": True}
