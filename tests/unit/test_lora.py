@@ -4,7 +4,7 @@ import json
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -222,6 +222,20 @@ def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == f"./{Path(bases[family]).name}", "no path of this machine"
     assert (config["r"], config["lora_alpha"], config["bias"]) == (8, 16, "none")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "config.json", "generation_config.json", "the tokenizer"])
+def test_a_file_that_cannot_be_written_does_not_cost_the_adapter(bases, tmp_path, name):
+    model, adapter = adapted(bases["blenderbot"], "blenderbot")
+    tokenizer, fail = MagicMock(), MagicMock(side_effect=ValueError("odd"))
+    owners = {"adapter_config.json": adapter.config, "config.json": type(model.config),
+              "generation_config.json": type(model.generation_config), "the tokenizer": tokenizer}  # fmt: skip
+    with patch.object(owners[name], "save_pretrained", fail):
+        assert list(adapter.save(model, moved(model), tokenizer, tmp_path)) == [name]
+    assert load_file(tmp_path / "adapter_model.safetensors")
+    files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "generation_config.json",
+             "base_weights.json"}  # fmt: skip
+    assert {file.name for file in tmp_path.iterdir()} == files - {name}
 
 
 def test_random_weights_beside_the_head_are_saved_too(bases, tmp_path):
