@@ -154,6 +154,7 @@ def test_a_run_whose_terminal_is_closed_is_saved(options, tmp_path, launcher, en
     os.close(its)
     shown = b""
     while shown.count(b"update ") < 2:
+        assert process.poll() is None, shown.decode()
         shown += os.read(terminal, 4096)
     ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if str(run) in each.cmdline()]
     ENDS[end](terminal)
