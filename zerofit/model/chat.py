@@ -168,14 +168,7 @@ def check_arguments(value: Any) -> dict[str, Any]:
 def for_template(tokenizer, messages: list[Message]) -> Conversation:
     """A conversation as the tokenizer's template reads it: tools of a message go beside the messages unless the
     template looks for them there, and arguments of calls are objects or JSON texts, as the template writes them."""
-    given = dict(getattr(messages, "given", {}))
-    for message in messages if "tools" not in given else ():
-        for name in ("tools", "functions"):
-            read_there = rf"(\.|\[['\"]|get\(['\"]){name}\b"
-            if message.get(name) and not re.search(read_there, _source(tokenizer)):
-                with suppress(ValueError, TypeError):
-                    given["tools"] = tool_definitions(message[name])
-    conversation = Conversation(messages, given)
+    conversation = Conversation(messages, _given_to(tokenizer, messages))
     calls = [_function(call).get("arguments") for message in messages for call in message.get("tool_calls", ())]
     if any(held is not None for held in map(_object_in, calls)) and _writes_only(tokenizer, conversation, PROBE):
         return _with_arguments(conversation, _as_object)
@@ -186,10 +179,23 @@ def for_template(tokenizer, messages: list[Message]) -> Conversation:
 
 def unread_keys(tokenizer, messages: list[Message]) -> list[str]:
     """The keys of messages, and of what their record gives, that the template does not mention."""
-    given = for_template(tokenizer, messages).given
+    given = _given_to(tokenizer, messages)
     found = {key for message in messages for key in message if key not in OWN_KEYS} | given.keys()
     hoisted = {"functions"} if "tools" in given else set()
     return sorted(key for key in found - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer)))
+
+
+def _given_to(tokenizer, messages: list[Message]) -> dict[str, Any]:
+    """What a template gets beside the messages: what the record gives, and the tools of a message, unless the template
+    looks for them there."""
+    given = dict(getattr(messages, "given", {}))
+    for message in messages if "tools" not in given else ():
+        for name in ("tools", "functions"):
+            read_there = rf"(\.|\[['\"]|get\(['\"]){name}\b"
+            if message.get(name) and not re.search(read_there, _source(tokenizer)):
+                with suppress(ValueError, TypeError):
+                    given["tools"] = tool_definitions(message[name])
+    return given
 
 
 def _source(tokenizer) -> str:
