@@ -35,6 +35,7 @@ def respond(options: GenerateOptions) -> int:
     check_output(options.output)
     output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
+    writer.answers = renderer.has_encoder or renderer.uses_template
     if options.chat:
         converse(writer, renderer, lines_of_stdin())
     else:

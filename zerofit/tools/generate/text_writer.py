@@ -48,7 +48,7 @@ class Writer:
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
                 say_aside(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
-        self.answers = self.has_encoder or bool(stops)  # what it writes has an end; other texts go on
+        self.answers = self.has_encoder  # whether what it writes has an end; other texts go on
         self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
         self.seed = options.seed
         if samples:
