@@ -311,8 +311,12 @@ def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
 
 
 def test_a_broken_json(tmp_path):
-    (tmp_path / "broken.json").write_text("{,}")
-    assert "not valid JSON" in refusal(read_config, launch(tmp_path / "broken.json"))
+    for text, words in (
+        ("{,}", "not valid JSON"),
+        ('{"bf16": {"enabled": 1, "enabled": 0}}', "enabled is there twice"),
+    ):
+        (tmp_path / "broken.json").write_text(text)
+        assert words in refusal(read_config, launch(tmp_path / "broken.json"))
 
 
 # ------------------------------------------------------------------------------------------------ what accelerate says
@@ -384,6 +388,20 @@ def test_clipping_in_a_plain_yaml(launched):
     assert read_strategy(recipe_of()).deepspeed["gradient_clipping"] == 0.5
     with pytest.raises(UserError, match=r"mine\.yaml says gradient_clipping = 0\.5, and max_grad_norm = 1\.0"):
         read_strategy(recipe_of(OF_FILE, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("GRADIENT_CLIPPING", "much", "'much' in deepspeed_config: expected a number"),
+        ("DEEPSPEED_ZERO_STAGE", "two", "'two' in deepspeed_config"),
+        ("DEEPSPEED_ZERO_STAGE", "7", "deepspeed_config.stage = 7"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "disk", "offload_optimizer.device"),
+    ],
+)
+def test_a_plain_yaml_with_other_values(launched, name, value, words):
+    launched({}, ACCELERATE_USE_DEEPSPEED="true", **{f"ACCELERATE_{name}": value})
+    check_refusal(["mine.yaml", words], read_strategy, recipe_of())
 
 
 def read_split_rows(launched, tmp_path, options: ClmRecipe, world_size: int):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,11 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:400]}") from None
 
 
-def parse_json(text: str | bytes) -> Any:
-    """As json.loads. Raises json.JSONDecodeError also where Python's stack is too small for the nesting."""
+def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """As json.loads, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's stack is too small
+    for the nesting."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=made_of)
     except RecursionError:
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
 

@@ -117,8 +117,10 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
         UserError: no such file, not JSON, unknown keys, values of a wrong type.
     """
     if launch.json_path is None:
-        config = _from_yaml_alone()
-        if problems := _disk_problems(config["zero_optimization"]):
+        config = _from_yaml_alone(launch.source)
+        zero = config["zero_optimization"]
+        _, problems = read_section(zero, models_of_sections()["zero_optimization"], "deepspeed_config")
+        if problems := problems or _disk_problems(zero):
             raise UserError(f"{launch.source}: {problem}" for problem in problems)
         return config, launch.source, []
     path = Path(launch.json_path)
@@ -127,7 +129,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"), _each_key_once)
     except ValueError as error:  # the message names the line
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -196,16 +198,28 @@ def _trackers(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _from_yaml_alone() -> dict[str, Any]:
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file. Raises ValueError: a key is there twice, which DeepSpeed refuses, too."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)} is there twice, keep one of the two")
+    return found
+
+
+def _from_yaml_alone(source: str) -> dict[str, Any]:
     """What accelerate's own environment variables state, in the words of a DeepSpeed JSON."""
 
     def variable(name: str, default: str) -> str:
         return os.environ.get(f"ACCELERATE_{name}", default)
 
     def number(text: str, kind: type) -> Any:
-        return "auto" if text in ("auto", "none") else kind(text)
+        try:
+            return "auto" if text in ("auto", "none") else kind(text)
+        except ValueError:
+            raise UserError(f"{source}: {text!r} in deepspeed_config: expected a number") from None
 
-    zero: dict[str, Any] = {"stage": int(variable("DEEPSPEED_ZERO_STAGE", "2"))}
+    zero: dict[str, Any] = {"stage": number(variable("DEEPSPEED_ZERO_STAGE", "2"), int)}
     for part in ("optimizer", "param"):
         device = variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE", "none")
         if device != "none":
