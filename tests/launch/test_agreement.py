@@ -167,6 +167,9 @@ CASES = {
         *CLASSES, "--model_name_or_path", "{body}", "--train_file", "3", "{classes}", "1", "{kinds}",
         "--class_weights", "balanced", "--validation_split_percentage", "10",
     )),
+    "label sets": Case("cls", 22, (
+        *CLASSES, "--model_name_or_path", "{body}", "--train_file", "{sets}", "--max_eval_samples", "11",
+    )),
     "layers": Case("cls", 22, (*CLASSES, "--layer_decay", "0.7")),
     "tags": Case("cls", 22, (
         "--model_type", "bert", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,"
@@ -230,7 +233,10 @@ def _is_core(name: str, layout: str) -> bool:
     return layout in CASES[name].core or (layout == REFERENCE and bool(CASES[name].core))
 
 
-RUNS, PREDICTING = table(*CASES), table("deberta", "choices", "tags", "lora tags", "mixed labels", "blenderbot", "t5")
+RUNS, PREDICTING = (
+    table(*CASES),
+    table("deberta", "choices", "tags", "lora tags", "mixed labels", "label sets", "blenderbot", "t5"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +248,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     train_blenderbot(folder / "blenderbot", material)
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
-    made |= {"kinds": answers_that_are_short(folder, material)}
+    made |= {"kinds": answers_that_are_short(folder, material), "sets": words_of_lines(folder, material)}
     made |= {"body": without_a_head(folder / "body", folder / "deberta"), "search": halves(folder, material)}
     made |= {"pairs": pairs_of_answers(folder, material), "taught": taught_samples(folder / "taught.parquet", llama)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
@@ -275,6 +281,14 @@ def rare_words(folder: Path, material: Path) -> Path:
     lines = [line for line in (material / "text" / "train.txt").read_text().splitlines() if len(line.split()) > 3]
     records = [{"text": line, "label": "returns" if "return" in line.lower() else "other"} for line in lines[:400]]
     return write_records(folder / "classes.jsonl", records)
+
+
+def words_of_lines(folder: Path, material: Path) -> Path:
+    """Lines of text, each with those of three words that it has."""
+    lines = [line for line in (material / "text" / "train.txt").read_text().splitlines() if len(line.split()) > 3]
+    words = ("the", "return", "of")
+    records = [{"text": line, "labels": [word for word in words if word in line.lower()]} for line in lines[:400]]
+    return write_records(folder / "sets.jsonl", records)
 
 
 def answered(folder: Path, material: Path) -> Path:

@@ -1,5 +1,6 @@
 """Real launches of classification and dialogue: metrics, predictions, the best checkpoint, published commands, ..."""
 
+import csv
 import functools
 import json
 import math
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from folders import hub_folder, tools_in_this_process
-from helpers import BIN, ROOT, completed, environment, launch, metrics, tiny_deberta, updates
+from helpers import BIN, ROOT, completed, environment, launch, metrics, tiny_deberta, updates, write_records
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
     AutoConfig,
@@ -92,6 +93,7 @@ def test_the_exported_classifier_gives_the_same_predictions(trained):
             probabilities = model(**encoded).logits.softmax(-1)[0]
         assert model.config.id2label[int(probabilities.argmax())] == row["prediction"]
         assert float(probabilities.max()) == pytest.approx(row["probability"], abs=1e-5)
+        assert probabilities.tolist() == pytest.approx(list(row["probabilities"].values()), abs=1e-5)
 
 
 def test_the_best_checkpoint_is_kept(trained):
@@ -137,15 +139,93 @@ def test_predictions_without_labels_are_those_of_the_run(trained, cache, tmp_pat
     )  # fmt: skip
     found = predictions(tmp_path / "answers")
     assert not any("label" in row for row in found)
+    assert [row.pop("index") for row in found] == [str(number) for number in range(100, 100 + len(expected))]
+    table = list(csv.DictReader((tmp_path / "answers" / "predictions.tsv").open(), delimiter="\t"))
+    assert [row["prediction"] for row in table] == [row["prediction"] for row in found]
+    assert [row["index"] for row in table] == [str(number) for number in range(100, 100 + len(expected))]
+    of_class = [row["probabilities"]["positive"] for row in found]
+    assert [float(row["probability_positive"]) for row in table] == pytest.approx(of_class)
     assert alike(found, [{name: row[name] for name in row if name != "label"} for row in expected])
     assert not list((tmp_path / "answers").glob("metrics*"))
 
 
 def alike(ours: list[dict], theirs: list[dict]) -> bool:
     """The same rows, probabilities but for rounding."""
-    numbers = [[row.pop("probability") for row in map(dict, rows)] for rows in (ours, theirs)]
-    texts = [[{**row, "probability": 0} for row in rows] for rows in (ours, theirs)]
+    numbers = [[p for row in rows for p in (row["probability"], *row["probabilities"].values())]
+               for rows in (ours, theirs)]  # fmt: skip
+    texts = [[{**row, "probability": 0, "probabilities": 0} for row in rows] for rows in (ours, theirs)]
     return texts[0] == texts[1] and numbers[0] == pytest.approx(numbers[1], abs=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------- several labels a text
+
+
+@pytest.fixture(scope="module")
+def labelled_sets(cache, tmp_path_factory):
+    """(metrics, output folder) of a run on texts with any number of labels, the held-out ones a .jsonl file."""
+    folder = tmp_path_factory.mktemp("sets")
+    words = {"red": "0110", "green": "110", "blue": "NA"}
+    for name, count in (("train", 120), ("held", 31)):
+        rows = []
+        for number in range(count):
+            own = [word for place, word in enumerate(words) if (number >> place) & 1]
+            text = f"line {number} " + " and ".join(own or ["nothing"]) + " then more words" * (number % 5)
+            rows.append({"id": f"{number:04}", "text": text, "labels": [words[word] for word in own]})
+        write_records(folder / f"{name}.jsonl", rows)
+    lines = launch(
+        folder / "run", *SMALL_BERT, "--train_file", folder / "train.jsonl",
+        "--validation_file", folder / "held.jsonl", "--max_length", "12", "--max_train_steps", "40",
+        "--cache_dir", cache, task="cls",
+    )  # fmt: skip
+    return lines, folder
+
+
+def test_figures_of_label_sets_are_scikit_learns_and_transformers_own(labelled_sets):
+    lines, folder = labelled_sets
+    rows = predictions(folder / "run")
+    assert [row["id"] for row in rows] == [f"{number:04}" for number in range(31)]
+    names = ["0110", "110", "NA"]
+    truth, found = ([[name in row[key] for name in names] for row in rows] for key in ("label", "prediction"))
+    for average in ("micro", "macro"):
+        expected = f1_score(truth, found, average=average, zero_division=0)
+        assert lines[-1][f"eval_f1_{average}"] == pytest.approx(expected, abs=1e-12)
+    assert lines[-1]["eval_accuracy"] == pytest.approx(accuracy_score(truth, found), abs=1e-12)
+    assert lines[-1]["eval_f1_micro"] > lines[0]["eval_f1_micro"]
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "run" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "model")
+    assert model.config.problem_type == "multi_label_classification"
+    assert list(model.config.id2label.values()) == names
+    total = 0.0
+    for row, flags in zip(rows, truth):
+        encoded = tokenizer(row["text"], truncation=True, max_length=12, return_tensors="pt")
+        with torch.no_grad():
+            answer = model(**encoded, labels=torch.tensor([flags]).float())
+        total += float(answer.loss)
+        assert answer.logits[0].sigmoid().tolist() == pytest.approx(list(row["probabilities"].values()), abs=1e-5)
+    assert lines[-1]["eval_loss"] == pytest.approx(total / len(rows), rel=1e-5)
+
+
+def test_a_stored_model_reads_its_inputs_as_in_training(labelled_sets, cache, tmp_path):
+    """Without --max_length, which has another default; with it, that is said."""
+    lines, folder = labelled_sets
+    model = ("--model_name_or_path", folder / "run", "--cache_dir", cache)
+    done = completed(
+        tmp_path / "again", *model, "--evaluate_only", "--validation_file", folder / "held.jsonl", task="cls"
+    )
+    assert "as in training: max_length = 12" in done.stdout
+    figures = {name: value for name, value in lines[-1].items() if name.startswith("eval_f1") or name == "eval_loss"}
+    assert {name: metrics(tmp_path / "again")[-1][name] for name in figures} == pytest.approx(figures, rel=1e-6)
+    asked = [f"{row['id']};{row['text']}" for row in predictions(folder / "run")]
+    (tmp_path / "asked.csv").write_text("\n".join(["id;text", *asked]) + "\n")
+    done = completed(
+        tmp_path / "asked", *model, "--predict_file", tmp_path / "asked.csv", "--max_length", "32", task="cls"
+    )
+    assert "max_length = 32 (--max_length): the model was trained with 12" in done.stdout
+    table = list(csv.DictReader((tmp_path / "asked" / "predictions.csv").open(), delimiter=";"))
+    for row, line in zip(table, predictions(tmp_path / "asked"), strict=True):
+        assert row["id"] == line["id"]
+        assert json.loads(row["prediction"]) == line["prediction"]
+        assert float(row["probability_0110"]) == line["probabilities"]["0110"]
 
 
 # ------------------------------------------------------------------------------------- other data, other families

@@ -139,7 +139,9 @@ def test_the_test_file_of_each_task_is_read(tmp_path, cache, byte_tokenizer, tas
     (part,) = data.held_out
     assert data.train is None
     assert len(part.samples) == 3
-    assert list(part.texts[0].values()) == row.split("\t")[-len(TASKS[task].texts) :]
+    assert part.texts[0] == dict(zip(header.split("\t"), rows[0].split("\t")))
+    read = data.tokenizer.decode(part.samples[0]["input_ids"], skip_special_tokens=True)
+    assert read.replace(" ", "") == "".join(row.split("\t")[-len(TASKS[task].texts) :]).replace(" ", "")
 
 
 def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache, byte_tokenizer):
@@ -161,7 +163,7 @@ def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
     data = asked(config, pairs_tokenizer, cache, "--predict_file", file)
     (part,) = data.held_out
     assert (data.labels.names, data.labels.of_words) == (("O", "B-PER"), True)
-    assert part.texts.to_dict() == {"words": rows}
+    assert part.texts.to_dict() == {"words": rows, "more": [1] * 3}
     assert [(part.samples[index]["starts"] < 0).tolist() for index in range(3)] == [[False] * 2, [], [True, False]]
     assert "note      1 of 3 texts are empty" in data.notes
     assert "text_columns" in refusal(
@@ -269,3 +271,49 @@ def test_prompts_are_padded_on_the_side_where_they_do_not_go_on():
         assert batch.inputs["input_ids"].tolist() == [row, [1, 2, 3, 4]]
         assert batch.inputs["attention_mask"].tolist() == [seen, [1, 1, 1, 1]]
         assert (batch.num_tokens, batch.indices) == (2, [0, FILLER])
+
+
+# ----------------------------------------------------------------------------------------------- inputs as in training
+
+
+@pytest.mark.parametrize(("recipe_class", "trained", "flags", "values", "words"), [
+    (ClsRecipe, {"max_length": 64, "text_columns": ["b", "a"]}, (), {"max_length": 64, "text_columns": ["b", "a"]},
+     ("as in training: max_length = 64", "as in training: text_columns = b a")),
+    (ClsRecipe, {"max_length": 64}, ("--max_length", "32"), {"max_length": 32},
+     ("max_length = 32 (--max_length): the model was trained with 64",)),
+    (ClsRecipe, {"max_length": 32}, ("--max_length", "32"), {"max_length": 32}, ()),
+    (ClsRecipe, {"max_length": 128, "unknown": 1}, (), {"max_length": 128}, ()),
+    (Seq2SeqRecipe, {"source_prefix": "Q: ", "max_target_length": 9, "turn_separator": None},
+     ("--turn_separator", "|"), {"source_prefix": "Q: ", "max_target_length": 9, "turn_separator": "|"},
+     ("source_prefix = 'Q: '", "turn_separator = '|' (--turn_separator): the model was trained without it")),
+    (ClmRecipe, {"block_size": 96, "packing": "none", "system_prompt": "Be short."}, (),
+     {"block_size": 96, "packing": "none", "system_prompt": "Be short."}, ("block_size = 96",)),
+])  # fmt: skip
+def test_inputs_are_as_in_training_unless_an_option_says_otherwise(recipe_class, trained, flags, values, words):
+    file = "a.txt" if recipe_class is ClmRecipe else "a.jsonl"
+    recipe = parse_recipe(
+        recipe_class, ["--model_name_or_path", "m", "--evaluate_only", "--validation_file", file, *flags]
+    ).draft()
+    notes = recipe.adopt_inputs(trained)
+    assert {name: getattr(recipe, name) for name in values} == values
+    assert len(notes) >= len(words)
+    assert all(any(word in note for note in notes) for word in words)
+    assert words or not notes
+
+
+def test_columns_of_training_that_other_data_lacks_are_not_asked_for():
+    recipe = parse_recipe(ClsRecipe, ["--model_name_or_path", "m", "--predict_file", "a.csv"]).draft()
+    recipe.adopt_inputs({"text_columns": ["b", "a"], "label_column": "class"})
+    assert recipe.columns_in(["a", "b", "class"]) is recipe
+    other = recipe.columns_in(["a", "class"])
+    assert (other.text_columns, other.label_column) == (None, "class")
+    assert recipe.text_columns == ["b", "a"]
+
+
+def test_a_training_recipe_knows_its_inputs():
+    recipe = parse_recipe(
+        ClsRecipe,
+        ["--config_name", "bert-base-uncased", "--tokenizer_name", "x", "--train_file", "a.csv", "--max_length", "64"],
+    )
+    assert recipe.inputs["max_length"] == 64
+    assert "block_size" not in recipe.inputs

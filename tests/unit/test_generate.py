@@ -166,6 +166,20 @@ def test_what_a_tokenizer_puts_after_a_text_is_not_continued(tmp_path, generate,
     assert given.ids == [whole[:-1]]
 
 
+def test_the_system_prompt_of_training_is_used(model, generate, given, template, tokenizer, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "trained")
+    known = json.loads((folder / "tokenizer_config.json").read_text())
+    known |= {"trained_with": {"system_prompt": "Be kind.", "block_size": 64}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(known))
+    flags = ["--model", folder, "--prompt", "hi", "--max_new_tokens", 2]
+    for more in ((), ("--system_prompt", "Be short."), ("--system_prompt", "")):
+        generate(*flags, "--chat_template", template, *more)
+    generate(*flags)  # no template, no conversation
+    assert [tokenizer.decode(ids) for ids in given.ids] == [
+        "<system>Be kind.<user>hi<assistant>", "<system>Be short.<user>hi<assistant>", "<user>hi<assistant>", "hi"
+    ]  # fmt: skip
+
+
 def test_templates(model, generate, given, template, tokenizer):
     flags = ["--model", model, "--prompt", "hi", "--max_new_tokens", 2]
     plain = generate(*flags)

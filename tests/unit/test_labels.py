@@ -115,6 +115,12 @@ def test_decimal_commas_are_numbers_if_that_is_said(values):
     assert [labels.encode(value) for value in values] == [float(value.replace(",", ".")) for value in values]
 
 
+def test_texts_of_lists_are_no_classes():
+    values = ["['a', 'b']", "['a']", "[]"]
+    assert ".jsonl" in refusal(found, values)
+    assert len(found(values, regression=False).names) == 3
+
+
 @pytest.mark.parametrize("values", [["1,500", "2,250"], ["0,5", "0.5"], ["1.234,5", "1,0"], ["1,234,567", "2"]])
 def test_commas_that_may_separate_thousands_are_refused(values):
     assert "Write 1234.5" in refusal(found, values, regression=True)

@@ -37,6 +37,21 @@ def test_classification(classes):
     assert len(set(found.values())) == 2 + len(f1)
 
 
+def test_label_sets():
+    truth = RNG.random((200, 4)) < 0.4
+    predictions = np.where(RNG.random((200, 4)) < 0.8, truth, ~truth)
+    sets = ([np.flatnonzero(row).tolist() for row in rows] for rows in (predictions, truth))
+    found = compute("label sets", *sets, num_labels=4)
+    assert found == pytest.approx({
+        **{f"f1_{average}": sk.f1_score(truth, predictions, average=average) for average in ("micro", "macro")},
+        "precision": sk.precision_score(truth, predictions, average="micro"),
+        "recall": sk.recall_score(truth, predictions, average="micro"),
+        "accuracy": (truth == predictions).all(axis=1).mean(),
+    })  # fmt: skip
+    assert len({round(value, 9) for value in found.values()}) == 5
+    assert set(compute("label sets", [[], []], [[], []], num_labels=4).values()) == {0.0, 1.0}
+
+
 def test_regression():
     truth, noise = RNG.normal(size=100), RNG.normal(size=100)
     predictions = truth**3 + noise

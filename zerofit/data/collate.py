@@ -118,7 +118,8 @@ class CausalCollator:
 
 @dataclass
 class ExampleCollator:
-    """Pad rows on the right and stack their labels: one label per sample, a class (int64) or a number (float32).
+    """Pad rows on the right and stack their labels: one label per sample, a class (int64), a number (float32), or
+    0 or 1 for each class (float32): then labels are (B, classes).
 
     Samples with `tags` have a class per word, which stands at the word's first token: their labels are (B, T).
     Samples with `sizes` hold several rows, one per choice. Their inputs are (B, C, T): C is the largest number of
@@ -157,7 +158,8 @@ class ExampleCollator:
             labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
         labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
         tokens = total([len(sample["input_ids"]) for sample, _ in samples], indices)  # without missing choices
-        targets = labels[(labels != IGNORE) & ~labels.isnan()]
+        targets = labels[:, 0] if labels.is_floating_point() and labels.dim() == 2 else labels
+        targets = targets[(targets != IGNORE) & ~targets.isnan()]
         num_targets: float = len(targets)
         if self.class_weights is not None:
             num_targets = sum(self.class_weights[label] for label in targets.tolist())

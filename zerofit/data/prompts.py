@@ -1,6 +1,7 @@
 """The records of predict_file as token ids: prompts and, for encoder-decoders, sources."""
 
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from zerofit.data.pairs.prepare import (
 from zerofit.data.records import read_parts
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.data.sources import Source, read_source
+from zerofit.data.tables import kept_columns
 from zerofit.data.text import text_column
 from zerofit.model.chat import install_template, unread_keys
 from zerofit.model.configuration import usable_positions
@@ -84,7 +86,10 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {form.max_length}")
     notes[:0] = [f"data      {columns.describe}", *describe_languages(tokenizer)]
-    read = [{"source": tokenizer.decode(row, skip_special_tokens=True).strip()} for row in ids]
+    kept = kept_columns(parts[PREDICT].records, "source", "prediction")
+    read = [
+        {**record, "source": tokenizer.decode(row, skip_special_tokens=True).strip()} for record, row in zip(kept, ids)
+    ]
     return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
 
 
@@ -106,7 +111,7 @@ def read_causal_prompts(
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:
         notes, ends = ["data      each record is a text to continue"], []
-        records = [{"prompt": text} for text in _texts(recipe.text_column, source)]
+        records = _texts(recipe.text_column, source)
         renderer = Renderer(tokenizer, config, raw=True)
         ids = [renderer.ids(Prompt(record["prompt"])) for record in records]
     else:
@@ -116,8 +121,9 @@ def read_causal_prompts(
         notes = [form.describe, template.note, *notes]
         renderer = Renderer(tokenizer, config)
         records = [
-            {"messages": [{key: turn[key] for key in turn if key not in MADE_HERE} for turn in turns], **turns.given}
-            for turns in conversations
+            {**record, "messages": [{key: turn[key] for key in turn if key not in MADE_HERE} for turn in turns]}
+            | turns.given
+            for record, turns in zip(kept_columns(parts[PREDICT].records, "messages", "prediction"), conversations)
         ]
         keys = (key for turns in conversations for key in unread_keys(tokenizer, turns))
         notes += unread_note([name for name in source.first.column_names if name not in form.columns], keys)
@@ -131,13 +137,16 @@ def read_causal_prompts(
     return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
 
 
-def _texts(name: str | None, source: Source) -> list[str]:
-    """The texts to continue, without empty lines."""
-    column = source.first[text_column(source.first, name)]
-    texts = [text for text in column[:] if text and text.strip()]
-    if not texts:
+def _texts(name: str | None, source: Source) -> list[dict[str, Any]]:
+    """The records whose texts are to be continued, each with its `prompt`, without empty lines."""
+    column = text_column(source.first, name)
+    others = [name for name in source.first.column_names if name != column]
+    rows = kept_columns(source.first.select_columns(others), "prompt", "prediction") if others else repeat({})
+    texts = source.first[column]
+    records = [{**row, "prompt": text} for row, text in zip(rows, texts) if text and text.strip()]
+    if not records:
         raise UserError(f"{source.where(PREDICT)} holds no text: there is nothing to continue")
-    return texts
+    return records
 
 
 def longest_answer(max_new_tokens: int, is_set: bool, config) -> int:

@@ -42,12 +42,14 @@ class Part:
         where: the part's name in messages.
         numbers: (records,) the place of each in its source.
         scores: (records,) how difficult each is, where a column of the records says so.
+        records: with all columns; `table` has those that are read.
     """
 
     table: Dataset
     reader: RecordReader
     where: str
     numbers: np.ndarray
+    records: Dataset
     scores: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -55,7 +57,8 @@ class Part:
 
     def select(self, places: Iterable[int]) -> "Part":
         scores = self.scores if self.scores is None else self.scores[places]
-        return replace(self, table=self.table.select(places), numbers=self.numbers[places], scores=scores)
+        table, records = self.table.select(places), self.records.select(places)
+        return replace(self, table=table, numbers=self.numbers[places], records=records, scores=scores)
 
     def contents(self) -> Iterator[Any]:
         """What each record holds."""
@@ -100,7 +103,7 @@ def read_parts(
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
         scores = scores_of(table, score) if name == "train" else None
-        part = Part(table.select_columns(reader.columns), reader, where, np.arange(len(table)), scores)
+        part = Part(table.select_columns(reader.columns), reader, where, np.arange(len(table)), table, scores)
         bad = _bad_records(part, options.cache)
         if len(bad):
             notes += _report(bad, part, options)

@@ -21,6 +21,7 @@ from zerofit.data.file_formats import (
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
+from zerofit.recipe.columns import DELIMITERS, ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
@@ -165,6 +166,18 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
 
 
 # --------------------------------------------------------------------------------------------------------------- files
+
+
+def table_format(data: DataOptions) -> tuple[str, str] | None:
+    """The ending and the delimiter of the .csv or .tsv file that is answered or evaluated; None: another file is."""
+    part = next((part for part in (PREDICT, "validation", "train") if part in data.patterns), None)
+    if part is None:
+        return None
+    path = find_files(f"{part}_file", data.patterns[part])[0]
+    if (ending := ending_of(path)) not in DELIMITERS:
+        return None
+    head = head_of(path, [data.encoding])
+    return ending, data.delimiter or (find_delimiter(head, ending) if head else DELIMITERS[ending])
 
 
 def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:

@@ -100,6 +100,18 @@ def columns_present(dataset: Dataset) -> str:
     return f"the columns are {', '.join(names)}{hint}"
 
 
+def kept_columns(dataset: Dataset, *own: str) -> Dataset:
+    """All columns for predictions.jsonl, which has `own` columns: others of these names become input_NAME."""
+    names, renamed = set(dataset.column_names), {}
+    for name in names.intersection(own):
+        other = f"input_{name}"
+        while other in names:  # predictions of predictions
+            other = f"input_{other}"
+        renamed[name] = other
+        names.add(other)
+    return dataset.rename_columns(renamed)
+
+
 def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "") -> None:
     """Check the column that an option names; None passes.
 

@@ -163,14 +163,19 @@ def loss_of_examples(
     label_smoothing: float = 0.0,
     focal_gamma: float = 0.0,
 ) -> torch.Tensor:
-    """The loss of classified examples, summed: cross entropy of classes, squared error of numbers.
+    """The loss of classified examples, summed: cross entropy of classes, squared error of numbers; of sets of classes
+    the binary cross entropy, a mean over the classes.
 
     With `focal_gamma` the loss of each example, with its weight and smoothing, is multiplied by (1 - p)^gamma, p being
     the probability of its class (Lin et al. 2017).
 
     Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for padding;
-    of words (B, T, classes) and (B, T); class_weights (classes,).
+    of words (B, T, classes) and (B, T); of sets labels are (B, classes), float32 0 or 1; class_weights (classes,).
     """
+    if labels.is_floating_point() and labels.dim() == 2:
+        present = ~labels[:, 0].isnan()
+        losses = F.binary_cross_entropy_with_logits(logits[present].float(), labels[present], reduction="none")
+        return losses.mean(dim=-1).sum()
     logits, labels = logits.flatten(0, -2).float(), labels.flatten()
     if labels.dtype == torch.int64:
         losses = F.cross_entropy(

@@ -1,6 +1,7 @@
 """The run's folder: what a run was, and what came of it. Only the main process writes."""
 
 import contextlib
+import csv
 import json
 import os
 import platform
@@ -225,7 +226,7 @@ class RunFolder:
         self.failed.pop(name, None)
         try:
             with self.new_file(name) as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         except OSError as error:
             self.failed[name] = error
             with contextlib.suppress(OSError):
@@ -235,6 +236,22 @@ class RunFolder:
         """What write_predictions wrote last."""
         with (self.path / f"predictions{suffix}.jsonl").open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
+
+    def tabulate_predictions(self, ending: str, delimiter: str) -> list[str]:
+        """Write predictions*.jsonl as tables too, such as predictions.csv: a column for the probability of each class;
+        lists and objects are JSON. Returns the names of the files; one that no run has written stays as it is."""
+        names = []
+        for path in sorted(self.path.glob("predictions*.jsonl")):
+            if path.name not in self.written.names or not self.written.is_ours(f"{path.stem}{ending}"):
+                continue
+            rows = [_in_columns(row) for row in self.predictions(path.stem.removeprefix("predictions"))]
+            columns = list(dict.fromkeys(chain.from_iterable(rows)))
+            names.append(f"{path.stem}{ending}")
+            with self.new_file(names[-1]) as file:
+                written = csv.DictWriter(file, columns, delimiter=delimiter, restval="", lineterminator="\n")
+                written.writeheader()
+                written.writerows(rows)
+        return names
 
     def claim(self, name: str) -> None:
         """Note that a file of this name is the run's. Raises UserError: there is one which no run has written."""
@@ -354,3 +371,13 @@ def identity(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
     """The options that make a run the run that it is."""
     options = {name: value for name, value in recipe.to_dict().items() if name not in NOT_THE_RUN}
     return {**options, "global_batch_size": global_batch}
+
+
+def _in_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """A line of predictions.jsonl as values of columns."""
+    values = {f"probability_{name}": value for name, value in (row.pop("probabilities", None) or {}).items()}
+    cells = {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
+        for name, value in row.items()
+    }
+    return cells | values

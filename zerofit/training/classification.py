@@ -1,6 +1,6 @@
 """Evaluation of classified examples: loss, metrics, predictions.jsonl, and how each class was recognized.
 
-What leaves a rank is two numbers an example: the class and its probability, or the predicted number.
+What leaves a rank is the answer to each example and the probability of each class, or the predicted number.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ import torch
 from zerofit.data.collate import Batch
 from zerofit.data.labelled.entities import located
 from zerofit.data.labelled.glue import TASKS
-from zerofit.data.labelled.labels import Labels
+from zerofit.data.labelled.labels import THRESHOLD, Labels
 from zerofit.data.labelled.samples import HeldOut
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.record.plot import plot_confusion
@@ -29,6 +29,8 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
     """The names of the figures that `evaluate_examples` gives, the one that tells the best evaluation in front."""
     if labels.names is None:
         of_part: tuple[str, ...] = ("pearson", "spearmanr", "mse", "loss")
+    elif labels.of_sets:
+        of_part = ("f1_micro", "f1_macro", "precision", "recall", "accuracy", "loss")
     elif labels.choices or (labels.of_words and not labels.entities):
         of_part = ("accuracy", "loss")
     elif labels.entities:
@@ -73,11 +75,7 @@ def predict_examples(
     answers = _answered(engine, batches, labels)[2]
     if answers is None:
         return []
-    rows = [
-        {name: value for name, value in row.items() if name != "label"}
-        for row in _lines(part, [0] * len(answers), answers, labels)
-    ]
-    folder.write_predictions(rows)
+    folder.write_predictions(_lines(part, None, answers, labels))
     return ["predictions.jsonl"]
 
 
@@ -106,6 +104,10 @@ def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
         truth = part.samples.labels
         if labels.names is None:
             answer, figures = f"{truth.mean():.4g}", {"mse": float(truth.var())}
+        elif labels.of_sets:
+            frequent = np.flatnonzero(truth.mean(axis=0) > THRESHOLD).tolist() or [int(truth.sum(axis=0).argmax())]
+            answer = ", ".join(labels.names[place] for place in frequent)
+            figures = _measured([frequent] * len(truth), _truth(part, labels), labels)
         else:
             majority = int(np.bincount(truth).argmax())
             answer = labels.names[majority]
@@ -124,12 +126,16 @@ def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[
         sentences = ([[labels.names[tag] for tag in row] for row in rows] for rows in (predictions, truth))
         figures = compute("entities", *sentences)
         return figures if labels.entities else {"accuracy": figures["accuracy"]}
+    if labels.of_sets:
+        return compute("label sets", predictions, truth, num_labels=len(labels.names))
     figures = compute("classification", predictions, truth, num_labels=len(labels.names))
     return {"accuracy": figures["accuracy"]} if labels.choices else figures
 
 
 def _truth(part: HeldOut, labels: Labels) -> list[Any]:
-    """The label of each example; of words, the tags of those that are read."""
+    """The label of each example; of words, the tags of those that are read; of sets, the classes."""
+    if labels.of_sets:
+        return [np.flatnonzero(row).tolist() for row in part.samples.labels]
     if not labels.of_words:
         return part.samples.labels.tolist()
     samples = (part.samples[index] for index in range(len(part.samples)))
@@ -142,25 +148,42 @@ def _tags(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[list[int], 
     return [(row[target != IGNORE].tolist(), None) for row, target in zip(predicted, targets)]
 
 
-def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[float, float | None]]:
-    """(class, probability) or (number, None) of each row."""
+def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float] | None]]:
+    """(class, probability of each class) or (number, None) of each row; of sets the classes."""
     if labels.names is None:
         return [(value, None) for value in logits[:, 0].tolist()]
-    probabilities, classes = logits.softmax(dim=-1).max(dim=-1)
-    return list(zip(classes.tolist(), probabilities.tolist()))
+    if labels.of_sets:
+        of_rows = logits.sigmoid().tolist()
+        return [([place for place, value in enumerate(row) if value > THRESHOLD], row) for row in of_rows]
+    probabilities = logits.softmax(dim=-1)
+    return list(zip(probabilities.argmax(dim=-1).tolist(), probabilities.tolist()))
 
 
-def _lines(part: HeldOut, truth: list[Any], answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
-    for index, (texts, label, (answer, probability)) in enumerate(zip(part.texts, truth, answers)):
-        if labels.names is None:
-            yield {**texts, "label": label, "prediction": answer}
-        elif labels.of_words:
+def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
+    """The lines of predictions.jsonl: the record, its label where there is one, what was predicted."""
+    for index, (record, (answer, probabilities)) in enumerate(zip(part.texts, answers)):
+        line = {**record}
+        if labels.of_words:
             sample, predicted = part.samples[index], iter(answer)
-            tags = [labels.names[next(predicted)] if start >= 0 else None for start in sample["starts"]]
-            yield {**texts, "label": [labels.names[tag] for tag in sample["tags"]], "prediction": tags}
+            if truth is not None:
+                line["label"] = [labels.names[tag] for tag in sample["tags"]]
+            line["prediction"] = [labels.names[next(predicted)] if start >= 0 else None for start in sample["starts"]]
         else:
-            name, predicted = labels.names[label], labels.names[answer]
-            yield {**texts, "label": name, "prediction": predicted, "probability": probability}
+            if truth is not None:
+                line["label"] = _named(truth[index], labels)
+            line["prediction"] = _named(answer, labels)
+        if probabilities is not None:
+            if not labels.of_sets:
+                line["probability"] = probabilities[answer]
+            line["probabilities"] = dict(zip(labels.names, probabilities))
+        yield line
+
+
+def _named(answer: Any, labels: Labels) -> Any:
+    """The name of a class, the names of several, or a number."""
+    if labels.names is None:
+        return answer
+    return [labels.names[place] for place in answer] if labels.of_sets else labels.names[answer]
 
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
@@ -173,6 +196,13 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
         rows, what = folder.predictions(part.suffix), "examples"
         if labels.entities:
             lines += ["entities    of the held-out sentences, by kind", per_kind(rows)]
+            continue
+        if labels.of_sets:
+            counts = (
+                np.array([sum(name in row[key] and name in row[other] for row in rows) for name in labels.names])
+                for key, other in (("label", "prediction"), ("label", "label"), ("prediction", "prediction"))
+            )
+            lines += ["labels      of the held-out examples", _recognized(labels.names, ("label", what), *counts)]
             continue
         if labels.of_words:
             rows, what = [word for row in rows for word in _words(row)], "words"

@@ -20,6 +20,9 @@ from zerofit.checkpoint.exporter import Exported, ModelExporter
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.resume import fingerprint
 from zerofit.checkpoint.run_state import RunState
+from zerofit.data.mixture import options_of_sources
+from zerofit.data.options import DataOptions
+from zerofit.data.sources import table_format
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
 from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, StopReason
@@ -28,11 +31,13 @@ from zerofit.model.export import Weights, write_beside
 from zerofit.recipe.errors import UserError, decide, first_line
 from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.last_message import print_last
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import describe_environment
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
 from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.plot import plot_run
 from zerofit.record.recorder import RunRecorder
+from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import Bar, duration
 from zerofit.record.trackers import publish_results, start_trackers
 from zerofit.record.written_files import MODEL
@@ -314,12 +319,25 @@ def _export_record(result: TrainResult, loads_best: bool) -> list[str]:
 
     files: dict[str, Callable[[], object]] = {"metrics.jsonl": folder.metrics.close}
     files |= {"predictions.jsonl": predictions} if loads_best else {}
-    failed = write_beside({**files, "loss.png": plot}) | folder.failed
+    files |= {"predictions as a table": lambda: _tabulate(folder, result.prepared.session.recipe), "loss.png": plot}
+    failed = write_beside(files) | folder.failed
     if (result.run.state.best.figures if loads_best else run.state.held_out) and not folder.failed:
         failed |= write_beside({"the report of the held-out examples": lambda: remarks.extend(task.remarks())})
     result.note_missing(failed)
     result.prepared.session.say(*publish_results(result.prepared.engine.accelerator, folder, run.state.updates))
     return remarks
+
+
+def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
+    """Write the predictions as .csv or .tsv too, where the records came from such a file. Returns the files."""
+    if not any(folder.path.glob("predictions*.jsonl")):
+        return []
+    try:
+        sources = options_of_sources(DataOptions.of(recipe), recipe)
+        kind = table_format(next(iter(sources.values())))
+    except (UserError, OSError):  # the data is gone meanwhile
+        return []
+    return folder.tabulate_predictions(*kind) if kind else []
 
 
 def finish(result: TrainResult) -> int:
@@ -373,14 +391,14 @@ def answer(prepared: Prepared, task: Task) -> int:
         files, figures, clock = task.predict(engine), dict[str, float](), None
     else:
         figures, clock = timed_evaluation(task, engine)
-        written = [path.name for path in sorted(folder.path.glob("predictions*.jsonl"))]
-        files = ["metrics.jsonl", *written]
+        files = ["metrics.jsonl", *(path.name for path in sorted(folder.path.glob("predictions*.jsonl")))]
         if session.is_main:
             folder.metrics.add(UpdateMetrics.of_evaluation(figures, clock).to_line())
     seconds = time.perf_counter() - began
     code = 0
     if session.is_main:
-        failed = write_beside({"metrics.jsonl": folder.metrics.close}) | folder.failed
+        tables = {"predictions as a table": lambda: files.extend(_tabulate(folder, recipe))}
+        failed = write_beside({"metrics.jsonl": folder.metrics.close, **tables}) | folder.failed
         code = EXIT_NEEDS_A_PERSON if failed else 0
         record = {**environment, "seconds": seconds, "exit_code": code}
         failed |= write_beside({"environment.json": lambda: folder.write_environment(record)})

@@ -9,7 +9,8 @@ import numpy as np
 import sacrebleu
 from rouge_score import rouge_scorer
 from scipy.stats import pearsonr, spearmanr
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, precision_score, recall_score
+from sklearn.preprocessing import MultiLabelBinarizer
 
 from zerofit.data.labelled.entities import located
 
@@ -41,6 +42,27 @@ class Classification(_Metric):
                 for name, average in averages.items()
             },
             "matthews_correlation": float(matthews_corrcoef(references, predictions)),
+        }
+
+
+class LabelSets(_Metric):
+    """f1_micro and f1_macro over labels, precision and recall of all labels together (micro), accuracy (examples with
+    exactly the right labels), by scikit-learn. Predictions and references are lists of class numbers."""
+
+    feature = datasets.List(datasets.Value("int64"))
+
+    def _compute(
+        self, predictions: list[list[int]], references: list[list[int]], num_labels: int = 2
+    ) -> dict[str, float]:
+        flags = MultiLabelBinarizer(classes=range(num_labels))
+        truth, predicted = flags.fit_transform(references), flags.fit_transform(predictions)
+        micro = {"average": "micro", "zero_division": 0.0}
+        return {
+            "f1_micro": float(f1_score(truth, predicted, **micro)),
+            "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0.0)),
+            "precision": float(precision_score(truth, predicted, **micro)),
+            "recall": float(recall_score(truth, predicted, **micro)),
+            "accuracy": float(accuracy_score(truth, predicted)),
         }
 
 
@@ -93,6 +115,7 @@ class Generation(_Metric):
 
 METRICS: dict[str, type[evaluate.Metric]] = {
     "classification": Classification,
+    "label sets": LabelSets,
     "regression": Regression,
     "generation": Generation,
     "entities": Entities,

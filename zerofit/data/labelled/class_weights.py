@@ -17,8 +17,8 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
         UserError: the labels are numbers or choices, which no option of this group is for; or a class is not there.
     """
     names, changed = data.labels.names, recipe.changed_class_losses
-    if changed and (names is None or data.labels.choices):
-        what = "numbers (regression)" if names is None else "choices"
+    if changed and (names is None or data.labels.choices or data.labels.of_sets):
+        what = "numbers (regression)" if names is None else "choices" if data.labels.choices else "lists"
         raise UserError(f"{' and '.join(changed)}: the labels are {what}, and this is for classes. Remove it")
     if not recipe.class_weights or not recipe.trains:
         return None

@@ -12,7 +12,8 @@ from torch.utils.data import ConcatDataset
 from zerofit.data.labelled import glue
 from zerofit.data.labelled.anchors import Anchors, find_anchors, grouped
 from zerofit.data.labelled.choices import Choices, LabelColumns, find_choices, labels_of_choices
-from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, trained_labels
+from zerofit.data.labelled.label_report import class_counts, label_report
+from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
 from zerofit.data.labelled.samples import Example, ExampleData, HeldOut, encode_parts
 from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words
 from zerofit.data.lengths import choose_length
@@ -20,7 +21,7 @@ from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, limit_parts, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
-from zerofit.data.tables import check_column, check_name, columns_present, text_columns, worded_columns
+from zerofit.data.tables import check_column, check_name, columns_present, holds_lists, text_columns, worded_columns
 from zerofit.data.token_tables import one_process_at_a_time
 from zerofit.data.turns import blank
 from zerofit.model.configuration import has_head
@@ -60,10 +61,11 @@ class LabelledColumns:
         """([the text or the pair], the label). Raises BadRecord: all texts are empty, or there is no label."""
         texts = tuple(record[name] or "" for name in self.text)
         if self.label is None:
-            return [texts], 0
+            return [texts], [0.0] * self.labels.num_outputs if self.labels.of_sets else 0
         if all(map(blank, texts)):
             raise BadRecord(f"the text ({', '.join(self.text)}) is empty")
-        return [texts], self.labels.encode(record[self.label], self.class_names)
+        encode = self.labels.encode_set if self.labels.of_sets else self.labels.encode
+        return [texts], encode(record[self.label], self.class_names)
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Records:
         held_out: the names of possible held-out parts.
         texts: columns of texts or of words; of multiple choice there are `choices`, of embeddings `anchors`.
         of_words: the label is a list of tags, one of each word.
+        of_sets: the label is a list of labels.
         class_names: the names of the data's class numbers, if it has class numbers.
     """
 
@@ -83,6 +86,7 @@ class Records:
     texts: tuple[str, ...] = ()
     label: str = ""
     of_words: bool = False
+    of_sets: bool = False
     class_names: tuple[str, ...] | None = None
     choices: Choices | None = None
     anchors: Anchors | None = None
@@ -91,6 +95,8 @@ class Records:
     def kind(self) -> str:
         if self.anchors:
             return "pairs of texts" if len(self.anchors.columns) == 2 else "triples of texts"
+        if self.of_sets:
+            return "lists of labels"
         return "choices" if self.choices else "tags of words" if self.of_words else "labels"
 
     @property
@@ -102,7 +108,7 @@ class Records:
     def values(self, as_names: bool) -> list[Any]:
         """All labels; class numbers as their names, or as they are."""
         column = self.source.first[self.label][:]
-        values = list(chain.from_iterable(row or () for row in column)) if self.of_words else column
+        values = list(chain.from_iterable(row or () for row in column)) if self.of_words or self.of_sets else column
         if self.class_names is None or not as_names:
             return values
         names = dict(enumerate(self.class_names))
@@ -140,7 +146,11 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         if labels.of_pairs:
             prepared = [grouped(data, recipe.contrastive_group, recipe.seed) for data in prepared]
     names = options_of_sources(options, recipe)
-    return _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
+    data = _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
+    trained = [each.train.labels for each in prepared if each.train is not None and not labels.of_pairs]
+    held_out = [part.samples.labels for part in data.held_out if not labels.of_pairs]
+    data.notes += label_report(labels, trained, held_out)
+    return data
 
 
 def _named(recipe: ClsRecipe, table: Dataset) -> LabelColumns:
@@ -165,11 +175,16 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: glue.GlueTask | None) -
         return Records(options, source, held_out, choices=choices)
     if task is None and (found := find_tags(named.texts, named.label, source.first)):
         words, label = found
-        return Records(options, source, held_out, (words,), label, True, _names(source.first.features[label].feature))
+        names = _names(source.first.features[label].feature)
+        return Records(options, source, held_out, (words,), label, of_words=True, class_names=names)
     texts, label = _columns(named, source.first, task, recipe.task_name)
-    class_names = task.labels if task else _names(source.first.features[label])
+    feature = source.first.features[label]
+    if of_sets := holds_lists(feature):
+        feature = feature.feature
+        refuse_flags(source.first[label][:], source.where("train"))
+    class_names = task.labels if task else _names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
-    return Records(options, source, held_out, texts, label, class_names=class_names)
+    return Records(options, source, held_out, texts, label, of_sets=of_sets, class_names=class_names)
 
 
 def _names(feature: Any) -> tuple[str, ...] | None:
@@ -193,17 +208,24 @@ def _readers(
         return [each.choices for each in sources]
     if sources[0].anchors:
         return [each.anchors for each in sources]
-    class_names, of_words = sources[0].class_names, sources[0].of_words
+    class_names, of_words, of_sets = sources[0].class_names, sources[0].of_words, sources[0].of_sets
     differ = any(each.class_names != class_names for each in sources)
     values = list(chain.from_iterable(each.values(as_names=differ) for each in sources))
     class_names = None if differ else class_names
     if not recipe.trains:
         labels, class_names = trained_labels(config, class_names, values, bool(task) and task.labels is None)
+        if of_sets and not labels.of_sets:
+            raise UserError(
+                f"label_column = {sources[0].label!r} holds lists, and the model was trained for one label a record"
+            )
     elif task is not None:
         labels = Labels(task.labels)
     else:
         where = " and ".join(each.source.where("train") for each in sources)
-        labels = find_labels(values, where, class_names, False if of_words else recipe.regression, sources[0].label)
+        if of_sets and recipe.regression:
+            raise UserError(f"regression = true: {where} has lists of labels ({sources[0].label}), and no numbers")
+        regression = False if of_words or of_sets else recipe.regression
+        labels = replace(find_labels(values, where, class_names, regression, sources[0].label), of_sets=of_sets)
     labels = replace(in_model_order(labels, config), of_words=of_words)
     readers = []
     for each in sources:
@@ -236,7 +258,10 @@ def _labels_of_one_source(labels: Labels, sources: dict[str, ExampleData]) -> li
     """Notes about classes that only one of the sources has: they may be others' under another name."""
     if labels.names is None or labels.choices:
         return []
-    present = {name: {labels.names[label] for label in np.unique(data.train.labels)} for name, data in sources.items()}
+    present = {
+        name: {labels.names[place] for place in np.flatnonzero(class_counts(labels, [data.train.labels]))}
+        for name, data in sources.items()
+    }
     notes = []
     for name, own in present.items():
         alone = sorted(own - set().union(*(names for other, names in present.items() if other != name)))
@@ -320,11 +345,17 @@ def _columns(
     if label in texts:
         problems.append(f"label_column = {label!r} is a text column too: name another one")
     for option, names in (("text_columns", texts), ("label_column", (label,) if label else ())):
-        bad = [name for name in names if not isinstance(table.features[name], (Value, ClassLabel))]
+        bad = [name for name in names if not _holds_values(table.features[name], option == "label_column")]
         problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]
     if problems:
         raise UserError([f"{problem}; {columns_present(table)}" for problem in problems])
     return texts, label
+
+
+def _holds_values(feature: Any, or_lists: bool) -> bool:
+    """Whether a column has one value each; or lists of values."""
+    item = getattr(feature, "feature", None) if or_lists and holds_lists(feature) else feature
+    return isinstance(item, (Value, ClassLabel))
 
 
 def _as_text(table: Dataset, texts: tuple[str, ...]) -> Dataset:

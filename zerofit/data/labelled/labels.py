@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from zerofit.data.records import BadRecord
@@ -12,8 +13,10 @@ from zerofit.model.configuration import has_head
 from zerofit.recipe.errors import UserError
 
 MISSING = -1  # the hub's GLUE marks records without a label so
+MULTI_LABEL = "multi_label_classification"  # problem_type of transformers
 GOLD = "gold_label"  # the column of SNLI and MNLI, where "-" says that the annotators did not agree
 MOST_CLASSES = 1000
+THRESHOLD = 0.5  # the probability above which a label is predicted, where a record may have several
 INTEGER = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
 WITH_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 SEPARATED = re.compile(r"[+-]?\d[\d.,'\s]*", re.ASCII)  # 0,5 and 1,234.5 and 1.234,5
@@ -28,6 +31,7 @@ class Labels:
         number: the name of the label column, and of the number in a regression.
         of_words: token classification: each word of an example has a class, its tag.
         of_pairs: embeddings: there are no labels, but pairs of texts.
+        of_sets: a record has any number of the classes (multi-label).
         decimal_comma: the numbers of a regression are written 0,5.
         notes: for the log.
     """
@@ -37,6 +41,7 @@ class Labels:
     number: str = "number"
     of_words: bool = False
     of_pairs: bool = False
+    of_sets: bool = False
     decimal_comma: bool = False
     notes: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -73,8 +78,10 @@ class Labels:
             return "each label is a number (regression)"
         if self.choices:
             return f"multiple choice, one of {len(self.names)}"
-        what = "tags of words" if self.of_words else "labels"
+        what = "tags of words" if self.of_words else "labels, any number a record" if self.of_sets else "labels"
         shown = f"{len(self.names)} {what}: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
+        if self.of_sets:
+            return f"{shown} (predicted are those with a probability above {THRESHOLD:g})"
         is_binary = len(self.names) == 2 and not self.of_words
         return shown + (f" (f1 is that of {self.names[1]})" if is_binary else "")
 
@@ -102,6 +109,20 @@ class Labels:
         if place is None:
             raise BadRecord(f"the label {value!r} is outside the label set ({', '.join(self.names)})")
         return place
+
+    def encode_set(self, values: Any, class_names: tuple[str, ...] | None = None) -> list[float]:
+        """1 for each class that a record has, 0 for each other one.
+
+        Args:
+            values: a list of labels, which may be empty; or one label.
+
+        Raises:
+            BadRecord: there is none; one is none of the classes.
+        """
+        if not isinstance(values, list):
+            values = [values]
+        present = {self.encode(value, class_names) for value in values}
+        return [float(place in present) for place in range(self.num_outputs)]
 
     def place_of(self, name: str) -> int | None:
         """The number of the class of that name; 1 and 1.0 are one class, where the set does not have both."""
@@ -134,7 +155,7 @@ def find_labels(
     if regression:
         return _numbers(present, where)
     if regression is None:
-        refuse_commas(present, where)
+        refuse_unclear(present, where)
     names = _ordered(present)
     if len(names) < 2 or len(names) > MOST_CLASSES:
         what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
@@ -172,8 +193,24 @@ def _numbers(names: Iterable[str], where: str) -> Labels:
     return Labels(None, decimal_comma=True, notes=(note,))
 
 
-def refuse_commas(names: Iterable[str], where: str) -> None:
-    """Raises UserError where all labels look like numbers, and some have commas."""
+def refuse_flags(sets: Iterable[list[Any] | None], where: str) -> None:
+    """Raises UserError where a record has a 0 or 1 for each class, and not the labels that it has."""
+    sets = [values for values in sets if values]
+    repeats = any(len({*values}) < len(values) for values in sets)
+    if repeats and len({*map(len, sets)}) == 1 and {*map(_number, chain(*sets))} <= {0.0, 1.0}:
+        raise UserError(
+            f"{where}: the labels are lists of 0 and 1, one for each class, such as {sets[0]}. Write the names of the "
+            'labels that a record has: {"labels": ["a", "c"]}'
+        )
+
+
+def refuse_unclear(names: Iterable[str], where: str) -> None:
+    """Raises UserError where all labels are the texts of lists, or look like numbers and some have commas."""
+    if all(name[0] + name[-1] == "[]" for name in names):
+        raise UserError(
+            f"{where}: the labels are texts of lists, such as {next(iter(names))!r}. Write lists in a .jsonl file: "
+            '{"labels": ["a", "c"]}; or say --regression false if each such text is a class'
+        )
     commas = [name for name in names if "," in name]
     if commas and all(SEPARATED.fullmatch(name) or WITH_COMMA.fullmatch(name) for name in names):
         raise UserError(
@@ -206,7 +243,8 @@ def trained_labels(
         UserError: the model was trained for other labels.
     """
     theirs = tuple(str(name) for _, name in sorted(config.id2label.items()))
-    gives_number = config.problem_type == "regression" or len(theirs) == 1
+    of_sets = config.problem_type == MULTI_LABEL
+    gives_number = config.problem_type == "regression" or (len(theirs) == 1 and not of_sets)
     trained = "one number" if gives_number else f"{len(theirs)} labels ({', '.join(theirs)})"
     if is_number != gives_number and (is_number or class_names):
         asked = "a number" if is_number else ", ".join(class_names)
@@ -217,11 +255,12 @@ def trained_labels(
     if class_names:
         if len(class_names) != len(theirs):
             raise UserError(f"the model was trained for {trained}, the data has {', '.join(class_names)}")
-        return Labels(class_names), class_names
-    labels = Labels(theirs)
+        return Labels(class_names, of_sets=of_sets), class_names
+    labels = Labels(theirs, of_sets=of_sets)
     written = {name.lower(): name for name in names if labels.place_of(name) is None}
     if len({name.lower() for name in theirs}) == len(theirs):  # else their case tells classes apart
-        labels = Labels(tuple(name if name in names else written.get(name.lower(), name) for name in theirs))
+        written = tuple(name if name in names else written.get(name.lower(), name) for name in theirs)
+        labels = replace(labels, names=written)
     numbered = not any(labels.place_of(name) is not None for name in names)
     return labels, labels.names if numbered and names else None
 
@@ -269,7 +308,8 @@ def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mism
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.num_labels = len(names)
-    config.problem_type = "single_label_classification" if labels.names else "regression"
+    kind = MULTI_LABEL if labels.of_sets else "single_label_classification"
+    config.problem_type = kind if labels.names else "regression"
     return replaced
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.labelled.labels import Labels
@@ -16,17 +16,20 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.order import Order
 from zerofit.data.pack import SampleSet, TokenizedDataset
 from zerofit.data.records import Part, limit_parts
+from zerofit.data.tables import kept_columns
 from zerofit.data.token_tables import IDS, TableCache, fingerprint
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 
-# The text or the pair of each row (one, or one a choice), the label; or words, and the tag of each.
-Example = tuple[list[tuple[str, ...]], int | float] | tuple[list[str], list[int]]
+# The text or the pair of each row (one, or one a choice), the label (0 or 1 for each class of a set); or words, and
+# the tag of each.
+Example = tuple[list[tuple[str, ...]], int | float | list[float]] | tuple[list[str], list[int]]
 
 
 class LabelledSamples(SampleSet, Protocol):
     """Samples with a label each."""
 
-    labels: np.ndarray  # (N,) int64 classes or float32 numbers; of words, those of all words that are read
+    # (N,) int64 classes or float32 numbers; of words, those of all words that are read; of sets (N, classes) 0 or 1
+    labels: np.ndarray
 
 
 @dataclass
@@ -34,7 +37,7 @@ class HeldOut:
     """A held-out part.
 
     Args:
-        texts: one of each sample, for predictions.jsonl.
+        texts: the record of each sample, for predictions.jsonl.
         suffix: the part's name in figures: "" or "_mismatched".
         sources: of a mixture, the samples of each source by its name.
     """
@@ -102,7 +105,7 @@ def encode_parts(
         if labels.of_words:
             table = _encode_words(part, tokenizer, length, options.cache)
         else:
-            table = _encode(part, tokenizer, length, options.cache, labels.names is None)
+            table = _encode(part, tokenizer, length, options.cache, labels)
         sets[name] = TokenizedDataset(table, (*columns, *more), part.scores)
         what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
@@ -111,13 +114,21 @@ def encode_parts(
     held = []
     for name in held_out:
         if name in parts:
-            table, label = parts[name].table, parts[name].reader.label
-            texts = table.select_columns([column for column in table.column_names if column != label])
-            held.append(HeldOut(sets[name], texts, name.removeprefix("validation")))
+            held.append(HeldOut(sets[name], _kept(parts[name], labels), name.removeprefix("validation")))
     return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)
 
 
-def _encode(part: Part, tokenizer, length: int, cache: TableCache, is_number: bool) -> Dataset:
+def _kept(part: Part, labels: Labels) -> Dataset:
+    """All columns of the records for predictions.jsonl, where the label is a name, also where the data has numbers."""
+    if labels.of_pairs:
+        return part.table
+    label = part.reader.label
+    own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
+    table = part.records.remove_columns("label") if label == "label" else part.records
+    return kept_columns(table, *own)
+
+
+def _encode(part: Part, tokenizer, length: int, cache: TableCache, labels: Labels) -> Dataset:
     """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
     longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
     columns = tuple(padding_values(tokenizer))
@@ -151,7 +162,7 @@ def _encode(part: Part, tokenizer, length: int, cache: TableCache, is_number: bo
         {
             **dict.fromkeys((*columns, "sizes"), IDS),
             **dict.fromkeys(("truncated", "longest"), Value("int32")),
-            "label": Value("float32" if is_number else "int64"),
+            "label": List(Value("float32")) if labels.of_sets else Value("int64" if labels.names else "float32"),
         }
     )
     return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)

@@ -1,0 +1,173 @@
+"""What the log says of the labels, and data whose records have several."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import labelled_recipe, refusal, write_records
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import AutoConfig
+
+from zerofit.data.collate import ExampleCollator
+from zerofit.data.labelled.class_weights import class_weights
+from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.labelled.label_report import label_report, nearly_alike
+from zerofit.data.labelled.labels import Labels
+from zerofit.data.order import FILLER
+from zerofit.model.configuration import load_configuration
+from zerofit.model.loss import loss_of_examples
+from zerofit.recipe import ClsRecipe, parse_recipe
+from zerofit.record.run_folder import RunFolder
+
+SETS = [["a"], [], ["a", "b"], ["c"], ["b", "c"], ["a", "b", "c"]]
+
+
+def prepared(path, tokenizer, labels, *flags, name="labels", **more):
+    records = [{"id": f"{n:03}", "text": f"text {n}", name: label, **more} for n, label in enumerate(labels)]
+    recipe = labelled_recipe(path, records, tokenizer, *flags)
+    return recipe, prepare_examples(recipe, load_configuration(recipe))
+
+
+@pytest.mark.parametrize(("counts", "pairs"), [
+    ({"positive": 30, "postive": 1}, {("postive", "positive")}),
+    ({"positive": 30, "positve": 1, "positivee": 2}, {("positve", "positive"), ("positivee", "positive")}),
+    ({"neutral": 9, "nuetral": 2, "neutrel": 3}, {("nuetral", "neutral"), ("neutrel", "neutral")}),
+    ({"Yes": 5, "yes": 50, "YES": 50}, {("Yes", "yes"), ("Yes", "YES")}),
+    ({"pos": 90, "poz": 1}, {("poz", "pos")}),
+    ({"cat": 90, "car": 80}, set()),  # two words
+    ({"0110": 3, "0210": 3, "110": 3}, set()),  # digits are no letters
+    ({"version1": 3, "version2": 3}, set()),
+    ({"B-PER": 3, "I-PER": 3}, set()),
+    ({"+": 3, "-": 3, "a": 2, "b": 2}, set()),
+    ({"male": 3, "female": 3}, set()),
+])  # fmt: skip
+def test_names_that_may_be_typing_errors(counts, pairs):
+    assert {frozenset(pair) for pair in nearly_alike(counts)} == {frozenset(pair) for pair in pairs}
+    assert all(counts[rarer] <= counts[usual] for rarer, usual in nearly_alike(counts))
+
+
+def test_counts_and_notes():
+    labels = Labels(("negative", "positive", "postive", "rare"))
+    trained, held_out = np.array([0] * 9 + [1] * 8 + [2]), np.array([0, 0, 3])
+    report = label_report(labels, [trained[:5], trained[5:]], [held_out])
+    text = " ".join(" ".join(report).split())
+    assert "negative 9 + 2, positive 8 + 0, postive 1 + 0, rare 0 + 1" in text
+    assert "fewer than 5 training records: postive (1)" in text
+    assert "no training records: rare" in text
+    assert "no held-out records: positive, postive" in text
+    assert "'postive' (1) and 'positive' (8)?" in text
+    assert all(len(line) <= 80 for note in report for line in note.splitlines())
+    assert label_report(Labels(None), [trained], []) == []
+    many = label_report(Labels(tuple(f"class {n}" for n in range(1000))), [np.arange(1000)], [])
+    assert all(len(note.splitlines()) < 10 for note in many)
+
+
+def test_records_with_several_labels(tmp_path, byte_tokenizer):
+    recipe, data = prepared(tmp_path / "a.jsonl", byte_tokenizer, SETS * 4, prediction=7)
+    assert data.labels.names == ("a", "b", "c")
+    assert data.labels.of_sets
+    assert any("training + held out" in note for note in data.notes)
+    (part,) = data.held_out
+    assert set(part.texts.column_names) == {"id", "text", "labels", "input_prediction"}
+    numbers = [int(number) for number in part.texts["id"]]
+    expected = [[float(name in SETS[number % 6]) for name in "abc"] for number in numbers]
+    assert part.samples.labels.tolist() == expected
+    assert data.train.labels.dtype == np.float32
+    batch = ExampleCollator({"input_ids": 0})([(part.samples[0], 0), (part.samples[1], FILLER)])
+    assert batch.num_targets == 1
+    assert batch.labels[0].tolist() == expected[0]
+    assert batch.labels[1].isnan().all()
+    logits = torch.randn(2, 3)
+    own = binary_cross_entropy_with_logits(logits[:1], batch.labels[:1])
+    torch.testing.assert_close(loss_of_examples(logits, batch.labels), own)
+    recipe.label_smoothing = 0.1
+    assert "lists" in refusal(class_weights, recipe, data)
+
+
+@pytest.mark.parametrize(("labels", "flags", "words"), [
+    ([[0, 1, 1], [0, 0, 1]] * 4, (), "lists of 0 and 1"),
+    (SETS * 4, ("--regression", "true"), "has lists of labels"),
+    ([["a"], None] * 4, (), "it has no label"),
+    ([["a"]] * 8, (), "only one label"),
+])  # fmt: skip
+def test_lists_that_are_refused(tmp_path, byte_tokenizer, labels, flags, words):
+    if None in labels:
+        labels[0] = ["b"]
+    assert words in refusal(prepared, tmp_path / "a.jsonl", byte_tokenizer, labels, *flags)
+
+
+def test_numbers_of_labels_are_sets_too(tmp_path, byte_tokenizer):
+    assert prepared(tmp_path / "a.jsonl", byte_tokenizer, [[0, 2], [1], [5]] * 4)[1].labels.names == (
+        "0",
+        "1",
+        "2",
+        "5",
+    )
+
+
+@pytest.mark.parametrize(("kind", "labels", "words"), [
+    ("single_label_classification", [["a"], ["b"]] * 4, "trained for one label a record"),
+    ("multi_label_classification", ["a", "b"] * 4, None),  # one label is a set too
+    ("multi_label_classification", [["a", "b"], []] * 4, None),
+])  # fmt: skip
+def test_data_for_a_stored_model(tmp_path, byte_tokenizer, kind, labels, words):
+    recipe = labelled_recipe(
+        tmp_path / "a.jsonl", [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)], byte_tokenizer
+    )
+    config = load_configuration(recipe)
+    config.id2label, config.problem_type = {0: "a", 1: "b"}, kind
+    recipe.evaluate_only = True
+    if words:
+        assert words in refusal(prepare_examples, recipe, config)
+    else:
+        data = prepare_examples(recipe, config)
+        assert data.labels.of_sets
+        expected = [1.0, 0.0] if labels[0] == "a" else [1.0, 1.0]
+        assert expected in data.held_out[0].samples.labels.tolist()
+
+
+def test_texts_for_a_model_of_label_sets_need_no_labels(tmp_path, byte_tokenizer):
+    write_records(tmp_path / "b.jsonl", [{"text": "one", "label": ["x"]}, {"text": "two", "label": []}])
+    flags = ["--model_name_or_path", "m", "--tokenizer_name", byte_tokenizer, "--cache_dir", tmp_path / "cache"]
+    recipe = parse_recipe(ClsRecipe, [str(word) for word in (*flags, "--predict_file", tmp_path / "b.jsonl")])
+    config = AutoConfig.for_model("bert", id2label={0: "a", 1: "b"}, problem_type="multi_label_classification")
+    data = prepare_examples(recipe, config)
+    assert data.held_out[0].samples.labels.tolist() == [[0.0, 0.0]] * 2
+    assert data.held_out[0].texts["label"][:] == [["x"], []]  # of the data
+
+
+def test_columns_with_the_names_of_predictions_are_kept(tmp_path, byte_tokenizer):
+    more = {"prediction": 7, "input_prediction": 8, "probabilities": {"a": 1}, "label": "mine"}
+    _, data = prepared(
+        tmp_path / "a.jsonl", byte_tokenizer, ["a", "b"] * 8, "--label_column", "kind", name="kind", **more
+    )
+    record = next(iter(data.held_out[0].texts))
+    kept = {name: value for name, value in record.items() if name not in ("id", "text", "kind")}
+    assert kept == {
+        "input_input_prediction": 7, "input_prediction": 8, "input_probabilities": {"a": 1}, "input_label": "mine"
+    }  # fmt: skip
+    assert record["kind"] in ("a", "b")
+
+
+def test_predictions_as_a_table(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.start_answers({"seed": 1}, {"name": "single"}, {})
+    (folder.path / "predictions_mine.jsonl").write_text('{"a": 1}\n')
+    (folder.path / "predictions_other.csv").write_text("mine")
+    rows = [
+        {"id": "007", "text": 'a;b "c"\nd', "when": np.datetime64("2024-01-01"), "prediction": ["x", "y"],
+         "probabilities": {"x": 0.75, "y": 0.5}},
+        {"id": "008", "text": "é", "prediction": [], "probabilities": {"x": 0.1, "y": 0.2}},
+    ]  # fmt: skip
+    folder.write_predictions(rows)
+    folder.write_predictions(rows, "_other")
+    assert folder.tabulate_predictions(".csv", ";") == ["predictions.csv"]
+    table = list(csv.DictReader((folder.path / "predictions.csv").open(newline=""), delimiter=";"))
+    assert [row["text"] for row in table] == [row["text"] for row in rows]
+    assert [row["id"] for row in table] == ["007", "008"]
+    assert [json.loads(row["prediction"]) for row in table] == [["x", "y"], []]
+    assert [float(row["probability_y"]) for row in table] == [0.5, 0.2]
+    assert table[0]["when"] == "2024-01-01"
+    assert (folder.path / "predictions_other.csv").read_text() == "mine"
