@@ -161,13 +161,14 @@ def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float
 
 def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
     """The lines of predictions.jsonl: the record, its label where there is one, what was predicted."""
+    names = labels.names or ()
     for index, (record, (answer, probabilities)) in enumerate(zip(part.texts, answers)):
         line = {**record}
         if labels.of_words:
             sample, predicted = part.samples[index], iter(answer)
             if truth is not None:
-                line["label"] = [labels.names[tag] for tag in sample["tags"]]
-            line["prediction"] = [labels.names[next(predicted)] if start >= 0 else None for start in sample["starts"]]
+                line["label"] = [names[tag] for tag in sample["tags"]]
+            line["prediction"] = [names[next(predicted)] if start >= 0 else None for start in sample["starts"]]
         else:
             if truth is not None:
                 line["label"] = _named(truth[index], labels)
@@ -175,7 +176,7 @@ def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: L
         if probabilities is not None:
             if not labels.of_sets:
                 line["probability"] = probabilities[answer]
-            line["probabilities"] = dict(zip(labels.names, probabilities))
+            line["probabilities"] = dict(zip(names, probabilities))
         yield line
 
 
