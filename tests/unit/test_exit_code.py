@@ -248,3 +248,10 @@ def test_a_job_is_queued_again_as_the_table_says(tmp_path):
         refused = [queue_again_refused(number, tmp_path / "run", is_first=launch == 0) for launch in range(5)]
         queued = next((launch for launch, why in enumerate(refused) if why), 5)
         assert queued == expected[action], code
+
+
+def test_a_log_on_a_full_disk_ends_no_run(tmp_path):
+    (tmp_path / "run.py").write_text(RANK.format(body="print('a line' * 9999, flush=True); return 0"))
+    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(tmp_path / "run")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, stderr=full, env=environment(PYTHONPATH=str(ROOT))).returncode == 0

@@ -1,9 +1,11 @@
 """A run's folder: what is never removed, what is read where a part of the record is lost, and links in it."""
 
 import contextlib
+import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -278,6 +280,21 @@ def test_a_last_line_that_is_torn_is_cut_off_before_the_next(tmp_path):
     file = JsonlFile(tmp_path / "anomalies.jsonl")
     (tmp_path / "anomalies.jsonl").write_text('{"update": 1}\n{"upd')
     assert [line["update"] for line in file.read()] == [1]
+    file.add({"update": 2})
+    file.close()
+    assert [line["update"] for line in file.read()] == [1, 2]
+
+
+@pytest.mark.parametrize("fails", ["open_without_links", "os.fsync"])
+def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, monkeypatch, fails):
+    file, error = JsonlFile(tmp_path / "metrics.jsonl"), OSError(errno.EDQUOT, "Disk quota exceeded")
+    with monkeypatch.context() as patched:
+        patched.setattr(f"zerofit.record.jsonl.{fails}", MagicMock(side_effect=error))
+        file.add({"update": 1})
+        file.sync()
+        if fails == "open_without_links":
+            with pytest.raises(OSError, match="quota"):
+                file.close()
     file.add({"update": 2})
     file.close()
     assert [line["update"] for line in file.read()] == [1, 2]
