@@ -350,6 +350,22 @@ def test_what_nobody_reads_is_counted_in_one_note(prepare_causal, llama, tmp_pat
     assert [note for note in notes if "not read" in note] == [f"note      not read: columns source; keys {keys}"]
 
 
+def test_a_text_that_the_template_does_not_write_is_counted(tokenizer_with, prepare_causal, llama, tmp_path):
+    """Mistral's template writes the system text before the last turn only if that is the user's."""
+    turns = [{"role": "system", "content": "Be kind."}, *TALK]
+    text, spans = render(tokenizer_with("mistral"), turns)
+    assert [text[start:stop].strip() for start, stop in spans] == ["Hello.</s>", "Nothing more.</s>"]
+    (tmp_path / "mistral.jinja").write_text(MISTRAL)
+    file = write_records(tmp_path / "a.jsonl", [{"messages": turns}] * 3 + [{"messages": TALK}] * 3)
+    flags = ("--chat_template", tmp_path / "mistral.jinja", "--packing", "none")
+    notes = prepare_causal(llama, file, *flags, validation_split_percentage=0).notes
+    assert [note for note in notes if "not read" in note] == ["note      not read: keys system.content (3 records)"]
+    rows = [{"instruction": "Say hello.", "input": "To Ann.", "output": "Hello, Ann."}] * 4
+    flags = ("--chat_template", "instruction", "--packing", "none", "--system_prompt", "Be kind.")
+    notes = prepare_causal(llama, write_records(tmp_path / "b.jsonl", rows), *flags).notes
+    assert not any("not read" in note for note in notes)
+
+
 PARTS = [
     {"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": "data:"}},
     {"type": "input_image", "image_url": "http://"}, {"type": "input_audio", "input_audio": {"data": ""}},

@@ -177,12 +177,20 @@ def for_template(tokenizer, messages: list[Message]) -> Conversation:
     return conversation
 
 
-def unread_keys(tokenizer, messages: list[Message]) -> list[str]:
-    """The keys of messages, and of what their record gives, that the template does not mention."""
+def unread_keys(tokenizer, messages: list[Message], text: str | None = None) -> list[str]:
+    """The keys of messages, and of what their record gives, that the template does not mention.
+
+    Args:
+        text: what the template wrote; then also the roles of messages whose text is not in it, such as system.content.
+    """
     given = _given_to(tokenizer, messages)
     found = {key for message in messages for key in message if key not in OWN_KEYS} | given.keys()
     hoisted = {"functions"} if "tools" in given else set()
-    return sorted(key for key in found - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer)))
+    unread = {key for key in found - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer))}
+    for message in messages if text is not None else ():  # of an answer, reasoning may be left out
+        if message["role"] != "assistant" and "instruction" not in message and message["content"].strip() not in text:
+            unread.add(f"{message['role']}.content")
+    return sorted(unread)
 
 
 def _given_to(tokenizer, messages: list[Message]) -> dict[str, Any]:

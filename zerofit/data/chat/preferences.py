@@ -231,9 +231,12 @@ def prepare_preferences(
 def _encoder_of(part: Part, encoder: ChatEncoder) -> Any:
     def encode(pairs: list[Pair], places: list[int]) -> dict[str, list[Any]]:
         where = [f"{part.where}, record {part.numbers[place] + 1}" for place in places]
-        chosen, rejected = (
-            encoder.encode([encoder.render(pair[side], name) for pair, name in zip(pairs, where)]) for side in (0, 1)
-        )
+        rendered = [[encoder.render(pair[side], name) for pair, name in zip(pairs, where)] for side in (0, 1)]
+        unread = [
+            [unread_keys(encoder.tokenizer, pair[side], text) for pair, (text, *_) in zip(pairs, rendered[side])]
+            for side in (0, 1)
+        ]
+        chosen, rejected = map(encoder.encode, rendered)
         for row, (left, right) in enumerate(zip(chosen["trained"], rejected["trained"])):
             if not (left and right):  # nothing is left of one of them, and so nothing to compare
                 for each in (chosen, rejected):
@@ -249,10 +252,7 @@ def _encoder_of(part: Part, encoder: ChatEncoder) -> Any:
             "truncated": [sum(both) for both in zip(chosen["truncated"], rejected["truncated"])],
             "trained": [sum(both) for both in zip(chosen["trained"], rejected["trained"])],
             "is_cut": [any(both) for both in zip(chosen["is_cut"], rejected["is_cut"])],
-            "unread": [
-                " ".join(sorted({key for each in pair for key in unread_keys(encoder.tokenizer, each)}))
-                for pair in pairs
-            ],
+            "unread": [" ".join(sorted({*left, *right})) for left, right in zip(*unread)],
         }
 
     return encode

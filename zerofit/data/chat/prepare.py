@@ -202,8 +202,9 @@ def _encode(part: Part, encoder: ChatEncoder, cache: TableCache) -> Dataset:
 
     def encode(conversations: list[list[chat.Message]], places: list[int]) -> dict:
         records = (f"{where}, record {numbers[place] + 1}" for place in places)
-        rows = encoder.encode([encoder.render(*pair) for pair in zip(conversations, records)])
-        return {**rows, "unread": [" ".join(unread_keys(encoder.tokenizer, each)) for each in conversations]}
+        rendered = [encoder.render(*pair) for pair in zip(conversations, records)]
+        unread = [unread_keys(encoder.tokenizer, each, text) for each, (text, *_) in zip(conversations, rendered)]
+        return {**encoder.encode(rendered), "unread": [" ".join(keys) for keys in unread]}
 
     return part.encode(encode, TABLE, encoder.key, cache)
 
