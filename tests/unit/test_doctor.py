@@ -146,6 +146,16 @@ def test_contradictions_of_three_files_at_once(folder, capsys):
         assert words in said
 
 
+def test_what_a_flag_takes_out_is_noted(folder, capsys):
+    (folder / "clm/mine.yaml").write_text(RECIPE + "sample_tokens: 5\nsample_prompt: x\n")
+    edit(folder / "ds_configs/zero2.json", gradient_clipping=0.5)
+    report = examined(*MINE, *ZERO2, "--sample_tokens", "0", "--max_grad_norm", "1")
+    assert not texts(report), "a flag wins"
+    said = "\n".join(texts(report, "note"))
+    assert "sample_prompt = 'x' (clm/mine.yaml, line 10) is left out" in said
+    assert "gradient_clipping = 0.5 is left out: --max_grad_norm says otherwise" in said
+
+
 def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
     (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\nstrategy: zero1\n")
     edit(folder / "accelerate_configs/zero2.yaml", deepspeed_confg={})

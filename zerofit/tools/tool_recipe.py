@@ -14,6 +14,7 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, task_of_recipe
+from zerofit.record.terminal import say_aside
 
 T = TypeVar("T", bound=Recipe)
 # A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
@@ -93,6 +94,8 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
     if not options.trains:
         raise UserError(f"{prog} trains: remove evaluate_only and predict_file")
     options.task = task
+    for note in options.left_out:
+        say_aside(f"note      {note}")
     return options, cls
 
 

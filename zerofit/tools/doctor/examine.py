@@ -222,6 +222,7 @@ def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
     sources = {name: options.source(name) for name in (*fields, "config")}
     recipe.strategy = sources["strategy"] = None
     recipe.remember_sources({name: source for name, source in sources.items() if source})
+    recipe.remember_left_out(options.left_out)
     return recipe
 
 

@@ -42,7 +42,7 @@ from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.plan.plan_report import PlanReport
 from zerofit.tools.plan.planner import LengthPlanner, Planner
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
-from zerofit.tools.plan.write import write_pairs, write_recipe
+from zerofit.tools.plan.write import refuse_a_run, write_pairs, write_recipe
 from zerofit.tools.tool_recipe import read_with_recipe
 
 SINGLE = "single"  # the pair of one process
@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         _calibrate(parse_recipe(DevicesOptions, argv, prog="zerofit plan --calibrate", tool=True))
         return 0
     options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
+    if options.write:
+        refuse_a_run(Path(options.write))
     if options.calibrate:
         _calibrate(options)
     planner, names, check, outcomes, known = prepare(options)

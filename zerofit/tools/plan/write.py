@@ -32,10 +32,15 @@ def write_recipe(folder: Path, options: Any, recipe: type) -> Path:
     return file
 
 
-def make_folder(folder: Path) -> Path:
-    """Raises UserError: the folder cannot be made, or is a run's, whose recipe.yaml is not replaced."""
+def refuse_a_run(folder: Path) -> None:
+    """Raises UserError: it is the folder of a run, whose recipe.yaml is not replaced."""
     if (folder / "strategy.yaml").is_file() or (folder / "metrics.jsonl").is_file():
         raise UserError(f"write = {str(folder)!r} is the folder of a run. Set --write to another folder")
+
+
+def make_folder(folder: Path) -> Path:
+    """Raises UserError: the folder cannot be made, or is a run's."""
+    refuse_a_run(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
