@@ -83,6 +83,23 @@ def test_the_decoder_reads_the_target_shifted_right(name):
     assert shifted_right(model, longer).tolist() == [[start, 5, 6, 2], [start, 7, 2, 0]]
 
 
+def test_rows_that_fill_a_batch_up_do_not_disturb_mbart():
+    """Its decoder begins with the last token of the target, the language, of which a filler has none."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.for_model(
+        "mbart", vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    labels = torch.tensor([[5, 6, 2, 9], [7, 2, 9, IGNORE], [IGNORE] * 4])
+    assert shifted_right(model, labels)[:2].tolist() == [[9, 5, 6, 2], [9, 7, 2, 9]]
+    inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [9, 1]]), "labels": labels}
+    expected = 7 * model(**{name: rows[:2] for name, rows in inputs.items()}).loss
+    install_loss(model, "full")
+    torch.testing.assert_close(model(**inputs), expected)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_with_a_loss_installed_the_model_still_generates(name):
     model, inputs = pair_model(name), batch()

@@ -124,9 +124,10 @@ def model_loss(model, batch) -> torch.Tensor:
 
 def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:
     """What the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        return model.prepare_decoder_input_ids_from_labels(labels)  # some families begin differently
     start, padding = model.config.decoder_start_token_id, model.config.pad_token_id
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # some families begin differently
+        empty = (labels == IGNORE).all(dim=1, keepdim=True)  # a row that fills a batch up: mBART wants a last token
+        return model.prepare_decoder_input_ids_from_labels(labels.masked_fill(empty, int(padding == 0)))
     return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1], (1, 0)) == IGNORE, padding)
 
 
