@@ -62,8 +62,8 @@ def test_all_blocks_run_one_graph(name, recomputed):
     _convert_masks_once()
     model = tiny_model(name, **SHAPES[name]).train()
     plain, names = copy.deepcopy(model), list(model.state_dict())
-    for each, is_traced in ((model, True), (plain, False)) if recomputed else ():
-        enable_recomputation(each, recomputed, is_traced)
+    for each in (model, plain) if recomputed else ():
+        enable_recomputation(each, recomputed, compiled=each is model)
     compile_model(model, "blocks", backend="aot_eager")
     for batch in packed_rows(5):
         for ours, theirs in zip(loss_and_gradients(model, batch), loss_and_gradients(plain, batch), strict=True):

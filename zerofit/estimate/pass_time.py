@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from zerofit.estimate.operations import BY_FLOPS, EXCHANGES, Operation
 from zerofit.estimate.speeds import Speeds
 from zerofit.estimate.time_constants import BACKWARD_STARTS, FUSED, FUSED_STARTS
-from zerofit.estimate.traced_steps import TracedStep, host_inputs
+from zerofit.estimate.traced_steps import TracedStep
 
 STARTS, COMMUNICATION = "starting operations", "communication"  # parts of a time that are no operations
 
@@ -73,7 +73,7 @@ def pass_time(
         more = max(0.0, started - times[phase]) if speeds.is_queued else started
         times[phase] += more + waits[phase]
         parts[STARTS] = parts.get(STARTS, 0.0) + more
-    return PassTime(times["forward"], times["backward"], parts, sum(host_inputs(steps)))
+    return PassTime(times["forward"], times["backward"], parts, sum(step.offloaded for step in steps))
 
 
 def _segment_time(

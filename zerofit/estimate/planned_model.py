@@ -15,7 +15,7 @@ from zerofit.estimate.memory_constants import MASTER_BYTES, NF4_BYTES
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
 from zerofit.estimate.planned_rows import OF_WORDS, TASKS, Rows, has_pairs
 from zerofit.estimate.traced_shares import divide_experts, split_layers
-from zerofit.estimate.traced_steps import TracedStep, in_flight
+from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.configuration import has_head
@@ -114,15 +114,11 @@ class PlannedModel:
         """
         tracer = self.tracer(precision, sharding, layout, evaluated, rows)
         if layout.pipeline == 1:
-            return self._with_in_flight(tracer.steps(batch_size), evaluated)
+            return tracer.steps(batch_size)
         weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, layout, batch_size)
         width = self.dtypes(precision, sharding is not None)[0].itemsize
         embedded = hidden * layout.tensor if layout.tensor > 1 and not evaluated else 0
-        steps = steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded)
-        return self._with_in_flight(steps, evaluated)
-
-    def _with_in_flight(self, steps: list[TracedStep], evaluated: bool) -> list[TracedStep]:
-        return in_flight(steps) if self.recipe.activation_offload and not evaluated else steps
+        return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded)
 
     def _share_sizes(self, tensor: int) -> dict[str, int]:
         """{name of a parameter: elements of a rank's share}, of the model with few layers."""

@@ -63,7 +63,8 @@ def update_time(
     """The time of an update of `accumulation` micro-batches.
 
     Communication beside computation is hidden up to the length of the pass, and slows it by `contention`. What is
-    copied to and from the host counts likewise. The bubble is that of 1F1B: Narayanan et al. 2021, (p - 1) / m.
+    copied to and from the host counts likewise, but for layer inputs, for which the passes wait. The bubble is that
+    of 1F1B: Narayanan et al. 2021, (p - 1) / m.
 
     Args:
         world_size: ranks that hold the same weights, and exchange gradients.
@@ -85,13 +86,13 @@ def update_time(
         return beside - hidden * (1 - speeds.contention)
 
     forward, backward = exchanged(exchanges.forward), exchanged(exchanges.backward)
-    up, down = copied(exchanges.up + passes.offloaded), copied(exchanges.down + passes.offloaded)
+    up, down = copied(exchanges.up), copied(exchanges.down)
     last = backward + exchanged(exchanges.last_backward)
     in_each = exposed(forward, passes.forward) + exposed(backward, passes.backward)
     in_last = exposed(last, passes.backward) - exposed(backward, passes.backward)
     communication = accumulation * in_each + in_last + exchanged(exchanges.step)
     communication += 2 * (accumulation * min(2, pipeline - 1) + pipeline - 1) * handed_over
-    copies = exposed(up, passes.forward) + exposed(down, passes.backward)
+    copies = exposed(up, passes.forward) + exposed(down, passes.backward) + 2 * copied(passes.offloaded)
     adam = HOST_STEP * exchanges.adam * local / speeds.adam + exchanges.disk * local / DISK
     host = accumulation * copies + copied(exchanges.step_up) + adam
     engine = accumulation * speeds.memory_seconds(exchanges.micro_moved, half)

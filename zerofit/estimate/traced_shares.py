@@ -260,23 +260,24 @@ def run_backward(loss: torch.Tensor) -> None:
 
 
 class FakeHostStore:
-    """The host's memory: what is offloaded there leaves the device at once (`in_flight` has the rest).
+    """The host's memory: what is saved there leaves the device at once.
 
     Attributes:
-        offloaded: is told the bytes of each tensor.
+        offloaded: is given the bytes of each tensor.
     """
 
     def __init__(self) -> None:
         self.offloaded: Callable[[int], None] = lambda size: None
-        self._shapes: list[tuple[Any, ...]] = []
 
-    def offload_input(self, tensor: torch.Tensor) -> int:
+    def saved(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         self.offloaded(tensor.nbytes)
-        self._shapes.append((tensor.size(), tensor.stride(), tensor.dtype, tensor.device))
-        return len(self._shapes) - 1
+        return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
-    def restore_input(self, number: int) -> torch.Tensor:
-        size, stride, dtype, device = self._shapes[number]
+    def _unpack(self, packed: tuple[Any, ...]) -> torch.Tensor:
+        size, stride, dtype, device = packed
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -130,26 +130,3 @@ def extrapolate(
         )
         for a, b in zip(first, second, strict=True)
     ]
-
-
-def in_flight(steps: list[TracedStep]) -> list[TracedStep]:
-    """The steps with what is on the device although it was offloaded: the newest input, which is not copied, and the
-    one before it, until the next one comes (DeepSpeed 0.19, offload_activations.py). That of the layer at work is
-    there in any case."""
-    done: list[TracedStep] = []
-    held: list[int] = []
-    place: tuple[str, int] | None = None
-    for step in steps:
-        if step.offloaded:
-            held = [*held[-1:], step.offloaded]
-        if step.phase == "backward" and step.place not in (None, place):
-            held, place = held[:-1], step.place
-        own = held[-1] if held and step.phase != "backward" and step.place else 0
-        extra = sum(held) - own
-        done.append(step._replace(start=step.start + extra, end=step.end + extra))
-    return done
-
-
-def host_inputs(steps: list[TracedStep]) -> list[int]:
-    """The bytes of each input that waits on the host: of all but the newest."""
-    return [step.offloaded for step in steps if step.offloaded][:-1]

@@ -129,10 +129,10 @@ class Tracer:
         model.train(not self.settings.evaluated)
         if self.settings.recomputed and not self.settings.evaluated:
             drops = self.settings.gpu_kernels and any(getattr(self.config, name, 0) for name in ATTENTION_DROPOUTS)
-            enable_recomputation(model, self.settings.recomputed, is_traced=True, keeps_attention=not drops)
+            enable_recomputation(model, self.settings.recomputed, keeps_attention=not drops)
             if self.settings.offloaded:
                 self.elsewhere = FakeHostStore()
-                offload_inputs(model, self.elsewhere)
+                offload_inputs(model, self.elsewhere.saved)
         return model
 
     @functools.cached_property

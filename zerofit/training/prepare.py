@@ -35,7 +35,7 @@ from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.host_memory import resident_bytes
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same
 from zerofit.strategy.muon import Muon
-from zerofit.strategy.offloaded_inputs import host_store, offload_inputs
+from zerofit.strategy.offloaded_inputs import offload_inputs, saved_on_host
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
 from zerofit.training.configuration import RunConfiguration
@@ -262,11 +262,11 @@ def prepare_activations(
     """
     notes = []
     if recipe.gradient_checkpointing:
-        enable_recomputation(model, recipe.gradient_checkpointing, is_traced=bool(recipe.torch_compile))
+        enable_recomputation(model, recipe.gradient_checkpointing, compiled=bool(recipe.torch_compile))
     if recipe.activation_offload and device.type == "cpu":
         notes.append("activation_offload has no effect: the device's memory is the host's")
     elif recipe.activation_offload:
-        offload_inputs(model, host_store(device))
+        offload_inputs(model, saved_on_host(device))
     if recipe.torch_compile:
         compile_model(model, str(recipe.torch_compile))
     elif can_compile and device.type == "cuda" and blocks_of(model):

@@ -26,7 +26,7 @@ from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.timing import Timing
-from zerofit.estimate.traced_steps import TracedStep, host_inputs
+from zerofit.estimate.traced_steps import TracedStep
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.lengths_option import micro_batch_of
@@ -125,7 +125,13 @@ class Planner:
             )
         moments = [*training_moments(states, training, accumulation, in_flight)]
         unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
-        rest = unused, _num_groups(layout), model.on_gpu, _program_on_cpu(resolved), pinned(host_inputs(training))
+        rest = (
+            unused,
+            _num_groups(layout),
+            model.on_gpu,
+            _program_on_cpu(resolved),
+            pinned([step.offloaded for step in training if step.offloaded]),
+        )
         peak = find_peak(states, moments, *rest)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
