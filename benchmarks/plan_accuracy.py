@@ -155,12 +155,6 @@ DATA = {
         *("--train_tokenizer_vocab_size", "4096"),
     ],
     "search": ["--dataset_name", "stdlib-search", "--train_tokenizer_vocab_size", "4096"],
-    "stored": [
-        "--train_file",
-        str(MADE / "stored" / "*.parquet"),
-        "--tokenizer_name",
-        str(MADE / "teacher" / "model"),
-    ],
     "teacher": [
         *("--train_file", str(MADE / "*.py"), "--tokenizer_name", str(MADE / "teacher" / "model")),
         *("--teacher", str(MADE / "teacher" / "model")),
@@ -390,9 +384,6 @@ TUNED = [  # losses of other kinds, a teacher, a mean of the weights, learning r
     _make(SMALL, "zero2", "bf16", 64, 1, (2, 8), DPO, LORA, data="answers"),
     _make("GPT-2, 4 of 256", "zero2", "bf16", 64, 1, (2, 8), SIMPO, data="answers"),
     _make("GPT-2, 4 of 256", "ddp", "fp32", 64, 1, (2, 8), ORPO, data="answers"),
-    _make(SMALL, "single", "fp32", 64, 1, (2, 8), FORWARD, data="stored"),
-    _make(SMALL, "zero3", "bf16", 64, 1, (2, 8), REVERSE, data="stored"),
-    _make(SMALL, "fsdp2", "fp32", 64, 1, (2, 8), FORWARD, data="stored"),
     _make(SMALL, "single", "fp32", 64, 1, (2, 8), REVERSE, data="teacher"),
     _make(SMALL, "zero2", "bf16", 64, 1, (2, 8), FORWARD, data="teacher"),
     _make(SMALL, "single", "fp32", 64, 1, (2, 8), WHOLE, MEAN),
@@ -436,9 +427,8 @@ def chosen(half: str, on: str) -> list[Configuration]:
 
 
 def make_data() -> None:
-    """In MADE, once: pairs of answers; sentences of twenty random words with the tags; a small teacher, and what
-    it says of some of Python's library."""
-    if (MADE / "stored").is_dir():  # made last
+    """In MADE, once: pairs of answers; sentences of twenty random words with the tags; a small teacher."""
+    if (MADE / "teacher" / "model").is_dir():  # made last
         return
     MADE.mkdir(parents=True, exist_ok=True)
     functions = [
@@ -460,13 +450,8 @@ def make_data() -> None:
     text, (shape, overrides) = ["--train_file", str(MADE / "*.py")], MODELS[SMALL][1]
     model = ["--train_tokenizer_vocab_size", "4096", "--config_name", shape, "--config_overrides", overrides]
     taught = ["--output_dir", str(MADE / "teacher"), "--block_size", "64", "--max_train_steps", "1"]
-    generate = ["generate", "--model", str(MADE / "teacher" / "model"), "--logprobs", "64", "--block_size", "64"]
-    script, zerofit = str(ROOT / "train" / "clm.py"), ["-m", "zerofit.cli"]
-    for command in (
-        [script, *text, *model, *taught],
-        [*zerofit, *generate, "--prompt_file", str(MADE / "*.py"), "--output", str(MADE / "stored")],
-    ):
-        subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
+    script = str(ROOT / "train" / "clm.py")
+    subprocess.run([sys.executable, script, *text, *model, *taught], check=True, cwd=ROOT)
 
 
 class Measurements:

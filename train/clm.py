@@ -30,7 +30,6 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.causal import prepare_causal_data
     from zerofit.data.collate import CausalCollator, PreferenceCollator, PromptCollator, multiple_for
     from zerofit.data.lengths import growing_blocks
-    from zerofit.data.order import easiest_first
     from zerofit.data.token_updates import updates_by_tokens
     from zerofit.model.loss import model_loss
     from zerofit.model.parameters import flops_per_token
@@ -135,7 +134,6 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         longest={"input_ids": data.block_size},
         lengths=growth,
         order=data.order,
-        easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         routing=None if preference else routing,
         preference=preference,

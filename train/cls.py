@@ -42,7 +42,6 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.labelled.examples import prepare_examples
     from zerofit.data.labelled.groups import GroupCollator
     from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
-    from zerofit.data.order import easiest_first
     from zerofit.data.pack import stats_rows
     from zerofit.model.configuration import check_task
     from zerofit.model.embedding import AutoBody, check_body, contrastive_loss, embed
@@ -145,7 +144,6 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         grouping=recipe.length_grouping,
         longest=data.longest,
         order=data.order,
-        easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=lambda: chance(data.held_out) if data.labels.of_pairs else best_constant(data.labels, data.held_out),
         report=lambda: report_classes(session.folder, data.labels, data.held_out),

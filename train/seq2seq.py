@@ -28,7 +28,6 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from transformers import AutoModelForSeq2SeqLM
 
     from zerofit.data.collate import PairCollator, PromptCollator, multiple_for
-    from zerofit.data.order import easiest_first
     from zerofit.data.pack import stats_rows
     from zerofit.data.pairs.prepare import prepare_pairs
     from zerofit.data.prompts import read_sources
@@ -114,7 +113,6 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         grouping=recipe.length_grouping,
         longest=dict(zip(("input_ids", "labels"), data.widths)),
         order=data.order,
-        easiest=easiest_first(recipe.difficulty, data.train, session.strategy.batches.consumed),
         predict=predict,
         baseline=remarks,
     )

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -46,7 +45,6 @@ from transformers import (
 )
 
 from zerofit.cli import main as zerofit
-from zerofit.data.distilled import TABLE, vocabulary_key
 from zerofit.data.tables import hold_out
 from zerofit.recipe import ClmRecipe
 
@@ -75,7 +73,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed", "distilled")
+SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
     "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
@@ -143,10 +141,6 @@ CASES = {
     )),
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon")),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),
-    "distilled": Case("clm", 22, (  # the run spans two epochs
-        "--model_name_or_path", "{llama}", "--train_file", "{taught}", "--distill_divergence", "forward",
-        "--distill_temperature", "1.5", "--max_eval_samples", "17", "--save_steps", "8", "--record_samples", "true",
-    ), learning_rate=1e-4),  # its targets are random, and its gradients large
     "teacher": Case("clm", 12, (  # which each process holds beside the student
         *PACKED, "--teacher", "{teacher}", "--distill_divergence", "forward",
     )),
@@ -196,7 +190,7 @@ CASES = {
         "--max_length", "64", "--max_eval_samples", "11",
     ), learning_rate=1e-4),
     "blenderbot": Case("seq2seq", 12, (
-        "--model_name_or_path", "{blenderbot}", *PAIRS, "--difficulty_warmup", "length@6",
+        "--model_name_or_path", "{blenderbot}", *PAIRS,
     ), ("zero2",)),
     "t5": Case("seq2seq", 6, ("--model_name_or_path", "{t5}", *PAIRS)),
     "smoothed pairs": Case("seq2seq", 6, (
@@ -250,7 +244,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
     made |= {"kinds": answers_that_are_short(folder, material), "sets": words_of_lines(folder, material)}
     made |= {"body": without_a_head(folder / "body", folder / "deberta"), "search": halves(folder, material)}
-    made |= {"pairs": pairs_of_answers(folder, material), "taught": taught_samples(folder / "taught.parquet", llama)}
+    made |= {"pairs": pairs_of_answers(folder, material)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
     return {"llama": llama, "material": material, **made}
 
@@ -336,24 +330,6 @@ def pairs_of_answers(folder: Path, material: Path) -> Path:
     answers = ((record["output"], other) for record, other in zip(records, others))
     pairs = [{**prompt, "chosen": good, "rejected": bad} for prompt, (good, bad) in zip(asked, answers) if good != bad]
     return write_records(folder / "pairs.jsonl", pairs)
-
-
-def taught_samples(path: Path, llama: Path) -> Path:
-    """Rows of two packed documents, as a teacher of random opinions would write them."""
-    tokenizer, draw = AutoTokenizer.from_pretrained(llama), np.random.default_rng(0)
-    documents, rows = np.array([64, 96]), []
-    for _ in range(150):
-        ids = draw.integers(3, len(tokenizer), 160)
-        labels = np.where(np.isin(np.arange(160), [0, 64, 65, 66]), -100, ids)
-        likeliest = draw.permuted(np.tile(np.arange(len(tokenizer)), (156, 1)), axis=1)[:, :8]
-        opinions = np.log(draw.dirichlet(np.ones(9), 156)[:, :8])  # the ninth is all other tokens
-        rows.append({
-            "input_ids": ids, "labels": labels, "position_ids": np.concatenate(list(map(np.arange, documents))),
-            "teacher_ids": likeliest.ravel(), "teacher_log_probabilities": opinions.ravel(), "num_tokens": 160,
-            "top_k": 8, "vocabulary": vocabulary_key(tokenizer),
-        })  # fmt: skip
-    Dataset.from_list(rows, features=TABLE).to_parquet(path)
-    return path
 
 
 def another_model(folder: Path, llama: Path) -> Path:
@@ -527,7 +503,6 @@ def test_plain_peft_has_the_loss_that_the_run_reported(run, llama, material, cas
     base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, output / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    from datasets import Dataset
 
     records = json.loads((material / "instruct" / "english.json").read_text())
     _, held_out = hold_out(Dataset.from_dict({"number": range(len(records))}), 0.05)
@@ -632,7 +607,7 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("muon", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("muon", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("smoothed", "tp", [(8, "zero3", 2), (16, "single", 1)]),
-    ("distilled", "zero2", [(8, "fsdp2", 2), (16, "sp", 2)]),
+    ("teacher", "zero2", [(6, "ddp", 2)]),
     ("classes", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("tags", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("lora tags", "zero2", [(8, "single", 1), (16, "zero3", 2)]),

@@ -66,7 +66,7 @@ def test_flags_override_the_file_and_both_are_remembered(tmp_path):
         ("clm/gpt2-wikitext2", "--data_path corpus", "dataset_name dataset_config_name packing"),
         ("clm/stories-stream", "--streaming null", ""),
         ("clm/stories-dpo", "--preference_loss null", "preference_beta"),
-        ("clm/stdlib-distilled", "--distill_divergence null", "distill_weight"),
+        ("clm/stdlib-distilled", "--distill_divergence null", "distill_weight teacher"),
         ("cls/deberta-xl-mrpc", "--train_file a.csv", ""),
         ("seq2seq/stdlib-functions", "--tokens_per_batch 4096 --max_source_length 64 --max_target_length 64",
          "global_batch_size"),

@@ -10,7 +10,6 @@ from datasets import Dataset
 from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
 from zerofit.data.chat.preferences import find_preferences, prepare_preferences
 from zerofit.data.chat.prepare import prepare_chat
-from zerofit.data.distilled import read_distilled
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
 from zerofit.data.mixture import MixedSamples, mix, options_of_sources
@@ -59,9 +58,7 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         return read_causal_prompts(recipe, options, form, config, block_size)
     try:
         with one_process_at_a_time(options.cache.folder):
-            if recipe.distill_divergence and not recipe.teacher:
-                data = _prepare_distilled(recipe, options, form, config, block_size)
-            elif recipe.streaming:
+            if recipe.streaming:
                 data = _prepare_stream(recipe, options, form, config, block_size, consumed)
             else:
                 prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
@@ -184,21 +181,6 @@ def _prepare_stream(
         order=train,
         samples_per_epoch=total,
     )
-
-
-def _prepare_distilled(
-    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
-) -> TextData:
-    """Samples with a teacher's likeliest tokens; the data of validation_file are read as ever."""
-    if not recipe.train_file:
-        return _held_out_data(recipe, options, form, config, block_size)
-    fraction = 0.0 if recipe.validation_file else options.held_out_fraction
-    own = replace(options, patterns={"train": recipe.train_file}, held_out_fraction=fraction)
-    data = read_distilled(own, config, recipe.block_size)
-    if not recipe.validation_file:
-        return data
-    held_out = _held_out_data(recipe, options, form, config, data.block_size)
-    return replace(data, validation=held_out.validation, report=[])
 
 
 def _held_out_data(recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int) -> TextData:

@@ -89,8 +89,6 @@ class CausalCollator:
             "position_ids": 0,
             "attention_mask": 0,
             "documents": 0,
-            "teacher_ids": 0,
-            "teacher_log_probabilities": 0,
         }
         same_length = len(set(lengths)) == 1
         width = lengths[0] if same_length else round_up(max(lengths), self.multiple)

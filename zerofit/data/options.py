@@ -7,7 +7,6 @@ from pathlib import Path
 from zerofit.data.token_tables import TableCache
 from zerofit.model.tokenizer import TokenizerOptions
 from zerofit.recipe.cache import cache_root
-from zerofit.recipe.growth import Difficulty
 from zerofit.recipe.tasks import TaskRecipe
 
 PREDICT = "predict"  # the part of predict_file, without labels
@@ -43,7 +42,6 @@ class DataOptions:
     named_columns: frozenset[str]
     lowercases: bool
     tokenizer: TokenizerOptions
-    difficulty: Difficulty | None
     trains: bool
     held_out_fraction: float
     max_train_samples: int | None
@@ -68,7 +66,6 @@ class DataOptions:
             named_columns=frozenset(chain.from_iterable([name] if isinstance(name, str) else name for name in named)),
             lowercases=not getattr(recipe, "task_name", None),
             tokenizer=TokenizerOptions.of(recipe),
-            difficulty=recipe.difficulty,
             trains=recipe.trains,
             held_out_fraction=recipe.validation_split_percentage / 100,
             max_train_samples=recipe.max_train_samples,

@@ -20,7 +20,6 @@ import torch
 
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.growth import LENGTH, Difficulty
 
 FILLER = -1  # a place in a batch without a sample
 
@@ -75,72 +74,6 @@ class LengthGroups:
         return np.concatenate([batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]])
 
 
-@dataclass(frozen=True)
-class EasiestFirst:
-    """The first epoch with the easiest samples first.
-
-    Its update k of U draws at random from the easiest k / U of all samples, without those that updates before have
-    drawn. After update U the others follow, in random order. So each sample is seen once in the epoch, as ever.
-
-    Args:
-        scores: (samples,) the lowest is the easiest.
-        ends: (U,) samples that the first 1, 2, ... U updates take.
-    """
-
-    scores: np.ndarray
-    ends: Sequence[int]
-
-    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The first epoch, drawn as any other."""
-        ranked = drawn[np.argsort(self.scores[drawn], kind="stable")]  # those of one score in random order
-        pool, size, reached, start, taken = np.empty_like(ranked), 0, 0, 0, []
-        for update, end in enumerate(self.ends, 1):
-            reach = max(end, len(ranked) * update // len(self.ends))
-            pool[size : size + reach - reached] = ranked[reached:reach]
-            size, reached = size + reach - reached, reach
-            chosen = rng.choice(size, end - start, replace=False)
-            taken.append(pool[chosen])
-            size, start = size - len(chosen), end
-            rest = np.ones(len(chosen), dtype=bool)  # of the pool's end, which fills the places of those chosen
-            rest[chosen[chosen >= size] - size] = False
-            pool[chosen[chosen < size]] = pool[size : size + len(chosen)][rest]
-        return np.concatenate([*taken, rng.permutation(pool[:size])])
-
-
-def easiest_first(
-    difficulty: Difficulty | None, samples: SampleSet | None, consumed: Callable[[int], int]
-) -> EasiestFirst | None:
-    """The beginning of the first epoch, with difficulty_warmup.
-
-    Args:
-        samples: of the training; their `scores`, else their lengths, say how difficult each is.
-        consumed: (updates) -> samples of so many updates.
-
-    Raises:
-        UserError: samples are packed, or the first epoch has fewer updates.
-    """
-    if difficulty is None or samples is None:
-        return None
-    name, updates, stated = difficulty.field, difficulty.updates, difficulty.stated
-    scores = samples.lengths if name == LENGTH else getattr(samples, "scores", None)
-    if samples.lengths is None:
-        raise UserError(
-            f"{stated}: samples are packed, each has its share of easy and difficult records. Say "
-            "--packing none, where each record is a sample of its own"
-        )
-    if scores is None:
-        raise UserError(f"{stated}: running text has no score. Say {LENGTH}@{updates}")
-    ends = [consumed(update) for update in range(1, updates + 1)]
-    if ends[-1] > len(samples):
-        max_updates = sum(end <= len(samples) for end in ends)
-        remedy = f"Say {name}@{max_updates} or less" if max_updates else "Leave it out"
-        raise UserError(
-            f"{stated}: the first epoch has {len(samples):,} samples, after which all have been seen, and "
-            f"{updates:,} updates take {ends[-1]:,}. {remedy}"
-        )
-    return EasiestFirst(scores, ends)
-
-
 class Order(Protocol):
     """Positions in the sequence of samples -> sample indices."""
 
@@ -150,10 +83,8 @@ class Order(Protocol):
 class SampleOrder:
     """The order of a training run."""
 
-    def __init__(
-        self, num_samples: int, seed: int, groups: LengthGroups | None = None, easiest: EasiestFirst | None = None
-    ):
-        self.num_samples, self.seed, self.groups, self.easiest = num_samples, seed, groups, easiest
+    def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None):
+        self.num_samples, self.seed, self.groups = num_samples, seed, groups
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
 
     def places(self, start: int, stop: int) -> np.ndarray:
@@ -170,9 +101,7 @@ class SampleOrder:
         if number != self._epoch:
             rng = np.random.default_rng([self.seed, number])
             permutation = rng.permutation(self.num_samples)
-            if self.easiest is not None and number == 0:
-                permutation = self.easiest.arrange(permutation, rng)
-            elif self.groups is not None:
+            if self.groups is not None:
                 head, window = self.groups.head(number, self.num_samples), self.groups.samples
                 windows = [permutation[at : at + window] for at in range(head, self.num_samples, window)]
                 permutation = np.concatenate([permutation[:head], *(self.groups.arrange(w, rng) for w in windows)])

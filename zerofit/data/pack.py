@@ -224,11 +224,10 @@ class TokenizedDataset:
         table: columns of token ids, `truncated`, the number of tokens cut from each row, and perhaps `label`.
         columns: of the token ids of a sample; `sizes` are the lengths of the rows that a sample holds (choices),
             `tags` those of its words, and `starts` the place of each word's first token, or -1.
-        scores: how difficult each is, where a column of the records says so.
     """
 
-    def __init__(self, table: "Dataset", columns: tuple[str, ...], scores: np.ndarray | None = None):
-        self.columns, self.scores = {name: Documents(table, name) for name in columns}, scores
+    def __init__(self, table: "Dataset", columns: tuple[str, ...]):
+        self.columns = {name: Documents(table, name) for name in columns}
         numbers = table.with_format("numpy")
         self.labels = numbers["label"][:] if "label" in table.column_names else None
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]

@@ -14,7 +14,6 @@ from zerofit.data.sources import Source
 from zerofit.data.tables import columns_present, first_records, hold_out
 from zerofit.data.token_tables import TableCache, encode_table
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.growth import LENGTH, Difficulty
 
 
 class BadRecord(Exception):
@@ -41,7 +40,6 @@ class Part:
     Args:
         where: the part's name in messages.
         numbers: (records,) the place of each in its source.
-        scores: (records,) how difficult each is, where a column of the records says so.
         records: with all columns; `table` has those that are read.
     """
 
@@ -50,15 +48,13 @@ class Part:
     where: str
     numbers: np.ndarray
     records: Dataset
-    scores: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.table)
 
     def select(self, places: Iterable[int]) -> "Part":
-        scores = self.scores if self.scores is None else self.scores[places]
         table, records = self.table.select(places), self.records.select(places)
-        return replace(self, table=table, numbers=self.numbers[places], records=records, scores=scores)
+        return replace(self, table=table, numbers=self.numbers[places], records=records)
 
     def contents(self) -> Iterator[Any]:
         """What each record holds."""
@@ -97,13 +93,11 @@ def read_parts(
         UserError: a column is missing; a record cannot be used, and such records may not be skipped; a part is empty.
     """
     parts, notes = {}, []
-    score = score_column(options.difficulty, source.parts["train"]) if options.trains else None
     for name, table in source.parts.items():
         reader, where = readers[name], source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
-        scores = scores_of(table, score) if name == "train" else None
-        part = Part(table.select_columns(reader.columns), reader, where, np.arange(len(table)), table, scores)
+        part = Part(table.select_columns(reader.columns), reader, where, np.arange(len(table)), table)
         bad = _bad_records(part, options.cache)
         if len(bad):
             notes += _report(bad, part, options)
@@ -149,31 +143,3 @@ def _report(bad: Dataset, part: Part, options: DataOptions) -> list[str]:
         raise UserError(f"{part.where}, {first}{more}. Correct the data, or skip such records with --skip_bad_records")
     what = f"records of {part.where} are skipped, such as {first}"
     return report_data_loss(options.allow_data_loss, len(bad), len(part), what)
-
-
-# ---------------------------------------------------------------------------------------------------------- difficulty
-
-
-def score_column(difficulty: Difficulty | None, table: Dataset) -> str | None:
-    """The column of the training records that says how difficult each is; None where none does.
-
-    Raises:
-        UserError: there is no such column, or not a number in each record.
-    """
-    if difficulty is None or difficulty.field == LENGTH:
-        return None
-    name, stated = difficulty.field, difficulty.stated
-    if name not in table.column_names:
-        raise UserError(f"{stated}: there is no column {name!r}; {columns_present(table)}. Name one, or {LENGTH}")
-    try:
-        are_numbers = np.isfinite(np.asarray(table.data.column(name).to_numpy(), dtype=np.float64)).all()
-    except (TypeError, ValueError):
-        are_numbers = False
-    if not are_numbers:
-        raise UserError(f"{stated}: not every record has a number in the column {name!r}")
-    return name
-
-
-def scores_of(table: Dataset, column: str | None) -> np.ndarray | None:
-    """The numbers of a column."""
-    return None if column is None else np.asarray(table.data.column(column).to_numpy(), dtype=np.float64)

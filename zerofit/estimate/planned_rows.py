@@ -8,7 +8,7 @@ import torch
 from zerofit.model.chunked_loss import PLAIN, TokenLoss
 from zerofit.model.configuration import has_head
 from zerofit.model.embedding import contrastive_loss, embed
-from zerofit.model.loss import HIDDEN, TEACHER
+from zerofit.model.loss import HIDDEN
 
 TASKS = {
     "clm": "AutoModelForCausalLM",
@@ -16,7 +16,6 @@ TASKS = {
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
 OF_WORDS, OF_PAIRS = "AutoModelForTokenClassification", "AutoModel"
-TOP_K = 64  # tokens of a teacher a position; the data say how many
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
 
 
@@ -100,7 +99,7 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
 
     Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls without tags; of embeddings
         (samples, rows, T) and (samples, anchors, candidates);
-        attention_mask (B, T) or (B, 1, T, T), a teacher's tokens (B, T, TOP_K) or hidden states.
+        attention_mask (B, T) or (B, 1, T, T), a teacher's hidden states (B, T, H).
     """
     shape: tuple[int, ...] = (batch_size * rows.per_sample, rows.length)
     if rows.anchors:
@@ -108,12 +107,8 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     if rows.task == "clm":
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
-        distillation = rows.terms.distillation
-        if distillation is not None and distillation.head:
-            inputs[HIDDEN] = torch.zeros((*shape, distillation.head.width))
-        elif distillation is not None:
-            dtypes = torch.int64, torch.float32
-            inputs |= {name: torch.zeros((*shape, TOP_K), dtype=dtype) for name, dtype in zip(TEACHER, dtypes)}
+        if rows.terms.distillation is not None:
+            inputs[HIDDEN] = torch.zeros((*shape, rows.terms.distillation.head.width))
         if rows.masked or not (makes_masks or rows.per_sample == 2):
             inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
         if rows.masked and not makes_masks:

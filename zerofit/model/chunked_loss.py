@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from zerofit.model.distillation import AnyTeacher, Distillation, TeacherTokens, with_rest
+from zerofit.model.distillation import Distillation, TeacherStates
 from zerofit.recipe.tasks import LossOptions
 
 IGNORE = -100
@@ -68,14 +68,14 @@ def chunked_loss(
     targets,
     share=None,
     terms: TokenLoss = PLAIN,
-    teacher: AnyTeacher | None = None,
+    teacher: TeacherStates | None = None,
 ) -> torch.Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
 
     Args:
         share: under tensor parallelism the rows of the vocabulary that weight and bias have here (VocabularyShare).
         terms: what is added to the cross entropy.
-        teacher: of each token; needed where `terms` distil.
+        teacher: of each token; needed where `terms` distil, which does not go together with `share`.
     """
     rows = _rows_of_chunk(hidden, weight, share)
     tensors = (hidden, weight, bias)
@@ -120,9 +120,9 @@ class _Chunked(torch.autograd.Function):
             loss += _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size, terms)
             soft = None
             if terms.distillation is not None:
-                of_chunk = teacher.rows(start, start + rows)
-                soft = _distil(log_probabilities, of_chunk, share, vocab_size, terms.distillation)
-                divergence += soft.losses.masked_fill(is_ignored[:, 0], 0).sum()
+                of_teacher = teacher.log_probabilities(start, start + rows)
+                losses, soft = terms.distillation.with_gradient(log_probabilities, of_teacher)
+                divergence += losses.masked_fill(is_ignored[:, 0], 0).sum()
             at_target = at_target * (terms.hard_weight * (1 - terms.label_smoothing))
             if not any(needs_grad):
                 continue
@@ -139,7 +139,7 @@ class _Chunked(torch.autograd.Function):
                 grad_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
         if share is not None:
             loss = share.summed(loss)
-        if terms.distillation is not None:  # every rank has the whole divergence
+        if terms.distillation is not None:
             loss = terms.hard_weight * loss + terms.distillation.weight * divergence
         ctx.gradients = grad_hidden, grad_weight, grad_bias
         return loss
@@ -226,41 +226,6 @@ def _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size: 
     return loss
 
 
-class _SoftChunk(NamedTuple):
-    """Some rows of a student against its teacher.
-
-    Attributes:
-        losses: (N,) T^2 KL of each token; the same on all ranks that share the vocabulary.
-        ids: (N, K) the teacher's tokens, as columns that this rank has.
-        at_ids: (N, K) the gradient of their logits, less what `others` gives them.
-        others: (N, 1) the gradient of all logits, divided by the tokens' probabilities.
-    """
-
-    losses: torch.Tensor
-    ids: torch.Tensor
-    at_ids: torch.Tensor
-    others: torch.Tensor
-
-
-def _distil(log_probabilities, teacher: TeacherTokens, share, vocab_size: int, how: Distillation) -> _SoftChunk:
-    """With g the gradient of the classes' log-probabilities, which adds up to 0, that of the logit of token k is g_k,
-    and of each other token j it is g_rest p_j / p_rest."""
-    ids, is_own = (teacher.ids, None) if share is None else share.own(teacher.ids)
-    found = log_probabilities.gather(1, ids)
-    if share is not None:
-        found = share.summed(found.masked_fill_(~is_own, 0))
-    student = with_rest(found, vocab_size)
-    losses, gradient = how.with_gradient(student, with_rest(teacher.log_probabilities, vocab_size))
-    gradient *= how.weight
-    at_ids, others = gradient[:, : ids.shape[1]], torch.zeros_like(gradient[:, :1])
-    if ids.shape[1] < vocab_size:
-        others = gradient[:, -1:] / student[:, -1:].exp()
-        at_ids = at_ids - found.exp() * others
-    if share is not None:
-        at_ids = at_ids.masked_fill(~is_own, 0)
-    return _SoftChunk(losses, ids, at_ids, others)
-
-
 def _gradient_of_logits(
     log_probabilities,
     target,
@@ -268,16 +233,20 @@ def _gradient_of_logits(
     log_sums=None,
     vocab_size: int = 1,
     terms: TokenLoss = PLAIN,
-    soft: _SoftChunk | None = None,
+    soft: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` and teacher add theirs."""
+    """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` and teacher add theirs.
+
+    Args:
+        soft: (N, V) the gradient of the divergence. It adds up to 0 over the vocabulary, so it is that of the logits.
+    """
     target, gradient = target[:, None], log_probabilities.exp_()
     if terms.z_loss or soft is not None:
         factor = terms.hard_weight * (1 + 2 * terms.z_loss * log_sums)
-        gradient.mul_(factor if soft is None else factor + soft.others)
+        gradient.mul_(factor)
     gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
     if soft is not None:
-        gradient.scatter_add_(1, soft.ids, soft.at_ids)
+        gradient.add_(soft, alpha=terms.distillation.weight)
     smoothing = terms.hard_weight * terms.label_smoothing / vocab_size
     return gradient.sub_(smoothing) if smoothing else gradient
 

@@ -20,12 +20,11 @@ import torch.nn.functional as F
 
 from zerofit.model.attention import packed_rows
 from zerofit.model.chunked_loss import IGNORE, PLAIN, TokenLoss, chunked_loss, chunked_token_losses
-from zerofit.model.distillation import AnyTeacher, TeacherStates, TeacherTokens, with_rest
+from zerofit.model.distillation import TeacherStates
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
 
-TEACHER = ("teacher_ids", "teacher_log_probabilities")  # of a batch
-HIDDEN = "teacher_hidden"
+HIDDEN = "teacher_hidden"  # of a batch
 
 
 def install_loss(model: torch.nn.Module, kind: str, terms: TokenLoss = PLAIN) -> None:
@@ -36,8 +35,7 @@ def install_loss(model: torch.nn.Module, kind: str, terms: TokenLoss = PLAIN) ->
     encoder-decoder model labels are the target (B, U), and the decoder reads it shifted right. A model with experts
     takes `is_token` (B, T), too, 0 where packed rows are filled up; its `routing` counts in training (experts.py).
     With `of_rows` (B,) in place of a scalar, without the routers' auxiliary loss.
-    `teacher_ids` and `teacher_log_probabilities` (B, T, K) are a teacher's likeliest next tokens at each position;
-    read in training where `terms` distil. Or `teacher_hidden` (B, T, H) is what the teacher's head makes logits of.
+    `teacher_hidden` (B, T, H) is what a teacher's head makes logits of; read in training where `terms` distil.
     Without labels the model works as before. Can be called again to change the kind.
     """
     model.loss_kind, model.loss_terms = kind, terms
@@ -60,9 +58,7 @@ def _forward_with_loss(
 ):
     is_token, mask = inputs.pop("is_token", None), inputs.get("attention_mask")
     teacher = None
-    if "teacher_ids" in inputs:
-        teacher = TeacherTokens(*(inputs.pop(name).flatten(0, 1) for name in TEACHER))
-    elif HIDDEN in inputs:
+    if HIDDEN in inputs:
         teacher = TeacherStates(inputs.pop(HIDDEN).flatten(0, 1), self.loss_terms.distillation.head)
     if labels is None and next_tokens is None:
         return self.original_forward(*args, **inputs)
@@ -87,7 +83,7 @@ def _forward_with_loss(
     return self.routing.observe(loss, router_logits, is_token)
 
 
-def _summed_loss(self, targets: torch.Tensor, *args, teacher: AnyTeacher | None = None, **inputs) -> torch.Tensor:
+def _summed_loss(self, targets: torch.Tensor, *args, teacher: TeacherStates | None = None, **inputs) -> torch.Tensor:
     terms = self.loss_terms if self.training else PLAIN
     if self.loss_kind == "full":
         logits = self.original_forward(*args, **inputs).logits.flatten(0, 1).float()
@@ -97,9 +93,7 @@ def _summed_loss(self, targets: torch.Tensor, *args, teacher: AnyTeacher | None 
         if terms.z_loss:
             loss = loss + terms.z_loss * logits.logsumexp(-1).masked_fill(targets == IGNORE, 0).square().sum()
         if (distillation := terms.distillation) is not None:
-            likeliest = teacher.rows(0, len(targets))
-            student = with_rest(logits.log_softmax(-1).gather(1, likeliest.ids), logits.shape[1])
-            losses = distillation.losses(student, with_rest(likeliest.log_probabilities, logits.shape[1]))
+            losses = distillation.losses(logits.log_softmax(-1), teacher.log_probabilities(0, len(targets)))
             divergence = losses.masked_fill(targets == IGNORE, 0).sum()
             loss = terms.hard_weight * loss + distillation.weight * divergence
         return loss
@@ -142,7 +136,7 @@ def _head_forward(
     targets: torch.Tensor | None = None,
     of_tokens: bool = False,
     terms: TokenLoss = PLAIN,
-    teacher: AnyTeacher | None = None,
+    teacher: TeacherStates | None = None,
 ):
     if targets is None:
         return self.original_forward(hidden)

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
-from zerofit.recipe.growth import Difficulty, difficulty_problems, growth_problems, read_difficulty
+from zerofit.recipe.growth import growth_problems
 
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
 # Options whose sum is the length of a full row, of the tasks that have them.
 FULL_ROW = (("block_size",), ("max_source_length", "max_target_length"))
 OTHER_SAMPLES = (  # options that decide which samples an update has
-    "global_batch_warmup", "difficulty_warmup", "block_size_warmup", "data_path", "mixture_temperature",
+    "global_batch_warmup", "block_size_warmup", "data_path", "mixture_temperature",
     "pad_to_max_length", "length_grouping",
 )  # fmt: skip
 
@@ -49,11 +49,6 @@ class BatchOptions(Recipe):
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
         "global batch, which those after UPDATES have.",
     )
-    difficulty_warmup: str | None = option(
-        None,
-        "FIELD@UPDATES, as length@2000: in the first epoch the easiest samples come first, and after UPDATES all are "
-        "mixed. FIELD is a column of numbers in the records, or length.",
-    )
     num_train_epochs: float = option(
         3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
     )
@@ -71,12 +66,6 @@ class BatchOptions(Recipe):
     )
 
     @property
-    def difficulty(self) -> Difficulty | None:
-        """The meaning of difficulty_warmup; None without it, and without training."""
-        text = self.difficulty_warmup if self.trains else None
-        return None if text is None else read_difficulty(text, self.source("difficulty_warmup"))
-
-    @property
     def row_tokens(self) -> int | None:
         """The tokens of a row of full length; None: batches are not by tokens, or a length is not set."""
         of_task = next((names for names in FULL_ROW if hasattr(self, names[0])), ())
@@ -91,7 +80,7 @@ class BatchOptions(Recipe):
             self.adopt("global_batch_size", rows, f"tokens_per_batch = {self.tokens_per_batch}")
 
     def problems(self) -> list[str]:
-        growth = growth_problems(self, "global_batch_warmup", "64@5000") + difficulty_problems(self)
+        growth = growth_problems(self, "global_batch_warmup", "64@5000")
         return super().problems() + growth + token_batch_problems(self)
 
 

@@ -115,6 +115,14 @@ HINTS = {
 }  # fmt: skip
 
 
+# {option of an earlier commit: what to use instead} (CHANGELOG.md).
+REMOVED = {
+    "difficulty_warmup": "it is gone; block_size_warmup and global_batch_warmup let rows and batches grow",
+    "logprobs": "it is gone; train/clm.py reads a teacher beside the student with --teacher FOLDER",
+    "shards": "conversion to Meta's format is gone; outputs/RUN/model is a transformers folder",
+}
+
+
 def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
     """{name of an option in another program: what to type instead}.
 
@@ -123,8 +131,8 @@ def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[
         tool: the recipe is a tool's, which accelerate launch does not start.
     """
     if not issubclass(cls, TrainingRecipe):
-        return {}
-    hints = {}
+        return REMOVED
+    hints = dict(REMOVED)
     for options, foreign_names in FOREIGN_NAMES.items():
         if options := [f"--{option}" for option in options if option in names]:
             hints |= {name: f"say {' or '.join(options)}" for name in foreign_names.split()}

@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 
 FORM = "START@UPDATES"
-LENGTH = "length"  # of samples, as their difficulty
 
 
 @dataclass(frozen=True)
@@ -36,36 +35,4 @@ def growth_problems(recipe, name: str, example: str) -> list[str]:
     return [
         f"{name} = {text!r}: say {FORM}, the size in the first update and the number of updates in which it "
         f"grows, e.g. {example}"
-    ]
-
-
-@dataclass(frozen=True)
-class Difficulty:
-    """What difficulty_warmup says.
-
-    Args:
-        field: a column of the records, or LENGTH.
-        updates: until all samples are mixed.
-        stated: the option, its value and what set it, for messages.
-    """
-
-    field: str
-    updates: int
-    stated: str
-
-
-def read_difficulty(text: str, source: str | None = None) -> Difficulty | None:
-    """The meaning of `FIELD@UPDATES`; None: it is no such text."""
-    found = re.fullmatch(r"(.+)@([1-9]\d*)", text)
-    return found and Difficulty(found[1], int(found[2]), f"difficulty_warmup = {text} ({source})")
-
-
-def difficulty_problems(recipe) -> list[str]:
-    """What is wrong with the text of difficulty_warmup."""
-    text = recipe.difficulty_warmup
-    if text is None or read_difficulty(text):
-        return []
-    return [
-        f"difficulty_warmup = {text!r}: say FIELD@UPDATES, a column of numbers (or {LENGTH}) and the number of "
-        f"updates until all samples are mixed, e.g. {LENGTH}@2000"
     ]

@@ -20,7 +20,7 @@ TRAINING_OPTIONS = (
     "load_best_model_at_end", "save_strategy", "save_steps", "save_total_limit", "save_keep_every", "save_minutes",
     "save_only_model", "save_async", "on_save_failure", "resume", "max_hours", "on_anomaly", "spike_threshold",
     "record_samples", "with_tracking", "report_to", "report_name", "run_name", "sample_tokens", "sample_prompt",
-    "length_grouping", "global_batch_warmup", "block_size_warmup", "difficulty_warmup", "peak_tflops",
+    "length_grouping", "global_batch_warmup", "block_size_warmup", "peak_tflops",
     "tokens_per_batch", "class_weights", "focal_gamma", "label_smoothing", "z_loss", "profile", "profile_ranks",
     "profile_memory", "layer_decay", "ema_decay", "distill_weight", "distill_temperature", "mirror", "push_to_hub",
     "hub_strategy", "stop_source",

@@ -9,7 +9,7 @@ from zerofit.recipe.paths import is_weight
 
 NOT_STREAMED = (  # options that need all records, or a tokenizer that is not there yet
     "dataset_name", "data_path", "encoding", "delimiter", "field", "validation_split_percentage", "max_train_samples",
-    "preprocessing_num_workers", "tokens_per_batch", "difficulty_warmup", "train_tokenizer_vocab_size",
+    "preprocessing_num_workers", "tokens_per_batch", "train_tokenizer_vocab_size",
     "document_separator", "mixture_temperature", "preference_loss",
 )  # fmt: skip
 NO_HELD_OUT = "nothing is held out of a stream. Name the data to evaluate with validation_file"

@@ -15,7 +15,6 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
 
 from zerofit.data.collate import Batch
 from zerofit.model.attention import packed_rows
-from zerofit.model.loss import TEACHER
 from zerofit.model.stages import is_tied, whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
@@ -88,7 +87,7 @@ class StageModule(PipelineModule):
             inputs["inputs_embeds"] = incoming if self._parts is None else self._parts.receive(incoming, shape)
         if self._is_last:
             return self._at_the_end(model, replace(batch, inputs=inputs))
-        for targets in ("labels", "next_tokens", *TEACHER):
+        for targets in ("labels", "next_tokens"):
             inputs.pop(targets, None)
         with packed_rows(batch.packed):
             hidden = model.base_model(**inputs).last_hidden_state

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from zerofit.data.collate import within_documents
 from zerofit.model.attention import added_mask, has_attention_dropout
 from zerofit.model.families import family_of
-from zerofit.model.loss import IGNORE, TEACHER
+from zerofit.model.loss import IGNORE
 from zerofit.model.tensor_parallel.layers import Summed
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
 from zerofit.strategy.ring_attention import RING, RingAttention, pieces_of, rows_of
 
-FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0, **dict.fromkeys(TEACHER, 0)}
+FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
 BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
 
 
@@ -128,8 +128,7 @@ class SplitRows:
             inputs["position_ids"] = torch.arange(width, device=inputs["input_ids"].device).expand(rows, -1)
         positions = F.pad(inputs["position_ids"], (0, fill))  # each filler is a document of its own
         for name in FILLERS.keys() & inputs.keys():
-            beyond = (0, 0) * (inputs[name].dim() - 2)  # of a teacher (B, T, K)
-            row = F.pad(inputs[name], (*beyond, 0, fill), value=FILLERS[name])
+            row = F.pad(inputs[name], (0, fill), value=FILLERS[name])
             part = pieces_of(row, self.rank, self.size) if self.in_a_ring else row.chunk(self.size, dim=1)[self.rank]
             inputs[name] = part.contiguous()
         if fill and "cu_seq_lens_q" in inputs:

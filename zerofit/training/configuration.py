@@ -162,7 +162,7 @@ def check_teacher(recipe: Any, strategy: Strategy) -> None:
     if getattr(recipe, "teacher", None) and (strategy.shards_parameters or strategy.fully_shards or splits):
         raise UserError(
             f"teacher = {recipe.teacher!r} and {strategy.source}: a teacher is held in full by each process, which "
-            "this strategy does not do. Store what it says with `zerofit generate --logprobs`, or use zero2"
+            "this strategy does not do. Use zero2"
         )
 
 

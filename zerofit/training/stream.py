@@ -136,7 +136,7 @@ def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -
     if task.grouping == "window" and samples.lengths is not None:
         groups = LengthGroups(samples.lengths, sizes.global_batch)
     sort_key = samples.sort_key if task.grouping != "none" else None
-    order = task.order or SampleOrder(length.num_samples, recipe.seed, groups, task.easiest)
+    order = task.order or SampleOrder(length.num_samples, recipe.seed, groups)
     micro = MicroBatches(
         order,
         length.total_samples,

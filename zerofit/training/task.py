@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zerofit.data.collate import Batch
-from zerofit.data.order import EasiestFirst, Order
+from zerofit.data.order import Order
 from zerofit.data.pack import SampleSet
 from zerofit.model.experts import Routing
 from zerofit.model.preference import PreferenceLoss
@@ -32,7 +32,6 @@ class Task:
             their own; and of groups the shape of `sizes` (records, texts of a record).
         lengths: of rows that grow in the first updates, in tokens; None: samples are read in full.
         order: of the samples, where they come in one of their own; None: shuffled anew in each epoch.
-        easiest: the beginning of the first epoch, where the easiest samples come first.
         predict: (engine) -> the files that the main process has written: the answers to predict_file. All ranks call
             it together.
         routing: of a mixture of experts, what its routers chose.
@@ -52,7 +51,6 @@ class Task:
     longest: dict[str, Any] = field(default_factory=dict)
     lengths: Growth | None = None
     order: Order | None = None
-    easiest: EasiestFirst | None = None
     predict: Callable[[Any], list[str]] | None = None
     baseline: Callable[[], list[str]] | None = None
     report: Callable[[], list[str]] | None = None

@@ -7,18 +7,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from zerofit.data.collate import Batch
-from zerofit.data.distilled import vocabulary_key
 from zerofit.data.lengths import choose_length
 from zerofit.data.pack import TextData
 from zerofit.model.attention import packed_rows
-from zerofit.model.loss import HIDDEN, TEACHER, has_separate_body, model_loss
+from zerofit.model.loss import HIDDEN, has_separate_body, model_loss
 from zerofit.model.preflight import choose_packed_attention, documents_leak, random_tokens
 from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.training.session import Session
 
-NOT_READ = ("labels", "next_tokens", "is_token", *TEACHER)
-STORE = "Store what it says with `zerofit generate --logprobs`"
+NOT_READ = ("labels", "next_tokens", "is_token")
+ANOTHER = "Take another teacher"
 
 
 class Teacher:
@@ -54,8 +53,8 @@ def load_teacher(session: Session, student: Any, data: TextData, collate: Any, d
     config, stated = read_config("teacher", name, trust), f"teacher = {name!r}"
     rows, own = config.vocab_size, student.config.vocab_size
     if rows != own:
-        raise UserError(f"{stated}: its vocabulary has {rows:,} rows, and the student's {own:,}. {STORE}")
-    if vocabulary_key(read_tokenizer("teacher", name, config, trust)) != vocabulary_key(data.tokenizer):
+        raise UserError(f"{stated}: its vocabulary has {rows:,} rows, and the student's {own:,}. {ANOTHER}")
+    if read_tokenizer("teacher", name, config, trust).get_vocab() != data.tokenizer.get_vocab():
         raise UserError(f"{stated} has another vocabulary than the student. Name the teacher's with tokenizer_name")
     choose_length("block_size", data.block_size, stated, config)
     config.use_cache = False
@@ -68,7 +67,7 @@ def load_teacher(session: Session, student: Any, data: TextData, collate: Any, d
         choose_packed_attention(model, recipe, precision)
     teacher = Teacher(model.to(device))
     if not has_separate_body(model) or not _makes_logits_of_its_head(teacher, random_tokens(rows, device)):
-        raise UserError(f"{stated}: a {config.model_type} changes its logits after the head. {STORE}")
+        raise UserError(f"{stated}: a {config.model_type} changes its logits after the head. {ANOTHER}")
     if recipe.is_packed and documents_leak(model, collate, rows, device):
         raise UserError(f"{stated}: a {config.model_type} mixes documents of a packed row. Use --packing none")
     terms = student.loss_terms

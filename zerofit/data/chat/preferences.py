@@ -157,21 +157,19 @@ class PreferencePairs:
 
     Args:
         table: of TABLE; all ids of a pair are empty where it is skipped.
-        scores: how difficult each is, where a column of the records says so.
 
     Attributes:
         reference: (pairs, 2) fp32 log-probabilities of the answers before training; zeros where the loss needs none.
         key: what the pairs depend on.
     """
 
-    def __init__(self, table: Dataset, scores: np.ndarray | None = None):
+    def __init__(self, table: Dataset):
         names = ("input_ids", "labels", "rejected_ids", "rejected_labels")
         self.columns = {name: Documents(table, name) for name in names}
         self.key: str = table._fingerprint
         lengths = [self.columns[name].lengths for name in ("input_ids", "rejected_ids")]
         self.rows = np.flatnonzero(lengths[0])
         self.lengths = self.sort_key = np.maximum(*lengths)[self.rows]
-        self.scores = scores if scores is None else scores[self.rows]
         self.reference = np.zeros((len(self.rows), 2), dtype=np.float32)
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
         truncated, trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
@@ -218,7 +216,7 @@ def prepare_preferences(
     for name, part in parts.items():
         table = part.encode(_encoder_of(part, encoder), TABLE, ("preferences", *encoder.key), options.cache)
         notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
-        sets[name] = PreferencePairs(table, part.scores)
+        sets[name] = PreferencePairs(table)
         unread += (key for keys in table["unread"] for key in keys.split())
     notes += unread_note(encoder.unread_columns, unread)
     sample = sets[first_of][0]

@@ -78,7 +78,7 @@ def prepare_chat(
     for name, part in parts.items():
         table = _encode(part, encoder, options.cache)
         notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
-        sets[name] = Conversations(table, part.scores)
+        sets[name] = Conversations(table)
         unread += (key for keys in table["unread"] for key in keys.split())
     notes += unread_note(encoder.unread_columns, unread)
     shown = show(sets[first_of][0], tokenizer, encoder.template, PARTS[first_of])
@@ -111,11 +111,10 @@ def read_chats(
     template = install_template(tokenizer, chat_template, "none" if form.plain else None)
     notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
     encoder = ChatEncoder(tokenizer, template, block_size, train_on_prompt)
-    read_elsewhere = {options.difficulty.field} if options.difficulty else set()
     encoder.unread_columns = [
         column
         for column in dict.fromkeys(name for table in source.parts.values() for name in table.column_names)
-        if column not in read_elsewhere and not any(column in form.columns for form in forms.values())
+        if not any(column in form.columns for form in forms.values())
     ]
     return parts, encoder, notes
 
@@ -218,14 +217,12 @@ class Conversations:
     Args:
         table: input_ids and labels, both empty for a skipped conversation; truncated, the number of tokens cut from
             each; trained, the number of labels that are trained on.
-        scores: how difficult each is, where a column of the records says so.
     """
 
-    def __init__(self, table: Dataset, scores: np.ndarray | None = None):
+    def __init__(self, table: Dataset):
         self.ids, self.labels = Documents(table), Documents(table, "labels")
         self.rows = np.flatnonzero(self.ids.lengths)
         self.lengths = self.sort_key = self.ids.lengths[self.rows]
-        self.scores = scores if scores is None else scores[self.rows]
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
         self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
         self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))

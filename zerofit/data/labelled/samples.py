@@ -106,7 +106,7 @@ def encode_parts(
             table = _encode_words(part, tokenizer, length, options.cache)
         else:
             table = _encode(part, tokenizer, length, options.cache, labels)
-        sets[name] = TokenizedDataset(table, (*columns, *more), part.scores)
+        sets[name] = TokenizedDataset(table, (*columns, *more))
         what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())

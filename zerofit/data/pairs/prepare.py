@@ -157,8 +157,7 @@ def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths:
         notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
     sets = {}
     for name, table in tables.items():
-        scores = parts[name].scores
-        sets[name] = TokenizedDataset(table, COLUMNS, scores if scores is None else scores[table["record"][:]])
+        sets[name] = TokenizedDataset(table, COLUMNS)
     validation = None
     if "validation" in tables:
         trained = Counter(tables["train"]["target"][:] if "train" in tables else ())

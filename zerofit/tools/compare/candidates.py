@@ -16,7 +16,7 @@ from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, ToolRecipe, recipe_values
 OMITTED = NOT_KEPT | set(
     (
         "on_anomaly eval_steps per_device_train_batch_size global_batch_size global_batch_warmup "
-        "block_size_warmup difficulty_warmup tokens_per_batch"
+        "block_size_warmup tokens_per_batch"
     ).split()
 )
 SET_BY_EACH_RUN = set("output_dir overwrite_output_dir resume run_name per_device_train_batch_size".split())

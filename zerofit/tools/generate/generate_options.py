@@ -1,6 +1,6 @@
 """The options of `zerofit generate`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
@@ -83,35 +83,5 @@ class SamplingOptions(Recipe):
 
 
 @dataclass
-class LogprobOptions(Recipe):
-    """A teacher's log-probabilities, for --distill_divergence of train/clm.py"""
-
-    logprobs: int | None = option(
-        None,
-        "Write nothing: store the K likeliest next tokens at each position of --prompt_file (data as train_file of "
-        "train/clm.py) in the folder --output. Files that are there already stay.",
-        positive=True,
-    )
-    block_size: int | None = option(
-        None, "Length of these samples in tokens; by default the model's maximum, at most 1024.", minimum=2
-    )
-
-    def problems(self) -> list[str]:
-        problems, stated = super().problems(), f"logprobs = {self.logprobs}"
-        if self.logprobs is None:
-            return problems + (["block_size has no effect without logprobs"] if self.is_changed("block_size") else [])
-        problems += [
-            f"{stated}: set {name} to {what}"
-            for name, what in (("prompt_file", "the data"), ("output", "a folder"))
-            if not getattr(self, name)
-        ]
-        return problems + [
-            f"{name} ({self.source(name)}) has no effect with {stated}: nothing is written"
-            for name in ("raw", *(field.name for field in fields(SamplingOptions)))
-            if self.is_changed(name)
-        ]
-
-
-@dataclass
-class GenerateOptions(LogprobOptions, SamplingOptions, WriterOptions):
+class GenerateOptions(SamplingOptions, WriterOptions):
     """Let a model write."""
