@@ -75,11 +75,11 @@ class InferenceOptions(Recipe):
                 continue
             if source := self.source(name):
                 was = f"trained with {_shown(value)}" if value is not None else "trained without it"
-                notes.append(f"note      {name} = {_shown(getattr(self, name))} ({source}): the model was {was}")
+                notes.append(f"{name} = {_shown(getattr(self, name))} ({source}): the model was {was}")
             elif value is not None:
                 self.adopt(name, value, OF_MODEL)
                 used.append(f"{name} = {_shown(value)}")
-        return [f"note      as in training: {option}" for option in used] + notes
+        return [f"as in training: {option}" for option in used] + notes
 
     def columns_in(self, present: Iterable[str]) -> Self:
         """The same without the columns of training that data of another form lacks: its own are found."""
