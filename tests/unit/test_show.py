@@ -210,7 +210,7 @@ def test_a_launch_that_failed_before_it_was_a_run_is_not_listed(tmp_path, capsys
     assert main(["show", "--watch"]) == 0
     assert "failed" not in capsys.readouterr().out
     assert main(["show", "--watch", "outputs/failed"]) == 2
-    assert "ended with code 2 (error: no data)" in capsys.readouterr().err
+    assert "ended with code 2 (no data)" in capsys.readouterr().err
     for words in (
         ["generate", "--model", "outputs/failed", "--prompt", "a"],
         ["merge", "--adapter", "outputs/failed", "--output", "merged"],

@@ -179,7 +179,7 @@ def why_no_model(name: str) -> str | None:
     if code is None:
         return "this run has no model yet: it has not ended"
     what = f"this run has no model: it ended with code {code}"
-    return f"{what} ({reason})" if reason else what
+    return f"{what} ({str(reason).removeprefix('error: ')})" if reason else what
 
 
 def output_folder(task: str, recipe) -> Path:
