@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -11,19 +12,25 @@ import pytest
 import yaml
 from helpers import ROOT, refusal
 
-from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory
+from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory, flaw
+from zerofit.checkpoint.mirror_store import files_of
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
-from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.paths import name_of_recipe, output_folder
 from zerofit.recipe.tasks import TASKS, task_of_recipe
+from zerofit.record.exit_code import ExitCode
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import fields_table
+from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
 from zerofit.tools.launch.launch import program_of
 from zerofit.tools.launch.supervise import exit_code_of
 from zerofit.tools.tool_recipe import join_with_recipe
+from zerofit.tools.launch.restart_rule import Restarts, queue_again_refused
+from zerofit.tools.show.table import table_of_runs
+from zerofit.tools.show.watched_run import WatchedRuns
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")
 
@@ -113,6 +120,117 @@ def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, with_state):
     plan(tmp_path, *START_OVER.split())
     restart(tmp_path)
     assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize("flags", [(), ("--save_only_model", "true", "--save_steps", "2")])
+def test_a_run_that_left_no_state_may_start_over(tmp_path, flags):
+    """Its models are no reason to refuse it for ever. They stay; a finished model is a reason."""
+    a_run(tmp_path, with_state=False)
+    assert plan(tmp_path, *flags) == ["auto"]
+    assert (tmp_path / "checkpoints" / "update_00000002" / "model" / "weights").is_file()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("1")
+    RunFolder(tmp_path).written.add(["model/weights"])
+    assert START_OVER in refusal(plan, tmp_path, *flags)
+
+
+def test_a_run_that_left_no_state_starts_again_from_the_checkpoint_that_is_named(tmp_path):
+    a_run(tmp_path / "there")
+    a_run(tmp_path / "here", with_state=False)
+    named = str(tmp_path / "there" / "checkpoints" / "update_00000002")
+    assert plan(tmp_path / "here", "--resume", named) == ["auto", named]
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    """What a kill, a full disk, a bad disk or a hand make of a file."""
+    return {
+        "cut off": content[: len(content) // 2],
+        "cut in its last line": content[:-3],
+        "garbage": bytes(range(256)) * 3,
+        "garbage behind it": content + b"\xff\xfe\x00{{{\n",
+        "garbage before it": b"\x80\x00\n" + content,
+        "empty": b"",
+        "zeros": bytes(len(content)),
+        "a list": b"[1, 2, 3]\n",
+        "a number": b"7\n",
+        "null": b"null\n",
+        "a text": b'"text"\n',
+        "no keys": b"{}\n",
+        "other keys": b'{"a": 1}\n',
+        "other values": b'{"update": "x", "loss": [], "exit_code": "x", "finished": 1, "written": 3}\n'
+        b'{"update": true}\n{"update": 2, "loss": "x", "grad_norm": null, "eval_loss": {}, "seconds": "x"}\n',
+        "deep": b"[" * 100_000,
+        "other sizes": b"global_batch_size: x\nnum_processes: two\ndata_parallel: [1]\noptions_given_for: true\n"
+        b"max_train_steps: {a: 1}\nnum_train_epochs: no\nname: [1]\n",
+    }
+
+
+RECORDS = ("recipe.yaml", "strategy.yaml", "environment.json", "files.json", "metrics.jsonl", "samples.jsonl",
+           "anomalies.jsonl", "stream.jsonl", "predictions.jsonl", "loss.png", ".lock")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("kind", damaged(b""))
+def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name, kind):
+    """Whoever reads it: a launch of this run, of another one, the launcher, a scheduler's job, `show`, the plot."""
+    folder = a_run(tmp_path)
+    folder.metrics.add({"update": 5, "loss": 1.0, "grad_norm": 1.0, "seconds": 0.5, "epoch": 0.5, "eval_loss": 1.0})
+    for lines in (folder.samples, folder.anomalies):
+        lines.add({"update": 1, "samples": [1]})
+    folder.write_environment({"zerofit_commit": "x", "exit_code": 1, "finished": False})
+    folder.write_predictions([{"label": "a", "prediction": "b"}, {"label": "a", "prediction": "a"}])
+    for other in RECORDS[7:]:
+        (tmp_path / other).touch()
+    (tmp_path / name).write_bytes(damaged((tmp_path / name).read_bytes())[kind])
+
+    ExitCode(tmp_path, {"RANK": "0"}).forget()
+    with contextlib.suppress(UserError):
+        options = recipe()
+        earlier = EarlierRuns.read(options, RunFolder(tmp_path))
+        for replicas in (1, 2, 4):
+            earlier.keep_global_batch(options, replicas)
+        sources = earlier.plan(options, 8, RunFolder(tmp_path)).sources
+        assert sources == ("auto",), "its checkpoint says which run it is"
+    with contextlib.suppress(UserError):
+        plan(tmp_path, "--learning_rate", "1e-3")
+    shown = WatchedRuns([str(tmp_path)]).poll()
+    table_of_runs(shown, 80, 0.0)
+    if name == "metrics.jsonl":
+        plot_run(RunFolder(tmp_path).metrics.read(), io.BytesIO(), "title", "token", "accuracy")
+    assert all(row["label"] == "a" for row in RunFolder(tmp_path).predictions("", ("label", "prediction")))
+    assert Restarts(tmp_path).updates() in range(6)
+    assert queue_again_refused(1, tmp_path, is_first=True) == ""
+    assert isinstance(RunFolder(tmp_path).environment().get("exit_code", 0), int)
+    with contextlib.suppress(UserError):
+        restart(tmp_path, 2, tmp_path)
+        lines = RunFolder(tmp_path).metrics.read()
+        assert all(1 <= line["update"] <= 2 for line in lines)
+        ExitCode(tmp_path, {"RANK": "0"}).write(7)
+
+
+@pytest.mark.parametrize("kind", damaged(b""))
+def test_a_damaged_checkpoint_is_never_used(tmp_path, kind):
+    """Its manifest, or what it tells of its run, where the record of the run is lost, too."""
+    for name in ("manifest.json", "state/progress.json"):
+        path = tmp_path / name.replace("/", "-")
+        a_run(path)
+        folder = path / "checkpoints" / "update_00000002"
+        file = folder / name
+        file.write_bytes(damaged(file.read_bytes())[kind])
+        assert flaw(folder)
+        plan(path)
+        with contextlib.suppress(UserError):
+            plan(path / "other", "--resume", str(folder))
+        (path / "recipe.yaml").unlink()
+        with contextlib.suppress(UserError):
+            plan(path)
+        checkpoint(path, 4)
+        checkpoint(path, 6)
+        assert files_of(file.read_bytes()) == []
+        CheckpointDirectory(path / "checkpoints").drop_after(-1)
 
 
 def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tmp_path):

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import recipe_of, refusal, write_records
 
+from zerofit.checkpoint.resume import fingerprint
 from zerofit.data import stream_reader
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.order import SampleOrder
@@ -57,9 +58,8 @@ def prepared(tmp_path, byte_tokenizer):
             tokenizer_name=str(byte_tokenizer),
             block_size=64,
             validation_split_percentage=0.0 if "streaming" not in options else 5.0,
-            output_dir=str(tmp_path / "run"),
             cache_dir=str(tmp_path / "cache"),
-            **options,
+            **{"output_dir": str(tmp_path / "run"), **options},
         )
         stream_reader.find_shards.cache_clear()  # a launch lists the shards once
         return prepare_causal_data(recipe, load_configuration(recipe), lambda updates: 8 * updates)
@@ -108,6 +108,60 @@ def test_a_place_is_one_number(prepared, tmp_path):
     assert [row for at in range(60, 150, 3) for row in samples_at(resumed, at, at + 3)] == expected[60:]
     table.unlink()
     assert samples_at(prepared(folder / "*.jsonl", **how).train, 140, 150) == expected[140:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: [*lines[:3], lines[3][:9]],
+        lambda lines: [b"\xff\x00\xfe", *lines],
+        lambda lines: [*lines[:2], b"\xff\x00\xfe", *lines[2:]],
+        lambda lines: [],
+        lambda lines: [b""],
+        lambda lines: [b"null", b"7"],
+        lambda lines: [b"{}", *lines[1:]],
+        lambda lines: [b'{"shards": 7}'],
+        lambda lines: [lines[0], b'{"number": 0}', *lines[2:]],
+        lambda lines: [lines[0], b"[1]", *lines[2:]],
+        lambda lines: [*lines[:2], *lines[3:]],  # one is missing
+        lambda lines: [line.replace(b'"first": ', b'"first": 1') for line in lines],
+        lambda lines: [line.replace(b'"samples": ', b'"samples": "x", "more": ') for line in lines],
+        lambda lines: [lines[0], b"[" * 10**5],
+    ],
+)
+def test_a_damaged_file_of_windows_is_passed_over(prepared, tmp_path, damage):
+    folder, how = write_shards(tmp_path / "data"), {"streaming": "4KiB", "max_train_steps": 99}
+    first = prepared(folder / "*.jsonl", **how).train
+    expected = samples_at(first, 0, 150)
+    table = first.store.table
+    table.write_bytes(b"\n".join(damage(table.read_bytes().splitlines())))
+    if b'"shards": 7' in table.read_bytes():  # as of other data
+        assert "--resume never" in refusal(prepared, folder / "*.jsonl", **how)
+    else:
+        assert samples_at(prepared(folder / "*.jsonl", **how).train, 140, 150) == expected[140:]
+
+
+def test_a_stream_is_the_same_however_long_the_run(prepared, tmp_path):
+    """So a finished run can be made longer; and nothing is read to see that."""
+    folder = write_shards(tmp_path / "data")
+    short, long = (prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=steps).train for steps in (20, 500))
+    assert len(long) == 25 * len(short)
+    assert fingerprint(short, "none") == fingerprint(long, "none")
+    assert len(long.store.known) <= 1
+    samples_at(short, 0, 160)
+    named = tmp_path / "run" / "checkpoints" / "update_00000010"
+    run = tmp_path / "longer"
+    resumed = prepared(
+        folder / "*.jsonl", streaming="2KiB", max_train_steps=500, resume=str(named), output_dir=str(run)
+    )
+    assert len(resumed.train.store.known) > 2, "it finds its window by the file of the run that it resumes"
+    assert fingerprint(resumed.train, "none") == fingerprint(long, "none")
+    for other in (
+        prepared(folder / "*.jsonl", streaming="4KiB", max_train_steps=20, resume="never"),
+        prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=20, resume="never", seed=1),
+        prepared(folder / "[01].jsonl", streaming="2KiB", max_train_steps=20, resume="never"),
+    ):
+        assert fingerprint(other.train, "none") != fingerprint(long, "none")
 
 
 def test_the_file_has_all_windows_so_far(prepared, tmp_path):

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
+from zerofit.recipe.parsing import parse_json, read_record
 from zerofit.record.written_files import files_below, remove_empty
 
 MANIFEST = "manifest.json"
@@ -190,11 +191,9 @@ class CheckpointDirectory:
 
     def _best_of(self, checkpoint: Path) -> Path:
         """The best checkpoint as of this one: a run that resumes from it needs both."""
-        try:
-            best = json.loads((checkpoint / STATE / PROGRESS).read_text())["best"]["update"]
-            return self.folder(int(best))
-        except (OSError, ValueError, KeyError, TypeError):
-            return checkpoint  # there was no evaluation yet
+        best = read_record(checkpoint / STATE / PROGRESS).get("best")
+        update = best.get("update") if isinstance(best, dict) else None
+        return self.folder(update) if isinstance(update, int) else checkpoint  # there was no evaluation yet
 
     @staticmethod
     def _point(link: Path, folder: Path) -> None:
@@ -229,7 +228,7 @@ def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
     """
     try:
         text = (folder / MANIFEST).read_text()
-        why, files = json.loads(text)["why"], json.loads(text)["files"]
+        why, files = parse_json(text)["why"], parse_json(text)["files"]
         expected = {name: (about["bytes"], about["xxh3_128"]) for name, about in files.items()}
         outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
     except FileNotFoundError:
@@ -277,11 +276,8 @@ def _update(folder: Path) -> int:
 
 def _sealed(folder: Path) -> set[str] | None:
     """What a manifest names, and itself, with the folder's name before them; None if it cannot be read."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        return {f"{folder.name}/{name}" for name in (*files, MANIFEST)}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    files = read_record(folder / MANIFEST).get("files")
+    return {f"{folder.name}/{name}" for name in (*files, MANIFEST)} if isinstance(files, dict) else None
 
 
 def _remove(folder: Path) -> None:
@@ -300,7 +296,5 @@ def _remove(folder: Path) -> None:
 
 
 def _why(folder: Path) -> str:
-    try:
-        return json.loads((folder / MANIFEST).read_text())["why"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ASKED  # nobody knows: it counts, and stays as long as any
+    # Where nobody knows, it counts, and stays as long as any.
+    return read_record(folder / MANIFEST).get("why", ASKED)

@@ -19,6 +19,7 @@ import psutil
 from zerofit.checkpoint.directory import MANIFEST, NAME
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import first_line
+from zerofit.recipe.parsing import parse_json
 from zerofit.record.written_files import CHECKPOINTS, RECORD
 
 OWNER = "owner.json"
@@ -133,8 +134,8 @@ class MirrorStore:
 def files_of(manifest: bytes | None) -> list[str]:
     """The files that a manifest names; none where it cannot be read."""
     try:
-        files = list(json.loads(manifest or b"")["files"])
-    except (ValueError, KeyError, TypeError):
+        files = list(parse_json(manifest or b"")["files"].keys())
+    except (ValueError, KeyError, TypeError, AttributeError):
         return []
     return [] if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files) else files
 

@@ -1,6 +1,5 @@
 """Which earlier run this one resumes, and whether its position in the data is a position in this data."""
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from zerofit.checkpoint.directory import STATE, CheckpointDirectory
-from zerofit.checkpoint.shards import read_progress
+from zerofit.checkpoint.directory import PROGRESS, STATE, CheckpointDirectory
 from zerofit.checkpoint.writer import named_checkpoint_problem
 from zerofit.data.pack import SampleSet
 from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parsing import read_record
 from zerofit.recipe.words import counted
-from zerofit.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity
+from zerofit.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity, is_count
 from zerofit.record.written_files import CHECKPOINTS
 from zerofit.strategy.batches import RESUMED
 
@@ -83,9 +82,9 @@ class EarlierRuns:
         if recipe.resume != "never":
             recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
         recorded = recorded or {}
-        size, before = recorded.get("global_batch_size"), next(filter(None, map(recorded.get, GIVEN_FOR)), None)
+        size, before = recorded.get("global_batch_size"), next(filter(is_count, map(recorded.get, GIVEN_FOR)), None)
         given = recipe.global_batch_size if recipe.source("global_batch_size") else None
-        if size is None or before is None or given not in (None, size) or (given is None and before == replicas):
+        if not is_count(size) or before is None or given not in (None, size) or (given is None and before == replicas):
             return replicas, False, None
         if before == replicas:
             return replicas, True, None
@@ -164,10 +163,13 @@ def _run_in_checkpoints(folder: RunFolder) -> dict[str, Any] | None:
     checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
     if checkpoints.newest_after(folder.written.begun_at) is None:
         return None
-    for checkpoint in checkpoints.resumable():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return read_progress(checkpoint / STATE)["run"]
-    return None
+    return next(filter(None, (_recorded_in(checkpoint) for checkpoint in checkpoints.resumable())), None)
+
+
+def _recorded_in(checkpoint: Path) -> dict[str, Any]:
+    """The options that a checkpoint was written with; empty if they cannot be read."""
+    run = read_record(checkpoint / STATE / PROGRESS).get("run")
+    return run if isinstance(run, dict) else {}
 
 
 def _run_of(checkpoint: Path) -> dict[str, Any]:
@@ -177,10 +179,9 @@ def _run_of(checkpoint: Path) -> dict[str, Any]:
             f"resume = {str(checkpoint)!r}: {problem}. Say auto (the newest of output_dir), never, or a folder "
             "such as RUN/checkpoints/latest"
         )
-    try:
-        return read_progress(checkpoint / STATE)["run"]
-    except (OSError, ValueError, KeyError):
-        raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read") from None
+    if run := _recorded_in(checkpoint):
+        return run
+    raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read. Name another")
 
 
 def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
@@ -211,8 +212,12 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
 
 
 def fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
-    """What tells a training set from another: its size, a checksum over some of its samples, and how it is grouped."""
+    """What tells a training set from another: its size, a checksum over some of its samples, and how it is grouped. Of
+    a stream, which has no size and is not read for this, what it is made of."""
     digest = xxhash.xxh3_64()
+    if stream := getattr(samples, "made_of", None):
+        digest.update(repr(sorted(stream.items())).encode())
+        return {"samples": 0, "checksum": digest.hexdigest(), "grouping": grouping}
     for index in np.linspace(0, len(samples) - 1, min(len(samples), SAMPLES_LOOKED_AT)).astype(int):
         digest.update(np.ascontiguousarray(samples[int(index)]["input_ids"], dtype=np.int64).tobytes())
     scores = getattr(samples, "scores", None)

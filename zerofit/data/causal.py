@@ -161,7 +161,9 @@ def _prepare_stream(
         return prepared[0].train
 
     folder, resumes = options.cache.folder / f"stream-{digest}", recipe.resume != "never"
-    store = WindowStore(shards, folder, size, recipe.seed, prepare, table, resumes)
+    checkpoint = None if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser().resolve()
+    earlier = checkpoint and checkpoint.parents[1] / table.name
+    store = WindowStore(shards, folder, size, recipe.seed, prepare, table, resumes, earlier)
     total = consumed(recipe.max_train_steps)
     train = StreamedSamples(store, total, LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0))
     data, stored = prepared[0], sum(shards.sizes) / 2**30

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,7 @@ from zerofit.data.stream_reader import Place, Shards, read_window
 from zerofit.data.tables import set_fingerprint
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
+from zerofit.recipe.parsing import parse_json
 
 OPENED = 4  # windows of which a process keeps the files mapped
 LAG_UPDATES = 16  # that ranks and their loaders may be apart: files are removed so much later
@@ -74,6 +76,7 @@ class WindowStore:
             process, which finds the tables that the first one has made.
         table: the file of the windows that are known.
         resumes: whether the run may continue that of the table.
+        earlier: the table of the run whose checkpoint is named to resume from, for where this run has none yet.
 
     Raises:
         UserError: the table is of other shards.
@@ -88,9 +91,10 @@ class WindowStore:
         prepare: Prepare,
         table: Path,
         resumes: bool = True,
+        earlier: Path | None = None,
     ):
         self.shards, self.folder, self.size, self.seed = shards, folder, size, seed
-        self.prepare, self.table, self.resumes = prepare, table, resumes
+        self.prepare, self.table, self.resumes, self.earlier = prepare, table, resumes, earlier
         self.made_of = {"shards": shards.key, "seed": seed, "window": size}
         self.known = self._read_table()
         self._written = len(self.known)
@@ -178,17 +182,33 @@ class WindowStore:
         return draw.permutation(len(self.shards.names)).tolist()
 
     def _read_table(self) -> list[Window]:
-        if not self.table.is_file():
-            return []
-        made_of, *windows = [json.loads(text) for text in self.table.read_text().splitlines()]
-        if made_of["shards"] != self.made_of["shards"] and self.resumes:
+        """The windows that were written down, up to the first line that is damaged: those after it are read again."""
+        tables = (table for table in (self.table, self.earlier) if table is not None and table.is_file())
+        table = next(tables, self.table)
+        lines = table.read_bytes().split(b"\n") if table.is_file() else []
+        made_of = _object(lines[0]) if lines else {}
+        if made_of.get("shards", self.made_of["shards"]) != self.made_of["shards"] and self.resumes:
             raise UserError(
-                f"train_file: the shards are others (names, sizes) than those of {self.table}. Restore them, or begin "
+                f"train_file: the shards are others (names, sizes) than those of {table}. Restore them, or begin "
                 "again with --resume never"
             )
         if made_of != self.made_of:  # of a run that this one replaces
             return []
-        return [Window(**window) for window in windows]
+        windows: list[Window] = []
+        for line in map(_object, lines[1:]):
+            counts = line.keys() == asdict(Window()).keys() and all(type(count) is int for count in line.values())
+            if not counts or line["number"] != len(windows) or line["first"] != (windows[-1].end if windows else 0):
+                break
+            windows.append(Window(**line))
+        return windows
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """The object of a line; empty if it is damaged."""
+    with suppress(ValueError):
+        found = parse_json(text)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 class StreamedSamples:
@@ -199,6 +219,7 @@ class StreamedSamples:
         lag: updates after which no process reads a sample any more.
 
     Attributes:
+        made_of: shards, seed and size of a window: what the order follows from, whatever the length of the run.
         reads_ahead: whether the next window is prepared in a thread. Not where that takes code which may only run
             under the limits of the main thread (zerofit/recipe/limits.py).
     """
@@ -207,7 +228,7 @@ class StreamedSamples:
     sort_key = None
 
     def __init__(self, store: WindowStore, total: int, lag: int):
-        self.store, self.total, self.lag = store, total, lag
+        self.store, self.total, self.lag, self.made_of = store, total, lag, store.made_of
         newest = store.known[-1] if store.known else Window()
         self.stats = store.open(newest)[0].stats  # of one window; those of all are not known
         self.reads_ahead = True

@@ -56,6 +56,16 @@ def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON file of a run's record, which a kill, a full disk or a hand may have damaged: empty if it is missing,
+    cannot be read, or holds something else than an object."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def parse_number(text: str) -> float | None:
     """The number that a text is; None: it is none."""
     try:

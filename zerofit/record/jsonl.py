@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.files import atomic_file, open_without_links
+from zerofit.recipe.parsing import parse_json
+
+Parse = Callable[[bytes], dict[str, Any] | None]
 
 
 class JsonlFile:
     """A .jsonl file; each line is of one update, and is handed to the system before the next is written.
 
     Lines that the disk has no room for wait in memory, and are written as soon as there is some.
+
+    Args:
+        parse: the bytes of a line -> its object, which has an `update`; None: it is damaged, and passed over.
     """
 
-    def __init__(self, path: Path):
-        self.path, self._file, self._waiting = path, None, b""
+    def __init__(self, path: Path, parse: Parse | None = None):
+        self.path, self._file, self._waiting, self._parse = path, None, b"", parse or line_of_update
 
     def start(self, updates: int = 0) -> None:
         """Start the file again, with the lines up to this update."""
@@ -57,7 +63,7 @@ class JsonlFile:
     def read(self) -> list[dict[str, Any]]:
         """The lines so far, without any that is not whole: what follows the last line break is left by a kill."""
         content = self.path.read_bytes() if self.path.is_file() else b""
-        return [line for text in content.split(b"\n")[:-1] if (line := line_of_update(text)) is not None]
+        return [line for text in content.split(b"\n")[:-1] if (line := self._parse(text)) is not None]
 
     def close(self) -> None:
         """No line comes any more. Raises OSError where some could not be written."""
@@ -90,7 +96,7 @@ class LineReader:
         position: bytes that were read.
     """
 
-    def __init__(self, file: Path, parse: Callable[[bytes], dict[str, Any] | None] = json.loads):
+    def __init__(self, file: Path, parse: Parse = json.loads):
         self.file, self.position, self._parse = file, 0, parse
 
     def poll(self) -> list[dict[str, Any]]:
@@ -112,10 +118,16 @@ class LineReader:
             os.close(descriptor)
 
 
+def object_of(text: bytes) -> dict[str, Any] | None:
+    """The object of a line; None if it is none."""
+    try:
+        line = parse_json(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
 def line_of_update(text: bytes) -> dict[str, Any] | None:
     """The object of a line; None if it is none, or not of an update."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("update"), int) else None
+    line = object_of(text)
+    return line if line is not None and type(line.get("update")) is int else None

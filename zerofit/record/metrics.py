@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from zerofit.record.jsonl import line_of_update
+
 
 def described(text: str) -> Any:
     """A field with its meaning."""
@@ -88,6 +90,20 @@ class UpdateMetrics:
         line = {each.name: getattr(self, each.name) for each in fields(self)}
         line |= line.pop("held_out") or {}
         return {name: value for name, value in line.items() if value is not None}
+
+
+TEXTS, FLAGS, TABLES = ("anomaly",), ("skipped",), ("rank_seconds",)  # fields that are no numbers
+
+
+def line_of_metrics(text: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl, without values of another type than their field's; None: it is of no update."""
+    line = line_of_update(text)
+    kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(FLAGS, bool) | dict.fromkeys(TABLES, dict)
+    return line and {
+        name: value
+        for name, value in line.items()
+        if (isinstance(value, kinds[name]) if name in kinds else type(value) in (int, float))
+    }
 
 
 def fields_table() -> str:

@@ -47,7 +47,7 @@ def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: s
         _draw(axes, train, name, color=colour, alpha=0.8, **points)
         axes.set_ylabel(name.replace("_", " "), color=colour)  # in place of a legend, which would lie on the curves
         axes.tick_params(axis="y", colors=colour)
-    norms = [line["grad_norm"] for line in train if 0 < line["grad_norm"] < float("inf")]
+    norms = [norm for line in train if 0 < (norm := line.get("grad_norm", 0.0)) < float("inf")]
     if norms and max(norms) > 100 * min(norms):
         right.set_yscale("log")
     lower.set(xlabel="update")

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, open_without_links, remove, sync, temporary_path
-from zerofit.recipe.parsing import BoundedLoader
-from zerofit.record.jsonl import JsonlFile
+from zerofit.recipe.parsing import BoundedLoader, read_record
+from zerofit.record.jsonl import JsonlFile, object_of
+from zerofit.record.metrics import line_of_metrics
 from zerofit.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
 
 SHOWN = 3  # names in a message
@@ -44,7 +45,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path, option: str = "output_dir"):
         self.path, self.option = Path(path), option  # what messages call it
-        self.metrics = JsonlFile(self.path / "metrics.jsonl")
+        self.metrics = JsonlFile(self.path / "metrics.jsonl", line_of_metrics)
         self.samples = JsonlFile(self.path / "samples.jsonl")
         self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
         self.written = WrittenFiles(self.path)
@@ -64,7 +65,7 @@ class RunFolder:
         if not options or not self.has_updates():
             return None
         laid_out = read_yaml(self.path / "strategy.yaml")
-        return {**options, **{name: laid_out[name] for name in GIVEN_FOR if name in laid_out}}
+        return {**options, **{name: laid_out[name] for name in GIVEN_FOR if is_count(laid_out.get(name))}}
 
     def refuse_foreign_files(self, in_checkpoints: Iterable[str], overwrite: bool) -> None:
         """Check that nothing in the folder is in the way of a run, and, where no run has been there yet, that it is
@@ -101,12 +102,11 @@ class RunFolder:
         return self.model.is_dir() and self.environment().get("finished") is True
 
     def environment(self) -> dict[str, Any]:
-        """environment.json; empty where there is none."""
-        try:
-            found = json.loads((self.path / "environment.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        """environment.json, without an exit code that is no number; empty where there is none."""
+        found = read_record(self.path / "environment.json")
+        if type(found.get("exit_code", 0)) is not int:
+            del found["exit_code"]
+        return found
 
     def lock(self) -> None:
         """Keep other launches out of the folder, as long as this process lives.
@@ -232,10 +232,11 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
 
-    def predictions(self, suffix: str = "") -> list[dict[str, Any]]:
-        """What write_predictions wrote last."""
-        with (self.path / f"predictions{suffix}.jsonl").open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
+    def predictions(self, suffix: str = "", fields: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """What write_predictions wrote last, of this launch or of an earlier one: the lines that have these fields."""
+        file = self.path / f"predictions{suffix}.jsonl"
+        lines = file.read_bytes().split(b"\n") if file.is_file() else []
+        return [row for text in lines if (row := object_of(text)) is not None and row.keys() >= set(fields)]
 
     def tabulate_predictions(self, ending: str, delimiter: str) -> list[str]:
         """Write predictions*.jsonl as tables too, such as predictions.csv: a column for the probability of each class;
@@ -346,6 +347,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of the record is a number of things, above 0."""
+    return type(value) is int and value > 0
 
 
 def check_folder_of(output: Path, file: str, what: str) -> None:

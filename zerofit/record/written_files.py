@@ -5,7 +5,6 @@ removed), and the update that the run began after ({"begun_at": 0}). A name is i
 Checkpoints are not in it: the manifest of each names its files.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove
+from zerofit.recipe.parsing import read_record
 
 RECORD, LOCK, MODEL, CHECKPOINTS = "files.json", ".lock", "model", "checkpoints"
 # What every run may write; names that follow from the data are added when the files are written.
@@ -48,7 +48,7 @@ class WrittenFiles:
     def begun_at(self) -> int:
         """The update after which the run in the folder began: above 0 where it resumed a run of another folder."""
         begun_at = self._read().get("begun_at")
-        return begun_at if isinstance(begun_at, int) else 0
+        return begun_at if type(begun_at) is int else 0
 
     @property
     def names(self) -> set[str]:
@@ -60,11 +60,7 @@ class WrittenFiles:
         return NAMES if any((self.path / CHECKPOINTS).glob("update_????????/manifest.json")) else set()
 
     def _read(self) -> dict[str, Any]:
-        try:
-            record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return record if isinstance(record, dict) else {}
+        return read_record(self.path / RECORD)
 
     def add(self, names: Iterable[str], begun_at: int | None = None) -> None:
         """Write down, and flush to the disk, that files of these names are ours."""
@@ -110,9 +106,7 @@ class WrittenFiles:
 
 def _is_exit_code(path: Path) -> bool:
     """Whether a file is the environment.json of a launch that ended before it was a run (see exit_code.py)."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        return path.name == "environment.json" and "exit_code" in json.loads(path.read_text(encoding="utf-8"))
-    return False
+    return path.name == "environment.json" and "exit_code" in read_record(path)
 
 
 def files_below(folder: Path, root: Path) -> Iterator[str]:

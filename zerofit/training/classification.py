@@ -194,7 +194,9 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
         return []
     lines = []
     for part in held_out:
-        rows, what = folder.predictions(part.suffix), "examples"
+        rows, what = folder.predictions(part.suffix, ("label", "prediction")), "examples"
+        if not rows:  # of an earlier launch, and damaged since
+            continue
         if labels.entities:
             lines += ["entities    of the held-out sentences, by kind", per_kind(rows)]
             continue

@@ -145,7 +145,7 @@ def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer: PreTrainedTokeni
 def shown(folder: RunFolder, batch_size: int, num_batches: int) -> list[str]:
     """The first generated text of each of the first batches, for the log."""
     lines = []
-    for row in folder.predictions()[: batch_size * num_batches : batch_size]:
+    for row in folder.predictions(fields=("source", "target", "prediction"))[: batch_size * num_batches : batch_size]:
         lines += [
             "",
             f"  | source      {row['source']}",

@@ -4,7 +4,6 @@ Each run has its own folder, whose name has a hash of its settings. A finished r
 resumes from its last checkpoint. Then their times, throughput and held-out figures are compared.
 """
 
-import json
 import math
 import statistics
 import uuid
@@ -15,7 +14,6 @@ from typing import Any
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
-from zerofit.record.jsonl import JsonlFile
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, rounded, say, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
@@ -118,16 +116,15 @@ class Finished:
     @property
     def figures(self) -> dict[str, float]:
         """Held-out figures of the run's final weights."""
-        held = self.environment.get("held_out") or {}
+        held = self.environment.get("held_out")
+        held = held if isinstance(held, dict) else {}
         return {name: value for name, value in held.items() if name.startswith(HELD)}
 
 
 def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
     """Read a run from its folder."""
-    lines = JsonlFile(folder / "metrics.jsonl").read()
-    environment, recipe = folder / "environment.json", folder / "recipe.yaml"
-    described = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
-    options = read_yaml(recipe) if recipe.is_file() else {}
+    lines = RunFolder(folder).metrics.read()
+    described, options = RunFolder(folder).environment(), read_yaml(folder / "recipe.yaml")
     return Finished(name, micro_batch, folder, lines, described, options, problem)
 
 

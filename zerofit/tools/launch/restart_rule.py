@@ -12,6 +12,8 @@ from pathlib import Path
 from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
 from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, EXIT_TO_BE_RESUMED
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
+from zerofit.recipe.parsing import read_record
+from zerofit.record.jsonl import line_of_update
 
 FINAL = {
     EXIT_USER_ERROR: "a mistake",
@@ -59,12 +61,7 @@ class Restarts:
                 lines = file.read().splitlines()
         except (OSError, TypeError):
             return 0
-        for line in reversed(lines):
-            try:
-                return int(json.loads(line)["update"])
-            except (ValueError, KeyError, TypeError):  # cut off, or of an evaluation
-                continue
-        return 0
+        return next((line["update"] for line in map(line_of_update, reversed(lines)) if line is not None), 0)
 
 
 def have_saved(codes: set[int]) -> bool:
@@ -110,7 +107,5 @@ def queue_again_refused(code: int, folder: Path, is_first: bool) -> str:
 
 
 def _read_failure(file: Path) -> int | None:
-    try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["failed_after"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    failed_after = read_record(file).get("failed_after")
+    return failed_after if type(failed_after) is int else None

@@ -11,8 +11,9 @@ from typing import Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.paths import why_no_model
-from zerofit.record.jsonl import LineReader, line_of_update
-from zerofit.record.run_folder import RunFolder, read_yaml
+from zerofit.record.jsonl import LineReader
+from zerofit.record.metrics import line_of_metrics
+from zerofit.record.run_folder import RunFolder, is_count, read_yaml
 from zerofit.record.written_files import CHECKPOINTS
 
 RECENT = 20  # updates whose median is the speed
@@ -49,7 +50,7 @@ class WatchedRun:
             file, size, self.written_at = found.st_ino, found.st_size, found.st_mtime
         is_new = self.restarts < 0 or file != self._file or size < self._reader.position
         if is_new:
-            self._reader = LineReader(self.folder.metrics.path, line_of_update)
+            self._reader = LineReader(self.folder.metrics.path, line_of_metrics)
             self.restarts += self.restarts < 0 or self._file is not None  # the first record replaces none
             self._file, self.lines = file, {}
             self.recipe, self.strategy = read_yaml(self.path / "recipe.yaml"), read_yaml(self.path / "strategy.yaml")
@@ -76,15 +77,19 @@ class WatchedRun:
     @property
     def num_updates(self) -> int | None:
         """The updates of the whole run; None: it cannot be told yet."""
-        total, epoch = self.recipe.get("max_train_steps"), self.last("epoch")
-        if total is None and epoch:
-            total = round(self.recipe.get("num_train_epochs", 0) * self.updates / epoch)
-        return total or None
+        total, epochs, epoch = (
+            self.recipe.get("max_train_steps"),
+            self.recipe.get("num_train_epochs"),
+            self.last("epoch"),
+        )
+        if total is None and epoch and isinstance(epochs, (int, float)):
+            total = round(epochs * self.updates / epoch)
+        return total if is_count(total) else None
 
     @property
     def metric(self) -> str:
         """The name of the held-out figure that the run is judged by."""
-        return (self.recipe.get("metric_for_best_model") or "loss").removeprefix("eval_")
+        return str(self.recipe.get("metric_for_best_model") or "loss").removeprefix("eval_")
 
     @property
     def held_out(self) -> float | None:
