@@ -26,11 +26,11 @@ from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
 from zerofit.tools.launch.launch import program_of
-from zerofit.tools.launch.supervise import exit_code_of
-from zerofit.tools.tool_recipe import join_with_recipe
 from zerofit.tools.launch.restart_rule import Restarts, queue_again_refused
+from zerofit.tools.launch.supervise import exit_code_of
 from zerofit.tools.show.table import table_of_runs
 from zerofit.tools.show.watched_run import WatchedRuns
+from zerofit.tools.tool_recipe import join_with_recipe
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")
 
