@@ -268,3 +268,23 @@ def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache
         tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en", "--validation_split_percentage", 0
     )
     assert sources(data, data.train) == [f"ein {n}" for n in range(4)]
+
+
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}, {"mask": True}])
+def test_replies_that_a_record_excludes_are_no_targets(key):
+    turns = [("user", "Hi?"), ("assistant", "Hello."), ("user", "And?"), ("assistant", "Nothing.")]
+    talk = [{"role": role, "content": text} for role, text in turns]
+    talk[1] |= key
+    assert Columns("d", None, None).read({"d": talk}) == [Pair(["Hi?", "Hello.", "And?"], "Nothing.")]
+    with pytest.raises(BadRecord, match="none of its replies is trained on"):
+        Columns("d", None, None).read({"d": talk[:2]})
+
+
+@pytest.mark.parametrize("column", ["image", "videos"])
+def test_places_of_pictures_in_pairs_are_refused(column):
+    text, place = f"<{column.rstrip('s')}> What?", f"<{column.rstrip('s')}>"
+    for texts in ({"source": text, "target": "A cat."}, {"dialogue": [text, "A cat."]}):
+        record = {**texts, column: "a.png"}
+        columns = find_columns(PairColumns(), Dataset.from_list([record]))
+        with pytest.raises(BadRecord, match=f"a text has {place}"):
+            columns.read(record)
