@@ -171,8 +171,9 @@ def _recorded_base(folder: AdapterFolder) -> str | None:
         return name
     for run in list(folder.path.resolve().parents)[:3]:
         if (run / "recipe.yaml").is_file():
-            trained_on = (read_yaml(run / "recipe.yaml") or {}).get("model_name_or_path")
-            if trained_on and Path(trained_on).expanduser().is_dir():
+            recorded = read_yaml(run / "recipe.yaml")
+            trained_on = recorded.get("model_name_or_path") if isinstance(recorded, dict) else None
+            if isinstance(trained_on, str) and Path(trained_on).expanduser().is_dir():
                 return trained_on
     return name
 

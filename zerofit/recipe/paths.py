@@ -1,7 +1,6 @@
 """Check the files and folders that a recipe names, quickly and before anything heavy is imported."""
 
 import glob
-import json
 import os
 import re
 import stat
@@ -10,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import read_record
 
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
@@ -171,11 +171,8 @@ def why_no_model(name: str) -> str | None:
     folder = Path(name).expanduser()
     if not (folder / ENVIRONMENT).is_file() or is_run(folder) or (folder / "config.json").is_file():
         return None
-    try:
-        found = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-        code, reason = found.get("exit_code"), found.get("exit_reason")
-    except (OSError, ValueError, AttributeError):
-        code = reason = None
+    found = read_record(folder / ENVIRONMENT)
+    code, reason = found.get("exit_code"), found.get("exit_reason")
     if code is None:
         return "this run has no model yet: it has not ended"
     what = f"this run has no model: it ended with code {code}"
