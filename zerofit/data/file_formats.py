@@ -3,6 +3,7 @@
 Files in another encoding, Excel and .conll files, and JSON objects with the records under a key are converted for the
 readers: to UTF-8, to .csv, to JSON lines, to the records alone. The converted file is cached."""
 
+import contextlib
 import csv
 import io
 import json
@@ -16,6 +17,7 @@ from zipfile import BadZipFile
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.json as json_reader
 from datasets import Dataset, DatasetInfo, Features, Value
 
 from zerofit.data.conll import sentences
@@ -32,6 +34,7 @@ FORMATS = {
     ".conll": "conll",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
+JSON_BLOCK = 1 << 26  # bytes that pyarrow parses at a time: more than a line has
 HEAD = 4096  # bytes in which the first character of a file is
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {
@@ -129,28 +132,55 @@ def texts_as_written(table: Dataset, paths: list[Path]) -> Dataset:
             changed[field.name] = text_type
     if not changed:
         return table
-    columns: dict[str, list[Any]] = {name: [] for name in changed}
+    arrow, features = table.data.table, table.features.copy()
+    dates = {name: kind for name, kind in changed.items() if _holds_dates(arrow.schema.field(name).type)}
+    found = _read_with_types(paths, dates) if dates else {}
+    others = {name: kind for name, kind in changed.items() if name not in found}
+    found |= _read_one_by_one(paths, others) if others else {}
+    for name, column in found.items():
+        if len(column) == len(table):
+            arrow = arrow.set_column(arrow.schema.get_field_index(name), name, column)
+            features[name] = Features.from_arrow_schema(pa.schema([(name, column.type)]))[name]
+    if arrow is table.data.table:
+        return table
+    read_again = Dataset(arrow.replace_schema_metadata(None), DatasetInfo(features=features))
+    return set_fingerprint(read_again, table._fingerprint, "as written")
+
+
+def _holds_dates(kind: pa.DataType) -> bool:
+    """Whether dates are all that is to become text in a column of this type."""
+    return not pa.types.is_floating(kind) and "json" not in str(kind)
+
+
+def _read_with_types(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.ChunkedArray]:
+    """Columns of JSON lines, by pyarrow, which is fast; none where it cannot."""
+    how = json_reader.ParseOptions(explicit_schema=pa.schema(types.items()), unexpected_field_behavior="ignore")
+    blocks, tables = json_reader.ReadOptions(block_size=JSON_BLOCK), []
+    try:
+        for path in paths:
+            with open_bytes(path) as file:
+                tables.append(json_reader.read_json(file, read_options=blocks, parse_options=how))
+    except pa.ArrowException:
+        return {}
+    table = pa.concat_tables(tables)
+    return {name: table.column(name) for name in types}
+
+
+def _read_one_by_one(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+    """Columns of JSON files, without those of objects, and of numbers without integers."""
+    columns: dict[str, list[Any]] = {name: [] for name in types}
     try:
         for record in _json_records(paths):
             for name, values in columns.items():
                 values.append(record.get(name))
     except (ValueError, AttributeError):  # a file of another form
-        return table
-    arrow, features = table.data.table, table.features.copy()
+        return {}
+    found = {}
     for name, values in columns.items():
-        is_number = pa.types.is_floating(arrow.schema.field(name).type)
-        if len(values) != len(table) or (is_number and not any(isinstance(value, int) for value in values)):
-            continue
-        try:
-            column = pa.array([_as_text(value, changed[name]) for value in values], changed[name])
-        except TypeError:
-            continue
-        arrow = arrow.set_column(arrow.schema.get_field_index(name), name, column)
-        features[name] = Features.from_arrow_schema(pa.schema([(name, changed[name])]))[name]
-    if arrow is table.data.table:
-        return table
-    read_again = Dataset(arrow.replace_schema_metadata(None), DatasetInfo(features=features))
-    return set_fingerprint(read_again, table._fingerprint, "as written")
+        with contextlib.suppress(TypeError):
+            if not all(isinstance(value, float | None) for value in values):
+                found[name] = pa.array([_as_text(value, types[name]) for value in values], types[name])
+    return found
 
 
 def _with_texts(kind: pa.DataType) -> pa.DataType:
