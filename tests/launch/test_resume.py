@@ -186,13 +186,14 @@ def test_a_classifier_that_was_killed_before_its_first_state_starts_over(tmp_pat
         "--max_train_steps", "9", "--eval_steps", "3", "--cache_dir", tmp_path / "cache",
     ]  # fmt: skip
     output = tmp_path / "run"
-    killed = launched(output, *options, task="cls", through=(DISTURBED, 0, "kill 5"))
+    alone = {"strategy": "single", "processes": 1}
+    killed = launched(output, *options, task="cls", through=(DISTURBED, 0, "kill 5"), **alone)
     assert killed.returncode != 0
     assert not list(output.glob("checkpoints/update_*/state"))
     assert (output / "checkpoints" / "best").is_dir()
-    done = completed(output, *options, task="cls")
+    done = completed(output, *options, task="cls", **alone)
     assert "it starts over" in done.stdout
-    undisturbed = updates(launch(tmp_path / "undisturbed", *options, task="cls"))
+    undisturbed = updates(launch(tmp_path / "undisturbed", *options, task="cls", **alone))
     assert len(undisturbed) == 9
     figures = ("loss", "grad_norm", "learning_rate", "eval_loss")
     again = updates(metrics(output))
@@ -206,14 +207,15 @@ def test_on_more_processes_a_smaller_micro_batch_follows(endless, tmp_path):
     """Six samples an update: one process in one pass, two with three each; four cannot."""
     options = [{"4": "6", "3000": "6", "3": "2"}.get(word, word) for word in endless]
     output = tmp_path / "run"
-    killed = launched(output, *options, "--save_async", "false", through=(DISTURBED, 0, "kill 4"))
+    alone = {"strategy": "single", "processes": 1}
+    killed = launched(output, *options, through=(DISTURBED, 0, "kill 4"), **alone)
     assert killed.returncode != 0
     refused = launched(output, *options, strategy="ddp", processes=4)
     assert refused.returncode == 2
     assert "These numbers of processes can: 1, 2, 3, 6" in refused.stdout + refused.stderr
     done = completed(output, *options, strategy="ddp", processes=2)
     assert "per_device_train_batch_size = 3" in done.stdout
-    undisturbed = launch(tmp_path / "undisturbed", *options)
+    undisturbed = launch(tmp_path / "undisturbed", *options, **alone)
     assert largest_difference("learning_rate", updates(metrics(output)), updates(undisturbed)) == 0
     assert [sorted(line["samples"]) for line in samples(output)] == [
         sorted(line["samples"]) for line in samples(tmp_path / "undisturbed")
