@@ -45,7 +45,7 @@ class Command:
 COMMANDS = (
     Command("launch", "Start a run on all accelerators and machines.", "zerofit.tools.launch.launch:main"),
     Command("submit", "Write a job for Slurm, Kubernetes or SkyPilot.", "zerofit.tools.submit.submit:main"),
-    Command("show", "Runs side by side: in a browser, or a table with --watch.", "zerofit.tools.show.show:main"),
+    Command("show", "Runs side by side, in one table.", "zerofit.tools.show.show:main"),
     Command("prepare", "Text to corpora in Megatron's format; merge them.", "zerofit.tools.prepare.prepare:main"),
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "zerofit.tools.merge:main"),
     Command(

@@ -102,9 +102,6 @@ LATE = {
     "charset_normalizer": "to guess an encoding",
     "fcntl": "not on every system",
     "resource": "not on every system",
-    "netrc": "for trackers alone",
-    "PIL": "with matplotlib",
-    "trackio": "an optional package",
 }
 OWN_LATE = {
     ("zerofit.strategy.build_locks", "zerofit.strategy.host_memory"),  # the watchdog starts without site-packages

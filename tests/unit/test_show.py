@@ -89,7 +89,6 @@ def test_every_update_is_there_once_with_its_value_after_a_rewind_and_a_resume(t
     run.poll()
     assert list(run.lines) == [1, 2, 3, 4, 5]
     assert run.lines[5]["loss"] == 9.5
-    assert run.restarted_at == 4
     folder.metrics.close()
     again = RunFolder(folder.path)
     again.metrics.start(5)  # as a resume does
@@ -97,7 +96,7 @@ def test_every_update_is_there_once_with_its_value_after_a_rewind_and_a_resume(t
     again.metrics.add(line(6, loss=8.5))
     run.poll()
     assert run.lines == {each["update"]: each for each in again.metrics.read()}
-    assert (len(run.lines), run.restarts) == (6, 2)
+    assert len(run.lines) == 6
 
 
 def test_a_run_that_starts_while_it_is_watched_has_not_restarted(tmp_path):
@@ -107,7 +106,7 @@ def test_a_run_that_starts_while_it_is_watched_has_not_restarted(tmp_path):
     run = watched(folder)
     folder.metrics.path.write_bytes(record)
     run.poll()
-    assert (len(run.lines), run.restarts) == (2, 0)
+    assert len(run.lines) == 2
 
 
 def test_lines_that_are_half_written_or_damaged(tmp_path):
@@ -175,14 +174,11 @@ def test_twenty_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
     ]
 
 
-def test_without_its_package_the_table_is_shown(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("zerofit.tools.show.show.is_installed", lambda name: False)
+def test_without_watch_the_table_is_shown_once(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "outputs" / "run", code=0)
+    make_run(tmp_path / "outputs" / "run")  # it still trains
     assert main(["show"]) == 0
-    shown = capsys.readouterr().out
-    assert "trackio" in shown.splitlines()[0]
-    assert "run" in shown.splitlines()[-1]
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_the_column_names_the_figure(tmp_path):

@@ -1,74 +1,26 @@
-"""All trackers of accelerate 1.15: how each begins a run, continues it after a resume, and takes a picture and a
-table. Only the main process speaks to them."""
+"""The trackers of accelerate: a run begins there, and goes on after a resume. Only the main process speaks to them."""
 
 import importlib.util
+import netrc
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.tracking_options import TRACKERS, TrackingOptions
 from zerofit.record.run_folder import RunFolder
 
-HEAD_ROWS = 20  # of predictions.jsonl in a table
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """The run that a tracker begins or continues.
-
-    Args:
-        folder: the run's own.
-        id: at this tracker, of the run that is resumed; None: it is new there.
-        updates: that are done.
-    """
-
-    name: str
-    folder: Path
-    id: str | None
-    updates: int
-
-    def options(self, tracker: str) -> dict[str, Any]:
-        """What accelerate hands to the tracker as it starts."""
-        with_id: dict[str, Any] = {
-            "wandb": {"resume": "allow", "id": self.id},
-            "swanlab": {"resume": "allow", "id": self.id},
-            "comet_ml": {"mode": "get", "experiment_key": self.id},
-            "clearml": {"continue_last_task": 0, "reuse_last_task_id": self.id},
-            "aim": {"run_hash": self.id},
-            "mlflow": {"run_id": self.id},
-        }
-        always: dict[str, Any] = {
-            "wandb": {"name": self.name, "dir": str(self.folder)},
-            "swanlab": {"name": self.name, "log_dir": str(self.folder / "swanlog")},
-            "clearml": {"task_name": self.name, "reuse_last_task_id": False},
-            "aim": {"experiment": self.name},
-            "mlflow": {"run_name": self.name},
-            "dvclive": {"dir": str(self.folder / "dvclive"), "resume": self.updates > 0},
-            "trackio": {"name": self.name, "resume": "allow" if self.updates else "never", "embed": False},
-            "tensorboard": {"purge_step": self.updates + 1} if self.updates else {},
-        }
-        return always.get(tracker, {}) | (with_id.get(tracker, {}) if self.id else {})
-
-
-IDS: dict[str, Callable[[Any], str]] = {  # the id of a tracker's own run
-    "wandb": lambda run: run.id,
-    "swanlab": lambda run: run.id,
-    "comet_ml": lambda run: run.get_key(),
-    "clearml": lambda run: run.id,
-    "aim": lambda run: run.hash,
-    "mlflow": lambda run: run.info.run_id,
+# {tracker: (what reads the id of its run, the options that continue a run)}
+RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]] = {
+    "wandb": (lambda run: run.id, lambda id: {"resume": "allow", "id": id}),
+    "swanlab": (lambda run: run.id, lambda id: {"resume": "allow", "id": id}),
+    "comet_ml": (lambda run: run.get_key(), lambda id: {"mode": "get", "experiment_key": id}),
+    "clearml": (lambda run: run.id, lambda id: {"continue_last_task": 0, "reuse_last_task_id": id}),
+    "aim": (lambda run: run.hash, lambda id: {"run_hash": id}),
+    "mlflow": (lambda run: run.info.run_id, lambda id: {"run_id": id}),
 }
 IN_THE_FOLDER = {"wandb": "wandb/", "swanlab": "swanlog/", "aim": ".aim/", "dvclive": "dvclive/"}
-# Trackers that keep a run on the disk without a login: variable of the mode, variable and file of the login, command.
-OFFLINE = {
-    "wandb": ("WANDB_MODE", "WANDB_API_KEY", "~/.netrc", "wandb sync"),
-    "swanlab": ("SWANLAB_MODE", "SWANLAB_API_KEY", "~/.swanlab/.netrc", "swanlab sync"),
-}
 
 
 def wanted_trackers(recipe: TrackingOptions) -> list[str]:
@@ -88,11 +40,30 @@ def is_installed(tracker: str) -> bool:
     return found is not None and found.origin is not None
 
 
+def tracker_options(tracker: str, name: str, folder: Path, id: str | None, updates: int) -> dict[str, Any]:
+    """What accelerate hands to a tracker as it starts.
+
+    Args:
+        id: of the run there that goes on; None: it is new.
+        updates: that are done.
+    """
+    options: dict[str, Any] = {
+        "wandb": {"name": name, "dir": str(folder)},
+        "swanlab": {"name": name, "log_dir": str(folder / "swanlog")},
+        "clearml": {"task_name": name, "reuse_last_task_id": False},
+        "aim": {"experiment": name},
+        "mlflow": {"run_name": name},
+        "dvclive": {"dir": str(folder / "dvclive"), "resume": updates > 0},
+        "trackio": {"name": name, "resume": "allow" if updates else "never", "embed": False},
+        "tensorboard": {"purge_step": updates + 1} if updates else {},
+    }
+    return options.get(tracker, {}) | (RESUMED[tracker][1](id) if id and tracker in RESUMED else {})
+
+
 def start_trackers(
     accelerator, trackers: Sequence[str], recipe: TrackingOptions, folder: RunFolder, task: str, state
 ) -> list[str]:
-    """Open the trackers, and continue the runs there. Returns sentences for the log: which one goes offline, as
-    there is no login.
+    """Open the trackers, and continue the runs there. Returns a sentence for the log where wandb goes offline.
 
     Args:
         state: of the run; its `tracker_ids` are filled in.
@@ -100,17 +71,19 @@ def start_trackers(
     Raises:
         UserError: a tracker does not start.
     """
-    if not trackers:
-        return []
-    project, name = recipe.report_name or f"zerofit-{task}", recipe.run_name or folder.path.name
-    if accelerator.is_main_process:
+    project, name, notes = recipe.report_name or f"zerofit-{task}", recipe.run_name or folder.path.name, []
+    if trackers and accelerator.is_main_process:
         folder.written.add([f"{project}/", *(IN_THE_FOLDER[each] for each in trackers if each in IN_THE_FOLDER)])
-    notes = [note for tracker in trackers if (note := _offline_without_login(tracker, folder.path))]
+    if "wandb" in trackers and not (os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or _has_login()):
+        os.environ["WANDB_MODE"] = "offline"
+        notes.append(f"wandb: no login found, so the run is kept in {folder.path}/wandb; `wandb sync` sends it later")
     options = {
-        each: TrackedRun(name, folder.path, state.tracker_ids.get(each), state.updates).options(each)
-        for each in trackers
+        each: tracker_options(each, name, folder.path, state.tracker_ids.get(each), state.updates) for each in trackers
     }
-    config = {name: _plain(value) for name, value in recipe.to_publish().items()}
+    config = {
+        option: value if isinstance(value, (str, int, float, bool)) else str(value)
+        for option, value in recipe.to_publish().items()
+    }
     try:
         accelerator.init_trackers(project, config=config, init_kwargs=options)
     except Exception as error:  # each has its own: no login, no server, another version
@@ -118,74 +91,13 @@ def start_trackers(
             f"report_to = {recipe.report_to!r}: {', '.join(trackers)} did not start: {first_line(error)}. Log in to "
             "it, choose another one, or leave out --with_tracking"
         ) from error
-    if accelerator.is_main_process:
-        for tracker in IDS.keys() & {*trackers}:
-            state.tracker_ids[tracker] = IDS[tracker](accelerator.get_tracker(tracker, unwrap=True))
+    for tracker in RESUMED.keys() & {*trackers} if accelerator.is_main_process else ():
+        state.tracker_ids[tracker] = RESUMED[tracker][0](accelerator.get_tracker(tracker, unwrap=True))
     return notes
 
 
-def publish_results(accelerator, folder: RunFolder, update: int) -> list[str]:
-    """Hand loss.png and the head of predictions.jsonl to the trackers that take them. Returns a sentence for the log
-    about each that failed: the run is complete without."""
-    notes = []
-    for tracker in accelerator.trackers:
-        try:
-            _publish_picture(tracker, folder.path / "loss.png", update)
-            if (folder.path / "predictions.jsonl").is_file() and hasattr(tracker, "log_table"):
-                rows = folder.predictions()[:HEAD_ROWS]
-                columns = list(rows[0])
-                data = [[str(row.get(column, "")) for column in columns] for row in rows]
-                tracker.log_table("predictions", columns=columns, data=data, step=update)
-        except Exception as error:
-            notes.append(f"warning   {tracker.name} did not take loss.png or predictions.jsonl: {first_line(error)}")
-    return notes
-
-
-def _publish_picture(tracker, file: Path, update: int) -> None:
-    """Accelerate has `log_images` for five of them, each with another form; others have a function of their own."""
-    run = tracker.tracker
-    if tracker.name == "mlflow":
-        tracker.log_artifact(str(file))
-    elif tracker.name == "comet_ml":
-        run.log_image(str(file), name=file.name, step=update)
-    elif tracker.name == "dvclive":
-        run.log_image(file.name, str(file))
-    elif tracker.name == "trackio":
-        import trackio
-
-        run.log({"loss.png": trackio.Image(str(file))}, step=update)
-    else:
-        from PIL import Image
-
-        picture = Image.open(file).convert("RGB")
-        if tracker.name == "tensorboard":
-            tracker.log_images({"loss.png": np.asarray(picture)[None]}, step=update, dataformats="NHWC")
-        else:
-            is_listed = tracker.name in ("wandb", "swanlab")
-            tracker.log_images({"loss.png": [picture] if is_listed else picture}, step=update)
-
-
-def _offline_without_login(tracker: str, folder: Path) -> str | None:
-    """Set the tracker's mode to offline if there is no login, and say so."""
-    if tracker not in OFFLINE:
-        return None
-    mode, key, file, command = OFFLINE[tracker]
-    if os.environ.get(mode) or os.environ.get(key) or _has_login(Path(file).expanduser(), tracker):
-        return None
-    os.environ[mode] = "offline"
-    where = folder / IN_THE_FOLDER[tracker]
-    return f"{tracker}: no login found, so the run is kept in {where}; `{command}` sends it later"
-
-
-def _has_login(file: Path, tracker: str) -> bool:
-    import netrc
-
+def _has_login() -> bool:
     try:
-        return any(tracker in host for host in netrc.netrc(file).hosts)
+        return any("wandb" in host for host in netrc.netrc(Path("~/.netrc").expanduser()).hosts)
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def _plain(value: Any) -> Any:
-    """Trackers take texts, numbers and truth values."""
-    return value if isinstance(value, (str, int, float, bool)) else str(value)

@@ -39,7 +39,7 @@ from zerofit.record.plot import plot_run
 from zerofit.record.recorder import RunRecorder
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import Bar, duration
-from zerofit.record.trackers import publish_results, start_trackers
+from zerofit.record.trackers import start_trackers
 from zerofit.record.written_files import MODEL
 from zerofit.strategy.machines import check_same
 from zerofit.strategy.state import AVERAGE
@@ -324,7 +324,6 @@ def _export_record(result: TrainResult, loads_best: bool) -> list[str]:
     if (result.run.state.best.figures if loads_best else run.state.held_out) and not folder.failed:
         failed |= write_beside({"the report of the held-out examples": lambda: remarks.extend(task.remarks())})
     result.note_missing(failed)
-    result.prepared.session.say(*publish_results(result.prepared.engine.accelerator, folder, run.state.updates))
     return remarks
 
 

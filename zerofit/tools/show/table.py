@@ -1,4 +1,4 @@
-"""`zerofit show --watch`: one table of all runs, which fits a terminal of 80 columns."""
+"""`zerofit show`: one table of all runs, which fits a terminal of 80 columns."""
 
 import os
 import sys
@@ -14,14 +14,18 @@ RUN, STRATEGY = 12, 8  # columns that a name has at least
 NOTHING = "-"
 
 
-def watch(runs: WatchedRuns) -> None:
-    """Show the table; at a terminal again and again, until every run has ended."""
+def show(runs: WatchedRuns, again: bool) -> None:
+    """Print the table.
+
+    Args:
+        again: at a terminal again and again, until every run has ended.
+    """
     height = 0
     while True:
         found = runs.poll()
         width, now = screen_width(), time.time()
         lines = table_of_runs(found, width, now).splitlines()
-        if width is None:
+        if width is None or not again:
             say(*lines)
             return
         room = os.get_terminal_size().lines - 2

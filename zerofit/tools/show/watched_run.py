@@ -14,7 +14,6 @@ from zerofit.recipe.paths import why_no_model
 from zerofit.record.jsonl import LineReader
 from zerofit.record.metrics import line_of_metrics
 from zerofit.record.run_folder import RunFolder, is_count, read_yaml
-from zerofit.record.written_files import CHECKPOINTS
 
 RECENT = 20  # updates whose median is the speed
 SILENT_S, SILENT_UPDATES = 60, 10  # a run without a new line for longer than both is silent
@@ -27,9 +26,6 @@ class WatchedRun:
 
     Attributes:
         lines: {update: its line in metrics.jsonl}.
-        restarts: how often the record was replaced since it was first read: at a resume, and at a rewind. Lines after
-            the checkpoint are gone then, until they are written again.
-        restarted_at: the update that the record went back to at the latest of these.
         written_at: when the latest line was written, in seconds since 1970.
     """
 
@@ -39,26 +35,21 @@ class WatchedRun:
         self.strategy: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
         self.lines: dict[int, dict[str, Any]] = {}
-        self.restarts, self.restarted_at, self.written_at = -1, 0, 0.0
+        self.written_at = 0.0
+        self._reader: LineReader | None = None
         self._file = None
 
     def poll(self) -> None:
         """Read what the run has written since the last call."""
-        file, size, known = None, 0, self.lines
+        file, size = None, 0
         with contextlib.suppress(OSError):
             found = self.folder.metrics.path.stat()
             file, size, self.written_at = found.st_ino, found.st_size, found.st_mtime
-        is_new = self.restarts < 0 or file != self._file or size < self._reader.position
-        if is_new:
+        if self._reader is None or file != self._file or size < self._reader.position:  # a resume replaces the record
             self._reader = LineReader(self.folder.metrics.path, line_of_metrics)
-            self.restarts += self.restarts < 0 or self._file is not None  # the first record replaces none
             self._file, self.lines = file, {}
             self.recipe, self.strategy = read_yaml(self.path / "recipe.yaml"), read_yaml(self.path / "strategy.yaml")
         self.lines |= {line["update"]: line for line in self._reader.poll()}
-        if is_new:  # it may have made updates since: their lines differ, in seconds at least
-            self.restarted_at = max(
-                (update for update, line in self.lines.items() if known.get(update) == line), default=0
-            )
         self.environment = self.folder.environment()
 
     def last(self, name: str) -> Any:
@@ -111,13 +102,6 @@ class WatchedRun:
         if silent_s > max(SILENT_S, patience_s):
             return SILENT, silent_s
         return RUNNING, 0
-
-    def checkpoints(self) -> list[int]:
-        """The updates of the checkpoints that are there now."""
-        found = (self.path / CHECKPOINTS).glob("update_????????/manifest.json")
-        return sorted(
-            int(file.parent.name.removeprefix("update_")) for file in found if file.parent.name[7:].isdigit()
-        )
 
     def seconds_left(self) -> float | None:
         """By the speed of the latest updates, without evaluations and checkpoints."""
