@@ -15,9 +15,6 @@ SMALL = {
     "faults": ["faults", "--only", "metrics.jsonl|SIGKILL in|SIGTERM in phase save", "--folder", "{tmp}/faults"],
     "counts": ["counts", "single", "ddp", "--lines", "--output", "{tmp}/counts.md"],
     "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny"],
-    "padding": ["padding", "--data", "{tmp}/data", "--rounds", "1", "--cases", "1", "--samples", "128",
-                "--warmup", "1"],
-    "padding_counts": ["padding_counts", "--data", "{tmp}/data"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "published_memory": ["published_memory"],
     "published_times": ["published_times", "--only", "nanogpt", "--parts"],
@@ -30,20 +27,9 @@ def test_every_benchmark_is_run():
     assert scripts == {words[0] for words in SMALL.values()} | LIBRARIES
 
 
-def lay_out(folder, material) -> None:
-    """Made data where benchmarks expect published ones."""
-    places = {"glue": "glue", "dialogue/valid_freq.json": "dialogue/keyed.json",
-              "instruct/alpaca_en_demo.json": "instruct/english.json",
-              "tokenizers/blenderbot-400M-distill": "tokenizers/blenderbot"}  # fmt: skip
-    for published, made in places.items():
-        (folder / "data" / published).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "data" / published).symlink_to(material / made)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs(tmp_path, material, name):
-    lay_out(tmp_path, material)
     script, *flags = (word.format(tmp=tmp_path, material=material) for word in SMALL[name])
     documents = {file: file.read_bytes() for file in (ROOT / "docs").rglob("*") if file.is_file()}
     command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *flags]

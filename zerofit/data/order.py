@@ -45,7 +45,7 @@ class LengthGroups:
     batches of G, and the batches are put into random order. The permutation decides which samples share a
     window, and any batch may come first: so each sample has the same chance of each place in the epoch, whatever its
     length, and is seen once. Which samples share an update is no longer random: if the loss is a mean over tokens,
-    the grouping must not correlate with their number (docs/measurements/padding.md).
+    the grouping must not correlate with their number.
 
     Args:
         lengths: of all samples, in tokens.

@@ -232,7 +232,7 @@ class TokenizedDataset:
         self.labels = numbers["label"][:] if "label" in table.column_names else None
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
         # Rows of one update have sources of similar length. With targets considered too, some updates would have only
-        # short targets, and a token has more weight in an update with fewer tokens (docs/measurements/padding.md).
+        # short targets, and a token has more weight in an update with fewer tokens.
         self.lengths = counted[0]
         self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
         if "sizes" in columns:
