@@ -49,18 +49,18 @@ def test_an_unknown_command():
         (["merge", "--model", "outputs/x"], "say --adapter FOLDER"),
         (["merge", "--adaptor", "outputs/x"], "Did you mean adapter?"),
         (["merge", "--output_dir", "x"], "say --output FOLDER"),
-        (["launch", "recipes/clm/stdlib-gtp2.yaml"], "recipes/clm/stdlib-gpt2.yaml?"),
-        (["launch", "--config", "stdlib-gpt"], "recipes/clm/stdlib-gpt2.yaml?"),
+        (["launch", "recipes/clm/stdlib-gtp2.yaml", "--dry_run"], "recipes/clm/stdlib-gpt2.yaml?"),
+        (["launch", "--config", "stdlib-gpt", "--dry_run"], "recipes/clm/stdlib-gpt2.yaml?"),
         (["plan", "--task", "clm", "--config", "gpt2-wikitext.yaml"], "recipes/clm/gpt2-wikitext2.yaml?"),
         (["plan", "--task", "cls", "--num_labels", "3"], "follows from the labels"),
         (["doctor", "--strategy", "zero4"], "Did you mean zero3?"),
         (["launch", "recipes/clm/stdlib-gpt2.yaml", "--strategy", "fsdp", "--dry_run"], "Did you mean fsdp2?"),
     ],
 )
-def test_a_mistake_gets_a_hint(words, said, capsys, monkeypatch):
+def test_a_mistake_gets_a_hint(words, said, capfd, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(words) == 2 or "doctor" in words
-    shown = capsys.readouterr()
+    shown = capfd.readouterr()
     assert said in shown.err + shown.out
 
 
