@@ -12,7 +12,6 @@
     python benchmarks/plan_accuracy.py measure --half experts      # then table: mixtures of experts
     python benchmarks/plan_accuracy.py measure --half muon         # then table: --optim muon
     python benchmarks/plan_accuracy.py measure --half tags         # then table: a class for each word
-    python benchmarks/plan_accuracy.py measure --half embeddings   # then table: groups of pairs of texts
     python benchmarks/plan_accuracy.py measure --half tuned        # then table: of answers, teachers, ...
 
 `measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
@@ -154,7 +153,6 @@ DATA = {
         *("--train_file", str(MADE / "tags.conll"), "--validation_split_percentage", "10"),
         *("--train_tokenizer_vocab_size", "4096"),
     ],
-    "search": ["--dataset_name", "stdlib-search", "--train_tokenizer_vocab_size", "4096"],
     "teacher": [
         *("--train_file", str(MADE / "*.py"), "--tokenizer_name", str(MADE / "teacher" / "model")),
         *("--teacher", str(MADE / "teacher" / "model")),
@@ -366,14 +364,6 @@ WITH_TAGS = [  # so many tags that their logits matter
     _make("DeBERTa, 3 of 192", "zero3", "fp32", 64, 1, (2, 9), data="tags"),
     _make("BERT, 4 of 256", "zero2_offload", "fp32", 96, 1, (2, 8), LORA, data="tags"),
 ]
-EIGHT = ("--contrastive_group", "8")
-EMBEDDINGS = [
-    _make("BERT, 4 of 256", "single", "fp32", 64, 1, (1, 6), EIGHT, data="search"),
-    _make("BERT, 4 of 256", "ddp", "bf16", 64, 2, (1, 5), EIGHT, data="search"),
-    _make("RoBERTa, 3 of 384", "zero2", "bf16", 64, 1, (1, 4), ("--contrastive_group", "16"), data="search"),
-    _make("DeBERTa, 3 of 192", "zero3", "fp32", 64, 1, (1, 3), EIGHT, data="search"),
-    _make("Llama classifier, 4 of 256", "fsdp2", "bf16", 64, 1, (1, 4), EIGHT, data="search"),
-]
 SMALL = "Llama, 4 of 256"
 TUNED = [  # losses of other kinds, a teacher, a mean of the weights, learning rates by layer, rows that go round
     _make(SMALL, "single", "fp32", 64, 1, (2, 8), DPO, data="answers"),
@@ -400,7 +390,6 @@ TUNED = [  # losses of other kinds, a teacher, a mean of the weights, learning r
 ]
 OTHERS = {
     "tags": WITH_TAGS,
-    "embeddings": EMBEDDINGS,
     "tuned": TUNED,
     "muon": MUON,
     "disk": ON_DISK,

@@ -1,7 +1,6 @@
 r"""Classification and regression of sentences and pairs: DeBERTa, BERT, RoBERTa, Llama and every other model with an
 AutoModelForSequenceClassification; multiple choice, with an AutoModelForMultipleChoice; and words of
-sentences (named entities, parts of speech), with an AutoModelForTokenClassification. Embeddings of texts, with an
-AutoModel, from pairs that belong together.
+sentences (named entities, parts of speech), with an AutoModelForTokenClassification.
 
     accelerate launch train/cls.py --config recipes/cls/stdlib-packages.yaml
     accelerate launch --config_file accelerate_configs/zero2.yaml \
@@ -40,11 +39,9 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.data.collate import ExampleCollator, multiple_for
     from zerofit.data.labelled.class_weights import class_weights, describe_weights
     from zerofit.data.labelled.examples import prepare_examples
-    from zerofit.data.labelled.groups import GroupCollator
     from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
     from zerofit.data.pack import stats_rows
     from zerofit.model.configuration import check_task
-    from zerofit.model.embedding import AutoBody, check_body, contrastive_loss, embed
     from zerofit.model.load import head_weights
     from zerofit.model.loss import logits_of_examples, loss_of_examples
     from zerofit.model.parameters import flops_per_token
@@ -61,7 +58,6 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     from zerofit.training.evaluation import eval_batches
     from zerofit.training.fit import answer, export, finish, fit
     from zerofit.training.prepare import prepare, start
-    from zerofit.training.retrieval import FIGURES, chance, evaluate_pairs
     from zerofit.training.task import Task
 
     timeline.mark("imports")
@@ -73,10 +69,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     held_out = data.held_out[0].samples.stats if data.held_out else None
     notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe)]
     auto_class, pretrained = AutoModelForSequenceClassification, recipe.model_name_or_path
-    if data.labels.of_pairs:
-        auto_class, had = AutoBody, None
-        check_body(config)
-    elif data.labels.choices:
+    if data.labels.choices:
         auto_class = AutoModelForMultipleChoice
         check_task(recipe, config, auto_class)
         had = len(pretrained_head(config, pretrained) or ())  # of a classifier; choices have a head of one output
@@ -102,15 +95,12 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     engine = prepared.engine
 
     # The loss is a sum over examples; the loop divides by their number in the global batch, or by the sum of their
-    # weights. The held-out loss is plain cross entropy. Of pairs it is a sum over anchors.
+    # weights. The held-out loss is plain cross entropy.
     width = data.max_length if recipe.pad_to_max_length else None
-    make_collator = GroupCollator if data.labels.of_pairs else ExampleCollator
-    collate = make_collator(padding_values(data.tokenizer), width, multiple_for(engine.device))
+    collate = ExampleCollator(padding_values(data.tokenizer), width, multiple_for(engine.device))
     on_device = None if weights is None else torch.tensor(weights, device=engine.device)
 
     def loss_sum(model, batch):
-        if data.labels.of_pairs:
-            return contrastive_loss(embed(model, batch.inputs), batch.labels, recipe.contrastive_temperature)
         logits = logits_of_examples(model, batch)
         return loss_of_examples(logits, batch.labels, on_device, recipe.label_smoothing, recipe.focal_gamma)
 
@@ -122,10 +112,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         for part in data.held_out:
             sources = part.sources or {"": part.samples}  # of a mixture, each source
             batches = {name: batches_of(engine, sources[name]) for name in sources}
-            if data.labels.of_pairs:
-                figures |= evaluate_pairs(engine, batches, part, recipe.contrastive_temperature, session.folder)
-            else:
-                figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
+            figures |= evaluate_examples(engine, batches, data.labels, part, session.folder)
         return figures
 
     def predict(engine):
@@ -139,13 +126,13 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         loss_sum=loss_sum,
         evaluate=evaluate if data.held_out else None,
         num_held_out=sum(len(part.samples) for part in data.held_out),
-        figures=FIGURES if data.labels.of_pairs else figures_of(data.labels, data.held_out, recipe.task_name),
+        figures=figures_of(data.labels, data.held_out, recipe.task_name),
         unit=data.labels.unit,
         grouping=recipe.length_grouping,
         longest=data.longest,
         order=data.order,
         predict=predict,
-        baseline=lambda: chance(data.held_out) if data.labels.of_pairs else best_constant(data.labels, data.held_out),
+        baseline=lambda: best_constant(data.labels, data.held_out),
         report=lambda: report_classes(session.folder, data.labels, data.held_out),
     )
 

@@ -175,14 +175,6 @@ CASES = {
         "--model_name_or_path", "{body}", "--train_file", "{tags}", "--lora", "--validation_split_percentage", "10",
         "--max_length", "64", "--max_eval_samples", "11", "--save_steps", "8", "--record_samples", "true",
     ), learning_rate=4e-3),
-    "embeddings": Case("cls", 22, (  # the run spans two epochs
-        "--model_name_or_path", "{body}", "--train_file", "{search}", "--contrastive_group", "3", "--max_length", "32",
-        "--max_train_samples", "290", "--max_eval_samples", "11", "--save_steps", "8", "--record_samples", "true",
-    ), ("ddp",)),
-    "mixed embeddings": Case("cls", 12, (  # each group is of one source
-        "--model_name_or_path", "{body}", "--train_file", "3", "{search}", "1", "{search}", "--contrastive_group", "3",
-        "--max_length", "32", "--max_train_samples", "100", "--max_eval_samples", "11",
-    )),
     "choices": Case("cls", 12, (  # drawn so large that the gradients of its choices do not cancel each other
         "--model_type", "bert", "--config_overrides", "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,"
         "intermediate_size=64,hidden_dropout_prob=0,attention_probs_dropout_prob=0,initializer_range=0.2",
@@ -243,7 +235,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
     made |= {"kinds": answers_that_are_short(folder, material), "sets": words_of_lines(folder, material)}
-    made |= {"body": without_a_head(folder / "body", folder / "deberta"), "search": halves(folder, material)}
+    made |= {"body": without_a_head(folder / "body", folder / "deberta")}
     made |= {"pairs": pairs_of_answers(folder, material)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
     return {"llama": llama, "material": material, **made}
@@ -298,17 +290,6 @@ def answers_that_are_short(folder: Path, material: Path) -> Path:
     pairs = ((record["instruction"], record["output"]) for record in records)
     rows = [{"sentence1": a, "sentence2": b, "label": "short" if len(b) < 80 else "other"} for a, b in pairs]
     return write_records(folder / "kinds.jsonl", rows)
-
-
-def halves(folder: Path, material: Path) -> Path:
-    """Lines of text, cut into two that belong together, and the end of another line."""
-    lines = (line.split() for line in (material / "text" / "train.txt").read_text().splitlines())
-    cut = [(" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])) for words in lines if words[3:]]
-    records = [
-        {"query": one, "positive": other, "negative": wrong}
-        for (one, other), (_, wrong) in zip(cut[:320], cut[320:640])
-    ]
-    return write_records(folder / "search.jsonl", records)
 
 
 def names(folder: Path, material: Path) -> Path:
@@ -542,29 +523,6 @@ def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
     assert "### Response" in AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
 
 
-@pytest.mark.parametrize(("case", "layout"), table("embeddings"))
-def test_plain_transformers_finds_what_the_run_has_found(run, case, layout):
-    """Recomputed without zerofit: each text by itself."""
-    lines, output = run(case, layout)
-    rows = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
-    model = AutoModel.from_pretrained(output / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(output / "model")
-
-    @torch.no_grad()
-    def vector(text):
-        encoded = tokenizer(text, truncation=True, max_length=32, return_tensors="pt")
-        return torch.nn.functional.normalize(model(**encoded).last_hidden_state[0].mean(dim=0), dim=0)
-
-    texts = [row[name] for name in ("positive", "negative") for row in rows]
-    candidates = torch.stack([vector(text) for text in texts])
-    assert len(rows) == 11
-    for place, row in enumerate(rows):
-        scores = candidates @ vector(row["query"])
-        assert row["rank"] == 1 + (scores > scores[place] + 1e-6).sum()
-        assert row["nearest"] == texts[scores.argmax()]
-    assert lines[-1]["eval_mrr"] == pytest.approx(sum(1 / row["rank"] for row in rows) / 11)
-
-
 @pytest.mark.long
 def test_an_adapter_for_tags_answers_as_its_run_and_merged(run, tmp_path):
     """What ZeRO-3 has trained: under another strategy, and merged into its base, also without zerofit."""
@@ -612,8 +570,6 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("tags", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("lora tags", "zero2", [(8, "single", 1), (16, "zero3", 2)]),
     ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
-    ("embeddings", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
-    ("embeddings", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("layers", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("layers", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("mixed pairs", "zero2", [(8, "single", 1), (16, "ddp", 2)]),
@@ -651,7 +607,6 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
     best = {
         "tags": 22,
         "lora tags": 22,
-        "embeddings": 22,
         "mixed pairs": 22,
         "mixed labels": 17,
     }  # where that is a later one
@@ -663,7 +618,7 @@ def replicas(strategy: str, processes: int) -> int:
     return processes // SPLIT.get(strategy[:2], (1, ()))[0]
 
 
-ANSWERING = [(name, layout) for name in ("lora", "lora tags", "embeddings", "blenderbot", "packed")
+ANSWERING = [(name, layout) for name in ("lora", "lora tags", "blenderbot", "packed")
              for layout in ("ddp", "zero2", "zero3", "fsdp2", "sp", "tp", "tp_zero3 x dp", "pp", "3d")
              if _is_possible(name, layout)]  # fmt: skip
 

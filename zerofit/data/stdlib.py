@@ -1,8 +1,7 @@
-"""Three data sets that every machine has: made from Python's standard library.
+"""Two data sets that every machine has: made from Python's standard library.
 
 `stdlib-docstrings` (text, label): the package of a docstring, one of the NUM_PACKAGES with the most docstrings.
 `stdlib-functions` (source, target): from a function's parameters and body, in words, to the words of its name.
-`stdlib-search` (anchor, positive): a function's docstring, and its parameters and body, in words.
 
 About HELD_OUT_PERCENT of the top-level classes and functions are held out, with all they contain, chosen by a hash of
 their names. Held-out records with the same words as a training record are skipped. The records depend only on the
@@ -26,7 +25,7 @@ from datasets import Dataset, Features, Value
 from zerofit.data.tables import set_fingerprint
 from zerofit.data.token_tables import TableCache, encode_table
 
-EMBEDDED = ("stdlib-docstrings", "stdlib-functions", "stdlib-search")  # the names of the data sets
+EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the data sets
 NUM_PACKAGES = 12
 HELD_OUT_PERCENT = 12
 MIN_WORDS = 3  # shorter docstrings are not informative: "Constructor.", "See above."
@@ -54,7 +53,7 @@ def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
         return {column: [entry[column] for entry in entries] for column in TABLE}
 
     entries = encode_table(table, parse_files, TABLE, (), dataclasses.replace(cache, workers=None))
-    records_of = dict(zip(EMBEDDED, (_docstrings, _functions, _search)))[name]
+    records_of = dict(zip(EMBEDDED, (_docstrings, _functions)))[name]
     parts = _split(records_of(entries.to_list()))
     return {
         part: set_fingerprint(Dataset.from_list(rows), name, part, entries._fingerprint)
@@ -117,17 +116,6 @@ def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
         if len(source.split()) >= MIN_WORDS_OF_CODE:
             target = in_words(entry["name"])
             records.append({"source": source, "target": target, "top": entry["top"], "says": _words(source)})
-    return records
-
-
-def _search(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Records of stdlib-search."""
-    records = []
-    for entry in entries:
-        source = in_words(entry["code"]) if entry["code"] else ""
-        if entry["text"] and len(source.split()) >= MIN_WORDS_OF_CODE:
-            says = _words(entry["text"])
-            records.append({"anchor": entry["text"], "positive": source, "top": entry["top"], "says": says})
     return records
 
 

@@ -13,13 +13,12 @@ from transformers.pytorch_utils import Conv1D
 import zerofit.model.activations  # noqa: F401
 from zerofit.estimate.memory_constants import MASTER_BYTES, NF4_BYTES
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
-from zerofit.estimate.planned_rows import OF_WORDS, TASKS, Rows, has_pairs
+from zerofit.estimate.planned_rows import OF_WORDS, TASKS, Rows
 from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.configuration import has_head
-from zerofit.model.embedding import AutoBody
 from zerofit.model.families import family_of
 from zerofit.model.families.family import ALL_LINEAR
 from zerofit.model.lora import split_targets
@@ -256,7 +255,7 @@ class PlannedModel:
 def make_model(config: Any, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
     """A model with random weights, on the default device."""
     name = OF_WORDS if task == "cls" and has_head(config, "TokenClassification") else TASKS[task]
-    auto_class = AutoBody if task == "cls" and has_pairs(config) else getattr(transformers, name)
+    auto_class = getattr(transformers, name)
     config = copy.deepcopy(config)
     model_class = auto_class._model_mapping[type(config)]
     arguments = {}

@@ -7,7 +7,6 @@ import torch
 
 from zerofit.model.chunked_loss import PLAIN, TokenLoss
 from zerofit.model.configuration import has_head
-from zerofit.model.embedding import contrastive_loss, embed
 from zerofit.model.loss import HIDDEN
 
 TASKS = {
@@ -15,13 +14,8 @@ TASKS = {
     "cls": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-OF_WORDS, OF_PAIRS = "AutoModelForTokenClassification", "AutoModel"
+OF_WORDS = "AutoModelForTokenClassification"
 LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
-
-
-def has_pairs(config: Any) -> bool:
-    """Whether a model of cls has no head, for embeddings."""
-    return config.architectures == [OF_PAIRS]
 
 
 class PlannedHead(NamedTuple):
@@ -43,8 +37,7 @@ class Rows:
         target_length: tokens of a target; 0 for other tasks.
         masked: packed documents are told apart by a mask (B, 1, T, T), which sdpa needs.
         loss_kind: chunked or full, of clm and seq2seq.
-        per_sample: rows of a sample: 2 of pairs of answers, those of a group's texts for embeddings.
-        anchors: of embeddings, how many of a sample's rows are anchors.
+        per_sample: rows of a sample: 2 of pairs of answers.
         terms: what is added to the cross entropy of tokens.
     """
 
@@ -54,7 +47,6 @@ class Rows:
     masked: bool = False
     loss_kind: str = "chunked"
     per_sample: int = 1
-    anchors: int = 0
     terms: TokenLoss = PLAIN
 
     def install(self, model: torch.nn.Module) -> None:
@@ -71,8 +63,6 @@ class Rows:
         if self.task == "cls":
             labels = inputs["labels"]
             read = {name: one for name, one in inputs.items() if name != "labels"}
-            if self.anchors:
-                return contrastive_loss(embed(model, read), labels, 1.0)
             return loss_of_examples(model(**read).logits, labels)
         if self.per_sample == 2:  # what the two answers are compared by takes no memory to speak of
             return model(**inputs, of_rows=True).sum()
@@ -97,13 +87,10 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
         makes_masks: rows are split, and the mask of packed documents is made of their positions
             (zerofit/strategy/sequence.py).
 
-    Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls without tags; of embeddings
-        (samples, rows, T) and (samples, anchors, candidates);
+    Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls without tags;
         attention_mask (B, T) or (B, 1, T, T), a teacher's hidden states (B, T, H).
     """
     shape: tuple[int, ...] = (batch_size * rows.per_sample, rows.length)
-    if rows.anchors:
-        shape = (batch_size, rows.per_sample, rows.length)
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
     if rows.task == "clm":
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
@@ -115,10 +102,7 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
             inputs["attention_mask"] = torch.zeros((batch_size, 1, rows.length, rows.length), dtype=torch.bool)
         return inputs
     inputs["attention_mask"] = torch.ones(shape, dtype=torch.int64)
-    if rows.anchors:
-        relations = (batch_size, rows.anchors, rows.per_sample - rows.anchors)
-        inputs["labels"] = torch.zeros(relations, dtype=torch.int64)
-    elif rows.task == "cls":
+    if rows.task == "cls":
         kind = torch.float32 if getattr(config, "num_labels", 2) == 1 else torch.int64
         inputs["labels"] = torch.zeros(shape if has_head(config, "TokenClassification") else batch_size, dtype=kind)
     else:

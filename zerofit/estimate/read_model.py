@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
-from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_PAIRS, OF_WORDS, TASKS, PlannedHead, Rows
+from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
 from zerofit.model.pretrained_io import read_config
@@ -41,8 +41,6 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         config.num_labels = num_tags or max(1, getattr(config, "num_labels", 2))
         if num_tags or any(".conll" in Path(name).suffixes for name in recipe.train_file or ()):
             config.architectures = [OF_WORDS]
-        if _texts_of(recipe):
-            config.architectures = [OF_PAIRS]
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
     if not has_weights:
         _set_vocabulary(config, recipe)
@@ -97,11 +95,6 @@ def _architecture(recipe: Any) -> str | None:
     return getattr(recipe, "architecture", None)
 
 
-def _texts_of(recipe: Any) -> int:
-    """How many texts a record of embeddings has; 0 for other records."""
-    return getattr(recipe, "num_texts", None) or (2 if recipe.stated_for_pairs else 0)  # an option of `zerofit plan`
-
-
 def _set_vocabulary(config: Any, recipe: Any) -> None:
     """From scratch: the vocabulary of the tokenizer, which will be trained or is in a folder, and its padding. That of
     the hub is taken for the shape's own.
@@ -120,8 +113,7 @@ def _set_vocabulary(config: Any, recipe: Any) -> None:
 
 def rows_of(recipe: Any, task: str, config: Any, full: Any) -> Rows:
     if task == "cls":
-        anchors = recipe.contrastive_group if _texts_of(recipe) else 0
-        return Rows(task, recipe.max_length, per_sample=anchors * _texts_of(recipe) or 1, anchors=anchors)
+        return Rows(task, recipe.max_length)
     head = full.get_output_embeddings()
     whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
     kind, terms = "full" if whole else "chunked", terms_of(recipe)

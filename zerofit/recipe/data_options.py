@@ -28,9 +28,8 @@ class SourceOptions(Recipe):
 
     dataset_name: str | None = option(
         None,
-        "A dataset on the hub, or a folder that the datasets library can load. Three are made from Python's standard "
-        "library, without the hub: stdlib-docstrings (text, label), stdlib-functions (source, target) and "
-        "stdlib-search (anchor, positive).",
+        "A dataset on the hub, or a folder that the datasets library can load. Two are made from Python's standard "
+        "library, without the hub: stdlib-docstrings (text, label) and stdlib-functions (source, target).",
         common=True,
     )
     dataset_config_name: str | None = option(None, "Configuration of dataset_name.", said_of=("dataset_name",))

@@ -118,6 +118,10 @@ HINTS = {
 # {option of an earlier commit: what to use instead} (CHANGELOG.md).
 REMOVED = {
     "difficulty_warmup": "it is gone; block_size_warmup and global_batch_warmup let rows and batches grow",
+    **dict.fromkeys(
+        ("contrastive_group", "contrastive_temperature", "num_texts"),
+        "embeddings are gone; sentence-transformers trains them",
+    ),
     "logprobs": "it is gone; train/clm.py reads a teacher beside the student with --teacher FOLDER",
     "shards": "conversion to Meta's format is gone; outputs/RUN/model is a transformers folder",
 }

@@ -162,42 +162,6 @@ class ClassLossOptions(Recipe):
 
 
 @dataclass
-class ContrastiveOptions(Recipe):
-    """Pairs of texts, for embeddings"""
-
-    contrastive_group: int = option(
-        32,
-        "Pairs of a group, which is one sample: an anchor is compared with the positives and negatives of its group.",
-        minimum=2,
-    )
-    contrastive_temperature: float = option(0.05, "The similarity of two texts is divided by X.", positive=True)
-
-    @property
-    def stated_for_pairs(self) -> list[str]:
-        """Those of these options that are set, each with its value."""
-        names = ("contrastive_group", "contrastive_temperature")
-        return [f"{name} = {getattr(self, name):g}" for name in names if self.is_changed(name)]
-
-    @property
-    def not_for_pairs(self) -> list[str]:
-        """Options of labelled data that are set, each with its value."""
-        names = "class_weights focal_gamma label_smoothing regression task_name text_columns label_column"
-        others = ("choice_columns", "lora", "predict_file")
-        values = {name: getattr(self, name, None) for name in (*names.split(), *others)}
-        return [
-            f"{name} = {' '.join(value) if isinstance(value, list) else 'true' if value is True else value}"
-            for name, value in values.items()
-            if value
-        ]
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if (stated := self.stated_for_pairs) and (others := self.not_for_pairs):
-            problems.append(f"{stated[0]} and {others[0]}: the second is not for pairs of texts. Keep one of the two")
-        return problems
-
-
-@dataclass
 class LayerOptions(Recipe):
     """The learning rates of layers"""
 
@@ -313,9 +277,7 @@ class ClmRecipe(
 
 
 @dataclass
-class ClsRecipe(
-    TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ContrastiveOptions, ClassLossOptions, LabelOptions
-):
+class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLossOptions, LabelOptions):
     """Classification and regression of sentences and pairs; embeddings."""
 
     def __post_init__(self):

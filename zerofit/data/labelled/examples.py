@@ -10,7 +10,6 @@ from datasets import ClassLabel, Dataset, Value
 from torch.utils.data import ConcatDataset
 
 from zerofit.data.labelled import glue
-from zerofit.data.labelled.anchors import Anchors, find_anchors, grouped
 from zerofit.data.labelled.choices import Choices, LabelColumns, find_choices, labels_of_choices
 from zerofit.data.labelled.label_report import class_counts, label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
@@ -74,7 +73,7 @@ class Records:
 
     Args:
         held_out: the names of possible held-out parts.
-        texts: columns of texts or of words; of multiple choice there are `choices`, of embeddings `anchors`.
+        texts: columns of texts or of words; of multiple choice there are `choices`.
         of_words: the label is a list of tags, one of each word.
         of_sets: the label is a list of labels.
         class_names: the names of the data's class numbers, if it has class numbers.
@@ -89,12 +88,9 @@ class Records:
     of_sets: bool = False
     class_names: tuple[str, ...] | None = None
     choices: Choices | None = None
-    anchors: Anchors | None = None
 
     @property
     def kind(self) -> str:
-        if self.anchors:
-            return "pairs of texts" if len(self.anchors.columns) == 2 else "triples of texts"
         if self.of_sets:
             return "lists of labels"
         return "choices" if self.choices else "tags of words" if self.of_words else "labels"
@@ -102,8 +98,7 @@ class Records:
     @property
     def describe(self) -> str:
         """For the log."""
-        columns = self.choices or self.anchors
-        return columns.describe if columns else f"texts {' and '.join(self.texts)}, labels {self.label}"
+        return self.choices.describe if self.choices else f"texts {' and '.join(self.texts)}, labels {self.label}"
 
     def values(self, as_names: bool) -> list[Any]:
         """All labels; class numbers as their names, or as they are."""
@@ -125,7 +120,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
     if recipe.predict_file:
         if not recipe.lora and not any("For" in name for name in config.architectures or ("For",)):
-            raise UserError("predict_file: the model has no head for labels. How it embeds texts: docs/embeddings.md")
+            raise UserError("predict_file: the model has no head for labels. Name a classifier that was trained")
         return _prepare_unlabelled(recipe, options, config, task, length)
     with one_process_at_a_time(options.cache.folder):
         sources = [_find(recipe, own, task) for own in options_of_sources(options, recipe).values()]
@@ -143,12 +138,10 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
         for each, (parts, notes) in zip(sources, read):
             prepared.append(encode_parts(each.options, config, parts, each.held_out, labels, length))
             prepared[-1].notes[:0] = [f"data      {each.describe}", *labels.notes, *notes]
-        if labels.of_pairs:
-            prepared = [grouped(data, recipe.contrastive_group, recipe.seed) for data in prepared]
     names = options_of_sources(options, recipe)
     data = _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
-    trained = [each.train.labels for each in prepared if each.train is not None and not labels.of_pairs]
-    held_out = [part.samples.labels for part in data.held_out if not labels.of_pairs]
+    trained = [each.train.labels for each in prepared if each.train is not None]
+    held_out = [part.samples.labels for part in data.held_out]
     data.notes += label_report(labels, trained, held_out)
     return data
 
@@ -162,13 +155,6 @@ def _named(recipe: ClsRecipe, table: Dataset) -> LabelColumns:
 def _find(recipe: ClsRecipe, options: DataOptions, task: glue.GlueTask | None) -> Records:
     source, held_out = _read(options, recipe.task_name)
     named = _named(recipe, source.first)
-    if not (task or any((named.texts, named.label, named.choices))) and (anchors := find_anchors(source.first)):
-        if others := recipe.not_for_pairs:
-            raise UserError(f"{' and '.join(others)}: the records are pairs of texts, it is not for them. Remove it")
-        return Records(options, source, held_out, anchors=anchors)
-    if stated := recipe.stated_for_pairs:
-        columns = columns_present(source.first)
-        raise UserError(f"{stated[0]}: no columns anchor and positive are found; {columns}. Remove it")
     if task is None and (choices := find_choices(named, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
@@ -194,7 +180,7 @@ def _names(feature: Any) -> tuple[str, ...] | None:
 
 def _readers(
     recipe: ClsRecipe, sources: list[Records], task: glue.GlueTask | None, config
-) -> list[Choices] | list[Anchors] | list[TaggedWords] | list[LabelledColumns]:
+) -> list[Choices] | list[TaggedWords] | list[LabelledColumns]:
     """How each source is read, with the labels that are in all of them.
 
     Raises:
@@ -206,8 +192,6 @@ def _readers(
         raise UserError(f"train_file: a mixture needs sources of one kind, and there are {found}")
     if sources[0].choices:
         return [each.choices for each in sources]
-    if sources[0].anchors:
-        return [each.anchors for each in sources]
     class_names, of_words, of_sets = sources[0].class_names, sources[0].of_words, sources[0].of_sets
     differ = any(each.class_names != class_names for each in sources)
     values = list(chain.from_iterable(each.values(as_names=differ) for each in sources))

@@ -28,7 +28,7 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
         trained, held_out: the labels of samples; empty where there are no such samples.
     """
     names = labels.names
-    if names is None or labels.choices or labels.of_pairs or not (trained or held_out):
+    if names is None or labels.choices or not (trained or held_out):
         return []
     what = "words" if labels.of_words else "records"
     counts, held = class_counts(labels, trained), class_counts(labels, held_out)

@@ -30,7 +30,6 @@ class Labels:
         choices: multiple choice: the classes are the choices of an example, by their numbers.
         number: the name of the label column, and of the number in a regression.
         of_words: token classification: each word of an example has a class, its tag.
-        of_pairs: embeddings: there are no labels, but pairs of texts.
         of_sets: a record has any number of the classes (multi-label).
         decimal_comma: the numbers of a regression are written 0,5.
         notes: for the log.
@@ -40,7 +39,6 @@ class Labels:
     choices: bool = False
     number: str = "number"
     of_words: bool = False
-    of_pairs: bool = False
     of_sets: bool = False
     decimal_comma: bool = False
     notes: tuple[str, ...] = field(default=(), repr=False, compare=False)
@@ -61,7 +59,7 @@ class Labels:
     def unit(self) -> str:
         """What the loss is a mean over."""
         if self.names is None:
-            return "anchor" if self.of_pairs else "number"
+            return "number"
         return "word" if self.of_words else "example"
 
     @property
@@ -72,8 +70,6 @@ class Labels:
     @property
     def describe(self) -> str:
         """For the log."""
-        if self.of_pairs:
-            return "pairs of texts, for embeddings"
         if self.names is None:
             return "each label is a number (regression)"
         if self.choices:

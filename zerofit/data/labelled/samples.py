@@ -1,6 +1,5 @@
 """Samples of labelled data: texts, pairs, choices and words as rows of token ids, and the held-out parts."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
@@ -74,9 +73,6 @@ class ExampleData:
     @property
     def longest(self) -> dict[str, Any]:
         """How many tokens a training sample may have; see Task."""
-        if self.labels.of_pairs and self.train is not None:
-            shape = self.train[0]["sizes"].shape
-            return {"input_ids": self.max_length * math.prod(shape), "sizes": shape}
         return {"input_ids": self.max_length * (self.labels.num_outputs if self.labels.choices else 1)}
 
     @property
@@ -100,7 +96,7 @@ def encode_parts(
     columns, sets, notes = tuple(padding_values(tokenizer)), {}, []
     if labels.of_words:
         read_by_words(tokenizer)
-    more = ("sizes",) if labels.choices or labels.of_pairs else ("tags", "starts") if labels.of_words else ()
+    more = ("sizes",) if labels.choices else ("tags", "starts") if labels.of_words else ()
     for name, part in parts.items():
         if labels.of_words:
             table = _encode_words(part, tokenizer, length, options.cache)
@@ -120,8 +116,6 @@ def encode_parts(
 
 def _kept(part: Part, labels: Labels) -> Dataset:
     """All columns of the records for predictions.jsonl, where the label is a name, also where the data has numbers."""
-    if labels.of_pairs:
-        return part.table
     label = part.reader.label
     own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
     table = part.records.remove_columns("label") if label == "label" else part.records

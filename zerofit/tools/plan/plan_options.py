@@ -103,9 +103,6 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
     num_tags: int | None = option(
         None, "Of --task cls: the records have tags of words, of so many kinds.", positive=True
     )
-    num_texts: int | None = option(
-        None, "Of --task cls: the records are pairs (2) or triples (3) of texts, for embeddings.", choices=(2, 3)
-    )
     search: bool = option(
         False, "Find the fastest of all layouts, batches and options that save memory; --write has it.", common=True
     )
@@ -147,13 +144,8 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
         found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
         if self.price and not self.tokens:
             found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
-        found += [
-            f"{name} = {getattr(self, name)} has no effect with --task {self.task}. Remove it"
-            for name in ("num_tags", "num_texts")
-            if getattr(self, name) and self.task != "cls"
-        ]
-        if self.num_tags and self.num_texts:
-            found.append(f"num_tags = {self.num_tags} and num_texts = {self.num_texts}: keep one of the two")
+        if self.num_tags and self.task != "cls":
+            found.append(f"num_tags = {self.num_tags} has no effect with --task {self.task}. Remove it")
         if self.mean_length and not self._pads:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found
