@@ -423,7 +423,7 @@ def test_a_folder_that_reads_back_differently_gets_no_name(build, monkeypatch):
     case, true = build(), merge_adapter.export_model
 
     def spoilt(model, weights, *others):
-        true(model, ((name, tensor * 1.01) for name, tensor in weights), *others)
+        return true(model, ((name, tensor * 1.01) for name, tensor in weights), *others)
 
     monkeypatch.setattr(merge_adapter, "export_model", spoilt)
     with pytest.raises(RuntimeError, match="read back: logits differ by"):
