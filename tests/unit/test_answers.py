@@ -288,6 +288,7 @@ def test_prompts_are_padded_on_the_side_where_they_do_not_go_on():
      ("source_prefix = 'Q: '", "turn_separator = '|' (--turn_separator): the model was trained without it")),
     (ClmRecipe, {"block_size": 96, "packing": "none", "system_prompt": "Be short."}, (),
      {"block_size": 96, "packing": "none", "system_prompt": "Be short."}, ("block_size = 96",)),
+    (ClmRecipe, {"reset_position_ids": True}, (), {"reset_position_ids": False}, ()),  # of corpora
 ])  # fmt: skip
 def test_inputs_are_as_in_training_unless_an_option_says_otherwise(recipe_class, trained, flags, values, words):
     file = "a.txt" if recipe_class is ClmRecipe else "a.jsonl"

@@ -71,7 +71,8 @@ class InferenceOptions(Recipe):
         """
         used, notes = [], []
         for name, value in trained.items():
-            if name not in self.inputs or value == getattr(self, name) or (name in DATA_OPTIONS and self.predict_file):
+            of_other_data = name in DATA_OPTIONS and (self.predict_file or not getattr(self, "data_path", None))
+            if name not in self.inputs or value == getattr(self, name) or of_other_data:
                 continue
             if source := self.source(name):
                 was = f"trained with {_shown(value)}" if value is not None else "trained without it"
