@@ -89,6 +89,7 @@ def real() -> Path:
 
 def pytest_addoption(parser):
     parser.addoption("--family", help="the model type that tests/launch/test_family.py tries")
+    parser.addoption("--seeds", default="0-99", help="what tests/launch/test_random_combinations.py tries: 7, or 0-99")
 
 
 class Data:

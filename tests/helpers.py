@@ -35,6 +35,25 @@ TINY = {
               "intermediate_size": 64, "max_position_embeddings": 64, "tie_word_embeddings": True},
 }  # fmt: skip
 
+SIZES = {  # of models of any family, by the names that configurations of transformers have for them
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 160, "max_position_embeddings": 128, "sliding_window": None, "n_embd": 64, "n_layer": 3,
+    "n_head": 4, "n_positions": 128, "d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 160, "decoder_ffn_dim": 160, "ffn_dim": 160,
+    "word_embed_proj_dim": 64, "embedding_size": 64, "num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 0,
+    "eos_token_id": 0,
+}  # fmt: skip
+
+
+def small_sizes(family: str, **sizes) -> dict[str, object]:
+    """What makes a configuration of a family a small model without dropout; `sizes` win."""
+    from transformers import AutoConfig
+
+    names = AutoConfig.for_model(family).to_dict()
+    without = {name: 0 for name in names if name.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))}
+    return {**{name: value for name, value in {**SIZES, **sizes}.items() if name in names}, **without}
+
 
 def tiny_model(family: str, attn_implementation: str = "sdpa", vocab_size: int = 97, **changes):
     """A small random causal model of one of the families, in evaluation mode."""

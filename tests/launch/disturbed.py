@@ -1,4 +1,8 @@
-"""A script of train/ with one rank that is slow, or stopped: disturbed.py RANK WHAT train/clm.py OPTIONS ..."""
+"""A script of train/ with one rank that is slow, stopped, or signals all: disturbed.py RANK WHAT SCRIPT OPTIONS ...
+
+WHAT is forward, data, `stop in PHASE`, or `SIGNAL PHASE UPDATE`: in that phase of that update, or of the next one that
+has it, the rank sends the signal to all ranks.
+"""
 
 import os
 import runpy
@@ -64,6 +68,18 @@ def disturb(what: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Session.phase = killed
+    elif what.startswith("SIG"):
+        enter, (name_of_signal, phase, first) = Session.phase, what.split()
+
+        def signalled(self, name, update):
+            enter(self, name, update)
+            if name == phase and update >= int(first):
+                Session.phase = enter
+                ranks = psutil.Process(os.getppid()).children()
+                for rank in sorted(ranks, key=lambda rank: rank.pid == os.getpid()):  # this one at the end
+                    rank.send_signal(signal.Signals[name_of_signal])
+
+        Session.phase = signalled
 
 
 if __name__ == "__main__":

@@ -6,17 +6,22 @@ The model is small and has random weights; the same text, packed, is trained on 
 """
 
 import pytest
-from helpers import ROOT, check_alike, check_same_weights, launch, load_texts, loss_of_transformers, updates
+from helpers import (
+    ROOT,
+    check_alike,
+    check_same_weights,
+    launch,
+    load_texts,
+    loss_of_transformers,
+    small_sizes,
+    updates,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.families.family import ALL_LINEAR
 from zerofit.recipe import ClmRecipe, parse_recipe
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "intermediate_size": 160, "max_position_embeddings": 128, "head_dim": 16, "sliding_window": None,
-         "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128, "pad_token_id": 0, "bos_token_id": 0,
-         "eos_token_id": 0}  # fmt: skip
 UPDATES, RTOL = 8, 1e-5
 LAYOUTS = {"zero3": 2, "tp": 2, "tp_zero3": 4, "pp": 2, "3d": 4, "sp": 2}  # processes
 TEXT = ROOT / "docs" / "fine-tune.md"
@@ -47,9 +52,7 @@ def is_possible(family: str, layout: str) -> bool:
 @pytest.fixture(scope="module")
 def model_flags(family) -> list[str]:
     """A small model without dropout."""
-    config = AutoConfig.for_model(family)
-    sizes = {name: value for name, value in SIZES.items() if hasattr(config, name)}
-    sizes |= {name: 0 for name in config.to_dict() if name.endswith(("dropout", "pdrop"))}
+    sizes = small_sizes(family, num_hidden_layers=4, n_layer=4)
     return ["--model_type", family, "--config_overrides", ",".join(f"{name}={value}" for name, value in sizes.items())]
 
 
