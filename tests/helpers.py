@@ -37,8 +37,8 @@ TINY = {
 
 SIZES = {  # of models of any family, by the names that configurations of transformers have for them
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 160, "max_position_embeddings": 128, "sliding_window": None, "n_embd": 64, "n_layer": 3,
-    "n_head": 4, "n_positions": 128, "d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 2,
+    "intermediate_size": 160, "max_position_embeddings": 256, "sliding_window": None, "n_embd": 64, "n_layer": 3,
+    "n_head": 4, "n_positions": 256, "d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 2,
     "num_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 160, "decoder_ffn_dim": 160, "ffn_dim": 160,
     "word_embed_proj_dim": 64, "embedding_size": 64, "num_local_experts": 4, "pad_token_id": 0, "bos_token_id": 0,

@@ -61,12 +61,12 @@ FORMS = {
         "tags": "--train_file {tags} --max_length 48",
         "choices": "--train_file {choices} --max_length 32 --learning_rate 1e-4",
         "embeddings": "--train_file {search} --contrastive_group 3 --max_length 24",
-        "mixed classes": "--train_file 3 {classes} 1 {kinds} --max_length 48",
+        "mixed": "--train_file 3 {classes} 1 {kinds} --max_length 48",
     },
     "seq2seq": {
-        "dialogue": "--train_file {material}/dialogue/keyed.json --max_source_length 32 --max_target_length 24",
-        "pairs": "--train_file {questions} --max_source_length 32 --max_target_length 56",
-        "mixed pairs": "--train_file 3 {material}/dialogue/keyed.json 1 {questions} --max_source_length 32 "
+        "dialogue": "--train_file {material}/dialogue/keyed.json --max_source_length 40 --max_target_length 24",
+        "pairs": "--train_file {questions} --max_source_length 32 --max_target_length 48",
+        "mixed": "--train_file 3 {material}/dialogue/keyed.json 1 {questions} --max_source_length 32 "
                        "--max_target_length 48",
     },
 }  # fmt: skip
@@ -78,7 +78,7 @@ FAMILIES = {
 # How often (of 1), for which tasks and forms ("all": any; without those after a minus), and one of these is drawn.
 OPTIONS = (
     (0.5, "all", ("--lr_scheduler_type cosine --min_lr_ratio 0.1", "--lr_scheduler_type wsd --wsd_decay_ratio 0.5",
-                  "--lr_scheduler_type constant", "--lr_scheduler_type constant_with_warmup --num_warmup_steps 2",
+                  "--lr_scheduler_type constant", "--lr_scheduler_type constant_with_warmup",
                   "--lr_scheduler_type linear --lr_decay_steps 6")),
     (0.5, "all", ("--num_warmup_steps 3", "--warmup_ratio 0.4")),
     (0.3, "all", ("--optim muon", "--optim adafactor", "--optim adamw --adam_beta2 0.95 --weight_decay 0.3")),
@@ -86,9 +86,9 @@ OPTIONS = (
     (0.2, "all", ("--ema_decay 0.6",)),
     (0.3, "all", ("--gradient_checkpointing full", "--gradient_checkpointing selective")),
     (0.2, "all", ("--lora", "--lora --use_dora", "--lora --lora_bias all --use_rslora")),
-    (0.3, "unpacked instructions dialogue pairs", ("--tokens_per_batch 768",)),
+    (0.3, "unpacked instructions dialogue pairs", ("--tokens_per_batch 640",)),
     (0.2, "all -streamed", ("--global_batch_warmup 4@4", "--global_batch_warmup 6@3")),
-    (0.2, "unpacked instructions cls seq2seq -embeddings", ("--difficulty_warmup length@3",)),
+    (0.2, "unpacked instructions cls seq2seq -embeddings -mixed", ("--difficulty_warmup length@3",)),
     (0.4, "packed joined teacher", ("--block_size_warmup 16@4",)),
     (0.3, "clm seq2seq -distilled -teacher -preferences", ("--loss chunked", "--loss full")),
     (0.3, "clm seq2seq classes glue tags -distilled -teacher -preferences", ("--label_smoothing 0.1",)),
@@ -123,6 +123,10 @@ class Run:
     about: str
     flags: tuple[str, ...]
     global_batch: int
+
+    @property
+    def by_tokens(self) -> bool:
+        return "--tokens_per_batch" in self.flags
 
     @property
     def precision(self) -> str:
@@ -174,8 +178,11 @@ def draw_leg(random: Random, run: Run, left: int) -> Leg:
     """A launch that `left` further ones follow."""
     among = SPLIT if random.random() < (0.35 if run.task == "clm" else 0.03) else DATA_PARALLEL
     strategy = random.choice(list(among))
-    phase, update = random.choice(("data", "forward", "update", "save", "evaluate")), random.randrange(3, 8) - 2 * left
-    end = f"{random.choice(('SIGKILL', 'SIGKILL', 'SIGTERM'))} {phase} {max(update + 2, 2)}" if left else None
+    phase, update = (
+        random.choice(("data", "forward", "update", "save", "evaluate")),
+        random.randrange(5, 10) - 2 * left,
+    )
+    end = f"{random.choice(('SIGKILL', 'SIGKILL', 'SIGTERM'))} {phase} {max(2, update)}" if left else None
     return Leg(strategy, random.choice(among[strategy]), random.choice((1, 1, 2)), end)
 
 
@@ -220,6 +227,7 @@ class Trial:
         self.random, self.folders, self.folder, self.cache = Random(seed), folders, folder, cache
         self.run: Run | None = None
         self.commands: list[str] = []
+        self.saved = False  # whether the last leg has said so
         self.outcome = {"seed": seed, "about": None, "flags": None, "legs": [], "refused": [], "resumed": 0,
                         "differences": None, "failed": None, "seconds": []}  # fmt: skip
 
@@ -228,7 +236,9 @@ class Trial:
         for number in range(ATTEMPTS):  # until one is not refused
             self.run = draw_run(self.random, self.folders)
             self.outcome |= {"about": self.run.about, "flags": " ".join(self.run.flags)}
-            if not self.is_refused(f"alone{number}", Leg("single", 1, self.run.global_batch // 2)):
+            if not self.is_refused(
+                f"alone{number}", Leg("single", 1, 2 if self.run.by_tokens else self.run.global_batch // 2)
+            ):
                 break
         else:
             return
@@ -249,11 +259,12 @@ class Trial:
         output = self.folder / name
         before = num_updates(output)
         code, shown, said = self.launch(output, leg)
+        resumed = "\nresumed " in shown
         if code == 2:
             assert said.startswith("error: "), said
             assert "Traceback" not in said, said
             assert num_updates(output) == before, f"refused after updates: {said}"
-            if before:  # it is the layout that is refused, and not to resume
+            if name == "run" and self.outcome["legs"]:  # it is the layout that is refused, and not to resume
                 fresh = self.folder / f"fresh{len(self.commands)}"
                 assert self.launch(fresh, replace(leg, end=None))[0] == 2, f"only the resume is refused:\n{said}"
             self.outcome["refused"].append(said.split("\n\n")[0])
@@ -261,14 +272,15 @@ class Trial:
         signal_name = leg.end.split()[0] if leg.end else None
         codes = {None: (0,), "SIGKILL": (0, 1, -9), "SIGTERM": (0, 85)}[signal_name]
         assert code in codes, f"{leg}: exit code {code}\n{shown[-1500:]}\n{said[-5000:]}"
+        assert resumed or not self.saved, f"{leg} has begun again"
+        self.saved, self.outcome["resumed"] = code == 85, self.outcome["resumed"] + resumed
         self.outcome["legs"] += [str(leg)] if name == "run" else []
-        self.outcome["resumed"] += "\nresumed " in shown
         return False
 
     def launch(self, output: Path, leg: Leg) -> tuple[int, str, str]:
         """(exit code, standard output, standard error)"""
         batch = ("--global_batch_size", self.run.global_batch)
-        if "--tokens_per_batch" in self.run.flags:
+        if self.run.by_tokens:
             batch = ()
         elif output.name.startswith("alone"):
             batch = ("--gradient_accumulation_steps", self.run.global_batch // leg.micro_batch)
