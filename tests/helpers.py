@@ -55,6 +55,21 @@ def small_sizes(family: str, **sizes) -> dict[str, object]:
     return {**{name: value for name, value in {**SIZES, **sizes}.items() if name in names}, **without}
 
 
+def small_model(folder: Path, family: str, auto_class, tokenizer: Path) -> None:
+    """A model of these sizes with random weights, and a tokenizer for it."""
+    from transformers import AutoConfig, AutoTokenizer, BlenderbotTokenizer
+
+    loader = BlenderbotTokenizer if tokenizer.name == "blenderbot" else AutoTokenizer
+    vocabulary = loader.from_pretrained(tokenizer)
+    marks = {name: getattr(vocabulary, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model(family, **{**small_sizes(family), **marks, "vocab_size": len(vocabulary)})
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = vocabulary.pad_token_id
+    torch.manual_seed(0)
+    auto_class.from_config(config).save_pretrained(folder)
+    vocabulary.save_pretrained(folder)
+
+
 def tiny_model(family: str, attn_implementation: str = "sdpa", vocab_size: int = 97, **changes):
     """A small random causal model of one of the families, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
