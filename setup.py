@@ -15,6 +15,7 @@ setup(
         "zerofit": ["py.typed"],
         "zerofit.estimate": ["measured_rows.csv"],
         "zerofit.model": ["architectures/*.json", "templates/*.jinja"],
+        "zerofit.tools.submit": ["templates/*.jinja"],
         "zerofit.tools.simulate": ["csrc/*", "device/*.py"],
     },
 )

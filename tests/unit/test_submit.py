@@ -86,7 +86,7 @@ MISTAKES = [
     ("slurm", "--signal=TERM@600", "--signal=B:TERM@600"),
     ("slurm", "zerofit=(", "zerofit=(\n#SBATCH --time=10\n"),
     ("jobset", "completions: 2", "completions: 1"),
-    ("jobset", "- '7'", "- 7"),
+    ("jobset", '- "7"', "- 7"),
     ("trainjob", "podFailurePolicy", "PodFailurePolicy"),
     ("skypilot", "- 85", "- 86"),
 ]

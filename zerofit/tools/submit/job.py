@@ -49,6 +49,11 @@ class Job:
         values = [words[-1].partition("=")[2] or words[-1] for words in taken if option_named(words[0]) == name]
         return values[-1] if values else None
 
+    @property
+    def start(self) -> str:
+        """The words that start `zerofit launch`, for a shell."""
+        return shlex.join([*self.program, "launch"])
+
     def lines(self) -> list[str]:
         """The words for a shell, an option and its values on one line."""
         lines: list[list[str]] = []

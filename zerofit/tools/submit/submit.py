@@ -20,10 +20,7 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.launch.launch_options import take_words
 from zerofit.tools.submit import requeue
 from zerofit.tools.submit.job import Job, make_job
-from zerofit.tools.submit.kubernetes import jobset, trainjob
-from zerofit.tools.submit.skypilot import notes as skypilot_notes
-from zerofit.tools.submit.skypilot import skypilot_task
-from zerofit.tools.submit.slurm import slurm_script
+from zerofit.tools.submit.schedulers import jobset, skypilot_notes, skypilot_task, slurm_script, trainjob
 from zerofit.tools.submit.submit_options import KubernetesOptions, SkyPilotOptions, SlurmOptions, SubmitOptions
 
 
