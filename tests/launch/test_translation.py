@@ -4,7 +4,7 @@ import json
 import string
 
 import pytest
-from helpers import completed, launch, write_records
+from helpers import completed, write_records
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -30,7 +30,7 @@ def save_model(folder, kind):
         "m2m_100" if kind == "nllb" else "mbart", vocab_size=len(tokenizer), d_model=32, encoder_layers=1,
         decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
         max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=2, forced_eos_token_id=None,
-        decoder_start_token_id=2 if kind == "nllb" else None,
+        decoder_start_token_id=2 if kind == "nllb" else None, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
     )  # fmt: skip
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -47,7 +47,7 @@ def test_the_language_of_training_is_that_of_every_answer(cache, tmp_path, capsy
         tmp_path / "run", "--model_name_or_path", tmp_path / "base", "--train_file",
         write_records(tmp_path / "a.jsonl", rows), "--source_lang", source, "--target_lang", target,
         "--max_train_steps", "2", "--per_device_train_batch_size", "4", "--val_max_target_length", "5", *common,
-        strategy="ddp", processes=2, task="seq2seq",
+        strategy="single", processes=1, task="seq2seq",
     )  # fmt: skip
     assert f"languages: {source} -> {target}" in done.stdout
     assert "generated texts are cut at val_max_target_length = 5" in done.stdout
@@ -62,11 +62,12 @@ def test_the_language_of_training_is_that_of_every_answer(cache, tmp_path, capsy
     if kind == "mbart":
         assert loaded.config.decoder_start_token_id == code
     asked = write_records(tmp_path / "asked.jsonl", [{"source": "the cat"}])
-    launch(
+    completed(
         tmp_path / "answers", "--model_name_or_path", model, "--predict_file", asked, *common, strategy="single",
         processes=1, task="seq2seq",
     )  # fmt: skip
     (row,) = map(json.loads, (tmp_path / "answers" / "predictions.jsonl").read_text().splitlines())
     assert zerofit(["generate", "--model", str(model), "--prompt", "the cat"]) == 0
     written = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    assert written == row["prediction"] == capsys.readouterr().out.strip()
+    assert written == row["prediction"]
+    assert capsys.readouterr().out.rstrip().endswith(written)
