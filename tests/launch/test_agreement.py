@@ -32,7 +32,7 @@ from helpers import (
     updates,
     write_records,
 )
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -73,7 +73,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed")
+SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed", "resized")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
     "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
@@ -104,6 +104,8 @@ PACKED = ("--model_name_or_path", "{llama}", "--train_file", "{material}/text/tr
 CLASSES = ("--model_name_or_path", "{deberta}", "--train_file", "{classes}", "--max_length", "64",
            "--max_train_samples", "100", "--max_eval_samples", "101", "--save_steps", "8",
            "--record_samples", "true")  # fmt: skip
+CONTINUED = ("--model_name_or_path", "{adapter}", "--chat_template", "instruction", "--block_size", "160",
+             "--max_eval_samples", "17", "--save_steps", "8", "--record_samples", "true")  # fmt: skip
 CASES = {
     "packed": Case("clm", 22, PACKED, ("ddp", "tp", "pp")),
     "padded": Case("clm", 22, (  # the run spans two epochs
@@ -197,6 +199,14 @@ CASES = {
         "--chat_template", "instruction", "--max_train_samples", "200", "--max_eval_samples", "17",
         "--block_size", "256", "--save_strategy", "epoch", "--save_total_limit", "2",
     ), ("zero2",), 4e-3),
+    "continued adapter": Case("clm", 22, (*CONTINUED, "--train_file", "{material}/instruct/english.json"), (), 2e-3),
+    "preferences on an adapter": Case("clm", 22, (  # each layout makes its own reference: base and adapter
+        *CONTINUED, "--train_file", "{pairs}", "--preference_loss", "dpo",
+    ), ("zero3",), 2e-3),
+    "resized": Case("clm", 22, (*PACKED, "--tokenizer_name", "{added}", "--resize_embeddings")),
+    "resized with lora": Case("clm", 22, (
+        *PACKED, "--tokenizer_name", "{added}", "--resize_embeddings", "--lora",
+    ), learning_rate=2e-3),
 }  # fmt: skip
 
 
@@ -238,6 +248,7 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     made |= {"body": without_a_head(folder / "body", folder / "deberta")}
     made |= {"pairs": pairs_of_answers(folder, material)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
+    made |= {"adapter": moved_adapter(folder / "adapter", llama), "added": with_more_tokens(folder / "added", llama)}
     return {"llama": llama, "material": material, **made}
 
 
@@ -323,6 +334,27 @@ def another_model(folder: Path, llama: Path) -> Path:
     return folder
 
 
+def moved_adapter(folder: Path, llama: Path) -> Path:
+    """An adapter of rank 4 that moves what the model says."""
+    base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted, generator = get_peft_model(base, settings), torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    return folder
+
+
+def with_more_tokens(folder: Path, llama: Path) -> Path:
+    """The tokenizer with tokens that the model has no rows for; the text has them."""
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    assert tokenizer.add_tokens(["function", "returns", "the argument"]) == 3
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def train_blenderbot(folder: Path, material: Path) -> None:
     """A small BlenderBot that was trained until what it writes is text: a bare loop over turns and their answers."""
     tokenizer = BlenderbotTokenizer.from_pretrained(material / "tokenizers" / "blenderbot")
@@ -361,7 +393,7 @@ def run(weights, cache, tmp_path_factory):
             case, (strategy, processes, micro) = CASES[name], LAYOUTS[layout]
             output = folder / f"{name}-{layout.replace(' ', '_')}"
             flags = [flag.format(**weights) for flag in case.flags]
-            stored = folder / f"cache-{layout}" if name == "preferences" else cache
+            stored = folder / f"cache-{layout}" if name.startswith("preferences") else cache
             lines = launch(
                 output, *flags, "--per_device_train_batch_size", micro, "--global_batch_size", "8",
                 "--max_train_steps", case.updates, "--learning_rate", case.learning_rate, "--num_warmup_steps", "5",
@@ -572,6 +604,10 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("classes", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("layers", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("layers", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
+    ("continued adapter", "zero2", [(8, "fsdp2", 2), (16, "zero3", 2)]),
+    ("preferences on an adapter", "fsdp2", [(8, "zero3", 2), (16, "single", 1)]),
+    ("resized", "zero3", [(8, "single", 1), (16, "tp", 2)]),
+    ("resized with lora", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("mixed pairs", "zero2", [(8, "single", 1), (16, "ddp", 2)]),
     ("mixed labels", "zero2", [(8, "single", 1), (16, "ddp", 2)]),
 )

@@ -80,7 +80,8 @@ class ModelExporter:
             failed = export_model(module, weights, tokenizer, folder)
 
         def card() -> None:
-            text = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, type(module).__name__)
+            base, name = self._adapter.base if self._adapter is not None else None, type(module).__name__
+            text = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, name, base)
             write_card(folder, text)
 
         failed |= write_beside({"README.md": card})

@@ -1,6 +1,7 @@
 """The model of a plan: its configuration, its parameters, and how a traced copy of it is built."""
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -266,13 +267,15 @@ def make_model(config: Any, task: str, dtype: torch.dtype, attention: str | None
     return auto_class.from_config(config, dtype=dtype, **arguments)
 
 
-def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
+def add_lora(model: Any, recipe: Any, task: str) -> None:
     """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
     if not recipe.lora:
         return
     from peft import LoraConfig, inject_adapter_in_model
 
-    chosen = [name for text in recipe.lora_target_modules or () for name in text.split(",") if name]
+    named = recipe.lora_target_modules or []
+    pattern = named[0] if len(named) == 1 and not re.fullmatch(r"[\w.,-]+", named[0]) else None  # of others' adapters
+    chosen = [] if pattern else [name for text in named for name in text.split(",") if name]
     targets = chosen or list(family_of(model.config).lora_targets)
     modules, of_experts = split_targets(model, targets)
     is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
@@ -284,7 +287,7 @@ def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
         use_dora=recipe.use_dora,
         use_rslora=recipe.use_rslora,
         fan_in_fan_out=is_conv1d,
-        target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else modules,
+        target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else pattern or modules,
         target_parameters=of_experts or None,
     )
     try:
@@ -293,6 +296,7 @@ def add_lora(model: torch.nn.Module, recipe: Any, task: str) -> None:
         raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}") from None
     trained = [name for text in recipe.lora_modules_to_save or () for name in text.split(",") if name]
     trained += ["classifier", "score"] if task == "cls" else []
+    resized = [model.get_input_embeddings(), model.get_output_embeddings()] if recipe.resize_embeddings else []
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in trained:
+        if any(module is each for each in resized) or name.rpartition(".")[2] in trained:
             module.requires_grad_(True)

@@ -9,8 +9,10 @@ import transformers
 
 from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
+from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_on_configuration
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
+from zerofit.model.folders import is_adapter
 from zerofit.model.pretrained_io import read_config
 from zerofit.model.recomputation import check_recomputation
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
@@ -26,7 +28,11 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     Raises:
         UserError: the configuration is out of reach, or makes no model.
     """
-    auto_class = getattr(transformers, TASKS[task])
+    auto_class, adapter = getattr(transformers, TASKS[task]), None
+    recipe = recipe.draft()
+    if not _architecture(recipe) and is_adapter(recipe.model_name_or_path or ""):
+        adapter = open_adapter(recipe.model_name_or_path, "model_name_or_path")
+        recipe.stand_in("model_name_or_path", recorded_base(adapter))
     has_weights = bool(recipe.model_name_or_path)
     try:
         config = load_configuration(_shape_only(recipe), auto_class)
@@ -36,13 +42,15 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         similar = similar_architecture(recipe.model_name_or_path)
         shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
         raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
+    if adapter is not None:
+        config, _ = trained_on_configuration(adapter, config, recipe)
     if task == "cls":
         num_tags = getattr(recipe, "num_tags", None)  # an option of `zerofit plan`
         config.num_labels = num_tags or max(1, getattr(config, "num_labels", 2))
         if num_tags or any(".conll" in Path(name).suffixes for name in recipe.train_file or ()):
             config.architectures = [OF_WORDS]
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
-    if not has_weights:
+    if not has_weights or recipe.resize_embeddings:
         _set_vocabulary(config, recipe)
     if task == "seq2seq" and config.decoder_start_token_id is None:
         config.decoder_start_token_id = 0
@@ -96,8 +104,8 @@ def _architecture(recipe: Any) -> str | None:
 
 
 def _set_vocabulary(config: Any, recipe: Any) -> None:
-    """From scratch: the vocabulary of the tokenizer, which will be trained or is in a folder, and its padding. That of
-    the hub is taken for the shape's own.
+    """From scratch, or resized: the vocabulary of the tokenizer, which will be trained or is in a folder, and its
+    padding. That of the hub is taken for the shape's own.
 
     Raises:
         UserError: config_overrides contradict the tokenizer.

@@ -5,7 +5,10 @@ The base is recognised by a few of its frozen weights, which are beside the adap
 adapters of two models of one architecture fit both without an error; only the weights tell the models apart.
 """
 
+import dataclasses
 import math
+import pickle
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,14 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerofit.model.configuration import STORED_ROWS, load_configuration, override
 from zerofit.model.families import family_of
 from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
 from zerofit.model.pretrained_io import read_config
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.model_options import merge_command
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import why_no_model
 
 WEIGHTS = "adapter_model.safetensors"
+PICKLED = "adapter_model.bin"  # of an older peft
+WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # peft's, DDP's and torch.compile's, before a name
+WRAPPED = re.compile(  # inside of a name; the last one is peft's own, of a state_dict
+    r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|modules_to_save(\.default)?)\."
+)
+NAMED = re.compile(r"(?<=\.)(lora_\w+)\.default(?=\.|$)")  # peft's, of a state_dict
+EMBEDDINGS = ("embed_tokens", "word_embeddings", "tok_embeddings", "wte", "shared", "embed_in", "embed_out", "lm_head")
 ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
 TASK_TYPES = {  # peft's names of tasks: the script of each, and what the model is called, AutoModelFor...
     "CAUSAL_LM": ("clm", "CausalLM"),
@@ -53,6 +65,19 @@ class AdapterFolder:
     @property
     def classifies(self) -> bool:
         return self.settings.get("task_type") in CLASSIFIERS
+
+    @property
+    def full_weights(self) -> list[str]:
+        """The base's own weights that the adapter's file has in full."""
+        return [name.replace(".base_layer.", ".") for name in self.shapes if "lora_" not in name]
+
+    def tensors(self) -> dict[str, "torch.Tensor"]:
+        """{name in the base: tensor}."""
+        from safetensors.torch import load_file
+
+        is_pickled = not (self.path / WEIGHTS).is_file()
+        read = _unpickled(self.path, str(self.path)) if is_pickled else load_file(self.path / WEIGHTS)
+        return _by_plain_name(read, str(self.path))
 
 
 def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
@@ -87,21 +112,58 @@ def _what_it_is(path: Path) -> str:
 
 
 def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
-    """{name in the base: shape} of the adapter's tensors, from the header of their file."""
+    """{name in the base: shape} of the adapter's tensors; of a safetensors file its header alone is read."""
     if not (path / WEIGHTS).is_file():
-        raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
-    from safetensors import SafetensorError, safe_open
+        shapes = {name: tuple(tensor.shape) for name, tensor in _unpickled(path, where).items()}
+    else:
+        from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path / WEIGHTS, framework="pt") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{where}: {WEIGHTS} is broken: {first_line(error)}. Copy it again") from None
+        try:
+            with safe_open(path / WEIGHTS, framework="pt") as tensors:
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{where}: {WEIGHTS} is broken: {first_line(error)}. Copy it again") from None
     empty = [name for name, shape in shapes.items() if 0 in shape]
     if not shapes or empty:
         problem = f"{len(empty)} of its {len(shapes)} tensors are empty, such as {empty[0]}" if shapes else "no tensor"
-        raise UserError(f"{where}: {WEIGHTS} holds an incomplete adapter: {problem}. Save it again")
-    return {name.removeprefix(ADAPTER_PREFIX): shape for name, shape in shapes.items()}
+        raise UserError(f"{where}: its weights are an incomplete adapter: {problem}. Save it again")
+    return _by_plain_name(shapes, where)
+
+
+def _unpickled(path: Path, where: str) -> dict[str, "torch.Tensor"]:
+    """The tensors of adapter_model.bin, read without running any code in it."""
+    import torch
+
+    if not (path / PICKLED).is_file():
+        raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
+    try:
+        contents = torch.load(path / PICKLED, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        what = "holds more than tensors" if "weights_only" in str(error).lower() else f"is broken: {first_line(error)}"
+        raise UserError(f"{where}: {PICKLED} {what}. Save the adapter as {WEIGHTS}") from None
+    if not isinstance(contents, dict) or not all(isinstance(each, torch.Tensor) for each in contents.values()):
+        raise UserError(f"{where}: {PICKLED} holds more than tensors by name. Save the adapter as {WEIGHTS}")
+    return contents
+
+
+def _by_plain_name(read: dict[str, Any], where: str) -> dict[str, Any]:
+    """{name in the base: what `read` has for it}. Of embeddings that were resized peft writes the base's own as well
+    (original_module), and the trained ones twice."""
+    named: dict[str, Any] = {}
+    for name in sorted(read, key=lambda each: ".modules_to_save." in each):
+        plain = _plain(name)
+        if plain in named and ".modules_to_save." not in name:
+            raise UserError(f"{where}: two of its tensors have the name {plain}. Save one adapter alone")
+        if ".original_module." not in name:
+            named.setdefault(plain, read[name])
+    return named
+
+
+def _plain(name: str) -> str:
+    """The name of a tensor in the base, without the wrappers that the model had as it was saved."""
+    while wrapper := next((each for each in WRAPPERS if name.startswith(each)), None):
+        name = name.removeprefix(wrapper)
+    return NAMED.sub(r"\1", WRAPPED.sub("", name)).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def adapter_settings(folder: AdapterFolder, where: str):
@@ -120,6 +182,120 @@ def adapter_settings(folder: AdapterFolder, where: str):
         raise UserError(f"{where} was made by a newer peft than the one installed: {unknown[0].splitlines()[0]}")
     settings.inference_mode = True
     return settings
+
+
+# What LoRA adapters may say and still be trained on: the rest changes the base, or is no weight of a layer.
+TRAINABLE = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
+    "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora",
+    "target_parameters", "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config", "lora_bias",
+}  # fmt: skip
+PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_weights: they leave the base as it is
+
+
+def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
+    """The adapter that a recipe trains on, if its model is one: from now on the recipe names the base (what it
+    records is still the adapter), and the adapter's tokenizer.
+
+    Args:
+        task: clm, cls or seq2seq; None: any.
+
+    Raises:
+        UserError: it cannot be trained on; the message has the command that merges it.
+    """
+    name = recipe.model_name_or_path
+    if not (recipe.trains and name and is_adapter(name)):
+        return None
+    try:
+        recipe.adopt_adapter()
+        if contradictions := recipe.contradictions:
+            raise UserError(contradictions)
+        folder = open_adapter(name, "model_name_or_path")
+        kind = folder.settings.get("task_type")
+        if kind and task and TASK_TYPES[kind][0] != task:
+            raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{TASK_TYPES[kind][0]}.py")
+        _check_trainable(folder, f"model_name_or_path = {name!r}")
+        _, base, config = find_base(
+            folder, named_with="base_model_name_or_path in that file", trust_remote_code=recipe.trust_remote_code
+        )
+        _check_quantised_base(folder, base, config)
+    except UserError as error:
+        remedy = f"To train on base and adapter as one model: {merge_command(name)}"
+        raise UserError([*error.problems[:-1], f"{error.problems[-1].rstrip('.')}. {remedy}"]) from None
+    if folder.has_tokenizer and not (recipe.tokenizer_name or getattr(recipe, "vocab_file", None)):
+        recipe.stand_in("tokenizer_name", name)
+    recipe.stand_in("model_name_or_path", base)
+    return folder
+
+
+def on_its_base(recipe: Any, task: str | None = None, auto_class: Any = None) -> tuple[Any, Any]:
+    """(the recipe, which names the base where its model is an adapter; the configuration of the model).
+
+    Raises:
+        UserError: see to_train_on and load_configuration.
+    """
+    recipe = recipe.draft()
+    adapter = to_train_on(recipe, task)
+    config = load_configuration(recipe, auto_class)
+    return recipe, config if adapter is None else trained_on_configuration(adapter, config, recipe)[0]
+
+
+def trained_on_configuration(folder: AdapterFolder, config: Any, recipe: Any) -> tuple[Any, list[str]]:
+    """The base's configuration as the adapter changes it, and notes.
+
+    Args:
+        recipe: names the base.
+    """
+    where = f"model_name_or_path = {str(folder.path)!r}"
+    config, notes = trained_config(folder, config, where, recipe.model_name_or_path, recipe.config_overrides)
+    config.use_cache = False
+    return config, notes
+
+
+def _check_trainable(folder: AdapterFolder, where: str) -> None:
+    """Raises UserError if the adapter has what training here does not support."""
+    from peft import LoraConfig
+
+    settings = adapter_settings(folder, where)
+    others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE - {"init_lora_weights"}
+    plain = LoraConfig()
+    extra = [name for name in sorted(others) if getattr(settings, name) != getattr(plain, name)]
+    if settings.init_lora_weights not in PLAIN_STARTS:
+        extra.append(f"init_lora_weights = {settings.init_lora_weights!r}")
+    if extra:
+        raise UserError(f"{where} has {', '.join(extra)} in its adapter_config.json: it is not trained on here")
+    if of_targets := [name for name in folder.shapes if ".base_layer." in name and name.endswith(".weight")]:
+        raise UserError(f"{where} has a full weight below its adapter ({name_some(of_targets)}): not trained on here")
+
+
+def check_resized(folder: AdapterFolder, config: Any) -> None:
+    """Raises UserError if embeddings shall get more rows that the adapter itself has in full."""
+    if hasattr(config, STORED_ROWS) and _num_rows(folder):
+        raise UserError(
+            f"resize_embeddings: the adapter {str(folder.path)!r} has embeddings of its own, of {_num_rows(folder):,} "
+            f"rows. Make a full model of it, and train that: {merge_command(str(folder.path))}"
+        )
+
+
+def _check_quantised_base(folder: AdapterFolder, base: str, config: Any) -> None:
+    """Raises UserError if the base is quantised and cannot be used here."""
+    import torch
+    from transformers.utils import is_bitsandbytes_available
+
+    method = getattr(config, "quantization_config", None) or {}
+    method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", "")
+    method = str(getattr(method, "value", method) or "")
+    if not method:
+        return
+    lacks = "a GPU" if not torch.accelerator.is_available() else ""
+    if not lacks and "bitsandbytes" in method and not is_bitsandbytes_available():
+        lacks = "bitsandbytes (pip install '.[qlora]')"
+    if lacks:
+        raise UserError(
+            f"{str(folder.path)!r} names the quantised base {base!r} ({method}), which needs {lacks}. Name its "
+            "original as base_model_name_or_path in adapter_config.json, or below with --base"
+        )
 
 
 def name_some(names: list[str]) -> str:
@@ -151,7 +327,7 @@ def find_base(
     file = folder.path / "adapter_config.json"
     option, name = base_option, base
     if not base:
-        option, name = f"base_model_name_or_path in {file}", _recorded_base(folder)
+        option, name = f"base_model_name_or_path in {file}", recorded_base(folder)
     if not name:
         raise UserError(f"{file} names no base (base_model_name_or_path): name it with {named_with}")
     name = model_folder(name)
@@ -163,9 +339,9 @@ def find_base(
         raise UserError(f"{error}. It is the base of {str(folder.path)!r}: name it with {named_with}") from None
 
 
-def _recorded_base(folder: AdapterFolder) -> str | None:
+def recorded_base(folder: AdapterFolder) -> str | None:
     """The base that an adapter names: a hub name, or a folder. If a folder's name has no path (zerofit/model/lora.py,
-    _published_base), the path is in the recipe.yaml of the run that made the adapter."""
+    published_base), the path is in the recipe.yaml of the run that made the adapter."""
     name = folder.settings.get("base_model_name_or_path")
     if not name or not name.startswith("./") or Path(name).is_dir():
         return name
@@ -173,7 +349,11 @@ def _recorded_base(folder: AdapterFolder) -> str | None:
         if (run / "recipe.yaml").is_file():
             recorded = read_yaml(run / "recipe.yaml")
             trained_on = recorded.get("model_name_or_path") if isinstance(recorded, dict) else None
-            if isinstance(trained_on, str) and Path(trained_on).expanduser().is_dir():
+            trained_on = model_folder(trained_on) if isinstance(trained_on, str) else ""
+            if is_adapter(trained_on):  # this one was trained on, and has the same base
+                settings = read_json(Path(trained_on) / "adapter_config.json")
+                return recorded_base(dataclasses.replace(folder, path=Path(trained_on), settings=settings))
+            if trained_on and Path(trained_on).is_dir():
                 return trained_on
     return name
 
@@ -184,10 +364,16 @@ def base_revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:
     return {"revision": revision} if revision and not base else {}
 
 
-def trained_config(folder: AdapterFolder, config, where: str, name: str) -> tuple[Any, list[str]]:
+def trained_config(
+    folder: AdapterFolder, config, where: str, name: str, overrides: str | None = None
+) -> tuple[Any, list[str]]:
     """The configuration that the adapter was trained with, and notes on it.
 
-    It is beside the adapter; if not, it is the base's with the number of labels of the adapter's head.
+    It is beside the adapter; if not, it is the base's with the number of labels of the adapter's head, and of tokens
+    of its embeddings.
+
+    Args:
+        overrides: changes to it (config_overrides).
 
     Raises:
         UserError: the two configurations have other sizes.
@@ -212,7 +398,18 @@ def trained_config(folder: AdapterFolder, config, where: str, name: str) -> tupl
     if quantization is not None:
         trained.quantization_config = quantization
     trained.dtype, trained.use_cache = config.dtype, True
+    override(trained, overrides)
     return _headed(trained, folder), notes
+
+
+def _num_rows(folder: AdapterFolder) -> int | None:
+    """The rows of the embeddings that the adapter has in full; those of the base may be fewer or more."""
+    found = {
+        shape[0]
+        for name, shape in folder.shapes.items()
+        if len(shape) == 2 and name.removesuffix(".weight").removesuffix(".base_layer").endswith(EMBEDDINGS)
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def _num_labels(folder: AdapterFolder, config) -> int | None:
@@ -226,7 +423,10 @@ def _num_labels(folder: AdapterFolder, config) -> int | None:
 
 
 def _headed(config, folder: AdapterFolder):
-    """The configuration, which says of a classifier what head it has; the base's may be another, or none."""
+    """The configuration with the tokens of the adapter's embeddings, and of a classifier with its head; the base's may
+    be others, or none."""
+    if rows := _num_rows(folder):
+        config.get_text_config().vocab_size = rows
     if folder.classifies:
         config.architectures = [f"AutoModelFor{TASK_TYPES[folder.settings['task_type']][1]}"]
     return config

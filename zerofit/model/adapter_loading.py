@@ -1,22 +1,20 @@
 """Load a LoRA adapter onto the base that it was trained on, for the tools, or inject it into the model that the engine
-will hold, also under ZeRO-3's sharding; refuse every other base.
+will hold, also under ZeRO-3's sharding, to be evaluated or trained on; refuse every other base.
 
 peft itself silently skips adapter weights that have no place in the base, and only warns where it initializes missing
 ones at random. Here both are errors, and so is a base with the right shapes and other weights.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from zerofit.model.adapter_folder import (
     ADAPTER_PREFIX,
     CLASSIFIERS,
     TASK_TYPES,
-    WEIGHTS,
     AdapterFolder,
     adapter_settings,
     base_revision,
@@ -26,10 +24,11 @@ from zerofit.model.adapter_folder import (
     trained_config,
 )
 from zerofit.model.configuration import has_head
-from zerofit.model.lora import check_expert_targets
+from zerofit.model.lora import Adapter, base_sample, check_expert_targets, published_base, trained_in_full, with_tied
 from zerofit.model.parameters import true_shape
 from zerofit.model.pretrained_io import read_model
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.model_options import merge_command
 
 NAME = "default"  # peft's name for the only adapter
 
@@ -107,7 +106,7 @@ def _task_type(config) -> str:
 
 def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name: str) -> None:
     """Raises UserError if weights are missing from the base, or have another shape there, and the adapter has none."""
-    lacking = [weight for weight in missing if weight not in folder.shapes]
+    lacking = [weight for weight in missing if weight not in folder.full_weights]
     if lacking:
         raise UserError(f"{where} and {name!r} lack {name_some(lacking)}. Name the adapter's own base")
 
@@ -132,7 +131,7 @@ def _quantises(step) -> bool:
 
 def _attach(model, folder: AdapterFolder, where: str, name: str):
     """The PeftModel of base and adapter, with all weights of the adapter's file and no random ones."""
-    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
+    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel, set_peft_model_state_dict
 
     refusal, settings = f"{where} is for another base than {name!r}", adapter_settings(folder, where)
     with warnings.catch_warnings():
@@ -142,11 +141,13 @@ def _attach(model, folder: AdapterFolder, where: str, name: str):
             adapted = peft_class(model, settings, NAME)
         except ValueError as error:  # nothing matches target_modules
             raise UserError(f"{refusal}: {first_line(error)}") from None
+        tensors = {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in folder.tensors().items()}
         try:
-            result = adapted.load_adapter(str(folder.path), NAME, torch_device="cpu")
+            result = set_peft_model_state_dict(adapted, tensors, NAME)
         except (KeyError, RuntimeError) as error:
             raise UserError(f"{refusal}{_mismatch(adapted, folder) or f': {first_line(error)}'}") from None
-    unmatched = [*result.missing_keys, *result.unexpected_keys]
+    missing = [name for name in result.missing_keys if "lora_" in name and f".{NAME}" in name]
+    unmatched = [*missing, *result.unexpected_keys]
     if unmatched:
         raise UserError(f"{refusal}{_mismatch(adapted, folder) or f': no place for {name_some(unmatched)}'}")
     return adapted
@@ -184,15 +185,67 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
     Raises:
         UserError: the adapter is for another base.
     """
+    settings = adapter_settings(folder, _where(folder))
+    return _inject(folder, model, name, strategy, quantised, settings, _saved_modules(folder, model, settings))
+
+
+def continue_adapter(folder: AdapterFolder, model: torch.nn.Module, recipe, strategy) -> Adapter:
+    """Inject an adapter that is trained on: its layers, and the modules that it has in full, are trained further.
+
+    Args:
+        model: of the base, of build_model.
+        recipe: names the base (to_train_on).
+
+    Raises:
+        UserError: the adapter is for another base, or one of its modules is not in the model.
+    """
+    original = adapter_settings(folder, _where(folder))
+    settings = replace(original, inference_mode=False, init_lora_weights=True, lora_dropout=recipe.lora_dropout)
+    drawn = [name for name in getattr(model, "initialized_weights", ()) if name not in folder.full_weights]
+    fresh = [*(name.rpartition(".")[0] for name in drawn), *getattr(model, "resized_modules", ())]  # in no file yet
+    saved = with_tied(model, [*_saved_modules(folder, model, settings), *fresh])
+    base, quantised = recipe.model_name_or_path, recipe.quantised is not None
+    torch.manual_seed(recipe.seed)
+    notes = _inject(folder, model, base, strategy, quantised, settings, saved)
+    trained_in_full(model, saved, strategy)
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    written = replace(
+        original,
+        base_model_name_or_path=published_base(base),
+        lora_dropout=recipe.lora_dropout,
+        modules_to_save=sorted(saved) or None,
+        inference_mode=True,
+    )
+    fully = f"; fully trained: {', '.join(saved)}" if saved else ""
+    note = (
+        f"{folder.path}, trained on: rank {original.r}, alpha {original.lora_alpha:g}, dropout "
+        f"{recipe.lora_dropout:g}, bias {original.bias}, on {len(layers)} modules{fully}"
+    )
+    note = "\n".join([note, *(f"note      {each.removeprefix('note: ')}" for each in notes)])
+    return Adapter(written, list(layers), saved, base_sample(layers, strategy), note, base)
+
+
+def _where(folder: AdapterFolder) -> str:
+    return f"model_name_or_path = {str(folder.path)!r}"
+
+
+def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings) -> list[str]:
+    """Names of the modules that the adapter has in full: those that it names, and embeddings that were resized."""
+    fully_trained = tuple(f".{module}" for module in settings.modules_to_save or ())  # the model's own modules
+    names = [name for name, _ in model.named_modules() if fully_trained and f".{name}".endswith(fully_trained)]
+    owners = (weight.rpartition(".")[0] for weight in folder.shapes if "lora_" not in weight)
+    has_weight = (owner for owner in owners if f"{owner}.weight" in folder.shapes and ".base_layer" not in owner)
+    inside = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    return list(dict.fromkeys([*names, *(owner for owner in has_weight if owner in inside)]))
+
+
+def _inject(folder, model, name: str, strategy, quantised: bool, settings, saved: list[str]) -> list[str]:
     from peft import get_peft_model_state_dict, inject_adapter_in_model
 
-    where = f"model_name_or_path = {str(folder.path)!r}"
+    where = _where(folder)
     refusal = f"{where} is for another base than {name!r}"
-    settings = adapter_settings(folder, where)
-    fully_trained = tuple(f".{module}" for module in settings.modules_to_save or ())  # the model's own modules
-    saved = [name for name, _ in model.named_modules() if fully_trained and f".{name}".endswith(fully_trained)]
     inside = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
-    settings.modules_to_save, settings.exclude_modules = None, inside or settings.exclude_modules
+    settings = replace(settings, modules_to_save=None, exclude_modules=inside or settings.exclude_modules)
     check_expert_targets(sorted(settings.target_parameters or ()), strategy)
     try:
         inject_adapter_in_model(settings, model)
@@ -200,12 +253,13 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
         raise UserError(f"{refusal}: {first_line(error)}") from None
     parameters = dict(model.named_parameters(remove_duplicate=False))
     adapter_parameters = get_peft_model_state_dict(model, state_dict=dict(parameters), save_embedding_layers=False)
-    tensors = {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in load_file(folder.path / WEIGHTS).items()}
+    tensors = folder.tensors()
     unplaced = [key for key in tensors if key not in adapter_parameters and key not in parameters]
     unfilled = [key for key in adapter_parameters if key not in tensors]
     if unplaced or unfilled:
         problem = f"no place for {name_some(unplaced)}" if unplaced else f"no weights for {name_some(unfilled)}"
         raise UserError(f"{refusal}: {problem}")
+    _check_ties(folder, tensors, parameters, name, settings.ensure_weight_tying)
     for key, tensor in tensors.items():
         parameter = adapter_parameters.get(key, parameters.get(key))
         if true_shape(parameter) != tensor.shape:
@@ -221,3 +275,18 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
     return check_base_weights(
         model, folder.path, where, name, quantised, lambda weight: strategy.gathered(weight, written=False)
     )
+
+
+def _check_ties(folder: AdapterFolder, tensors, parameters, name: str, ties: bool) -> None:
+    """Raises UserError where the base uses one weight twice (its embeddings, as the head), and the adapter has two."""
+    names: dict[int, list[str]] = {}
+    for key, parameter in parameters.items():
+        names.setdefault(id(parameter), []).append(key)
+    for tied in names.values():
+        own = [tensors[key] for key in tied if key in tensors]
+        apart = (len(own) != len(tied) and not ties) or any(not torch.equal(own[0], other) for other in own[1:])
+        if own and apart:
+            raise UserError(
+                f"{_where(folder)}: {tied[0]} and {tied[-1]} are one weight in {name!r}, and the adapter trained "
+                f"them apart. Make a full model of it: {merge_command(str(folder.path))}"
+            )

@@ -21,6 +21,7 @@ from zerofit.recipe.paths import is_missing_folder, why_no_model
 # What transformers raises at files that are not as it expects.
 OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
 ARCHITECTURES = Path(__file__).parent / "architectures"
+STORED_ROWS = "stored_vocab_size"  # of a configuration whose embeddings are resized: the rows of the stored weights
 # What a config.json may name: other names are repositories of the hub, whose code transformers would run.
 ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 
@@ -72,7 +73,7 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
             )
     if not recipe.model_name_or_path and hasattr(config, "quantization_config"):
         del config.quantization_config  # it is of weights that are not read
-    _override(config, recipe.config_overrides)
+    override(config, recipe.config_overrides)
     if auto_class is not None:
         check_task(recipe, config, auto_class)
         check_auxiliary_loss(config)
@@ -238,7 +239,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _override(config, text: str | None) -> None:
+def override(config, text: str | None) -> None:
+    """Apply `config_overrides`. Raises UserError: a name or a kind of value is not that of the configuration."""
     problems, head_size = [], _head_size(config)
     for name, value in overrides_of(text).items():
         rope = getattr(config, "rope_parameters", None) or {}

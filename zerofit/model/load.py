@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import zerofit.model.activations  # noqa: F401
-from zerofit.model.configuration import from_hub_or_folder, missing_package
+from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, missing_package
 from zerofit.model.export import drop_invalid_settings, read_generation_settings
 from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
@@ -90,9 +90,12 @@ def _build(
             settings, dropped = read_generation_settings(name)
             if settings is not None:
                 common["generation_config"] = settings
-            load = partial(auto_class.from_pretrained, config=config, output_loading_info=True, **common)
+            stored = _as_stored(config)
+            load = partial(auto_class.from_pretrained, config=stored, output_loading_info=True, **common)
             with strategy.loading():
                 model, info = from_hub_or_folder("model_name_or_path", name, load)
+                if stored is not config:
+                    _resize_embeddings(model, config.vocab_size, drawn_dtype)
             # What was renamed or converted at load is undone at save. Under ZeRO-3 transformers notes every rule that
             # it knows, and would give the weights names that this model has never had (LayerNorm.gamma).
             rules = getattr(model, "_weight_conversions", None)
@@ -127,6 +130,33 @@ def _build(
             raise
         remedy = ". Remove config_overrides" if recipe.config_overrides else ""
         raise UserError(f"model_name_or_path = {name!r}: weights unlike its configuration{remedy}") from None
+
+
+def _as_stored(config):
+    """The configuration with the rows that the stored embeddings have."""
+    if not hasattr(config, STORED_ROWS):
+        return config
+    stored = copy.deepcopy(config)
+    stored.vocab_size = getattr(config, STORED_ROWS)
+    delattr(stored, STORED_ROWS)
+    return stored
+
+
+def _resize_embeddings(model: torch.nn.Module, rows: int, dtype: torch.dtype) -> None:
+    """Give embeddings and head more rows, which are the mean of the others: what transformers draws about that mean
+    (1e-9 times the covariance) would depend on the strategy. The model's `resized_modules` names them.
+
+    Args:
+        dtype: that the model will be converted to: the mean is taken in it.
+    """
+    before = model.config.get_text_config().vocab_size
+    model.resize_token_embeddings(rows, mean_resizing=False)  # under ZeRO-3 new weights are whole until it shards them
+    ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    for parameter in {id(each): each for end in ends for each in end.parameters() if len(each) == rows}.values():
+        parameter.data = parameter.data.to(dtype)
+        total = sum(part.double().sum(dim=0) for part in parameter.data[:before].split(4096))
+        parameter.data[before:] = (total / before).to(parameter.dtype)
+    model.resized_modules = [name for name, module in model.named_modules() if any(module is end for end in ends)]
 
 
 def _ignoring(names: Sequence[str], strategy) -> dict:

@@ -44,6 +44,7 @@ class Adapter:
         saved: full names of the modules that are fully trained.
         base_sample: some of the frozen weights, by module, with which the base is recognised; empty if quantised.
         note: a sentence for the log.
+        base: of an adapter that is trained on, the folder or hub name of its base; None of a new one.
     """
 
     config: object
@@ -51,6 +52,7 @@ class Adapter:
     saved: list[str]
     base_sample: dict[str, list[float]]
     note: str
+    base: str | None = None
 
     def save(
         self, model: torch.nn.Module, state: dict[str, torch.Tensor], tokenizer, folder: Path
@@ -133,7 +135,7 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
         target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else modules,
         target_parameters=of_experts or None,
         exclude_modules=_inside(model, saved) or None,
-        base_model_name_or_path=_published_base(recipe.model_name_or_path),
+        base_model_name_or_path=published_base(recipe.model_name_or_path),
         fan_in_fan_out=_is_conv1d(model, targets),
     )
     torch.manual_seed(recipe.seed)
@@ -143,17 +145,22 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
         listed = ", ".join(_linear_names(model))
         raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}. Linear modules: {listed}") from None
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    for module in saved:
+    trained_in_full(model, saved, strategy)
+    for layer in layers.values():
+        for magnitude in layer.lora_magnitude_vector.values():  # DoRA
+            strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
+    written = replace(config, modules_to_save=sorted(saved) or None, exclude_modules=None, inference_mode=True)
+    return Adapter(written, list(layers), saved, base_sample(layers, strategy), _note(recipe, targets, layers, saved))
+
+
+def trained_in_full(model: torch.nn.Module, modules: list[str], strategy) -> None:
+    """Let modules be trained beside the adapter."""
+    for module in modules:
         model.get_submodule(module).requires_grad_(True)
     if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    for layer in layers.values():
-        for magnitude in layer.lora_magnitude_vector.values():  # DoRA
-            strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
-    written = replace(config, modules_to_save=sorted(saved) or None, exclude_modules=None, inference_mode=True)
-    return Adapter(written, list(layers), saved, _base_sample(layers, strategy), _note(recipe, targets, layers, saved))
 
 
 def _task_type(task: str, model_class: str) -> str:
@@ -201,11 +208,17 @@ def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> li
     names = [name for name, _ in model.named_modules() if name]
     chosen = [name for name in PEFT_CLASSIFIER_HEADS if task == "cls" and name in names]
     chosen += [name.rpartition(".")[0] for name in getattr(model, "initialized_weights", ())]
+    chosen += getattr(model, "resized_modules", ())  # their new rows are in no base
     for requested in _names(recipe.lora_modules_to_save):
         matching = [name for name in names if name == requested or name.endswith(f".{requested}")]
         if not matching:
             raise UserError(_no_match("lora_modules_to_save", requested, {name.rpartition(".")[2] for name in names}))
         chosen += matching
+    return with_tied(model, chosen)
+
+
+def with_tied(model: torch.nn.Module, chosen: list[str]) -> list[str]:
+    """Modules, without those inside of others, and those that share a weight with them."""
     outer = [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{other}.") for other in chosen)]
     held = {id(parameter) for name in outer for parameter in model.get_submodule(name).parameters()}
     tied = [
@@ -292,7 +305,7 @@ def _inside(model: torch.nn.Module, saved: list[str]) -> list[str]:
     return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
 
 
-def _published_base(name: str | None) -> str | None:
+def published_base(name: str | None) -> str | None:
     """The base's name in adapter_config.json. A hub name is unchanged; a folder's begins with a dot, so that nobody
     takes it for a hub name, and has no absolute path (model/adapter_folder.py reads that in the recipe.yaml)."""
     path = Path(name or "").expanduser()
@@ -302,7 +315,7 @@ def _published_base(name: str | None) -> str | None:
     return local if local.startswith("..") else f"./{local}"
 
 
-def _base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list[float]]:
+def base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list[float]]:
     """Some frozen weights of the first and the last adapted module."""
     sample = {}
     names = list(layers)

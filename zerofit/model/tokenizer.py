@@ -10,7 +10,7 @@ from tokenizers import ByteLevelBPETokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
-from zerofit.model.configuration import from_hub_or_folder, overrides_of
+from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, overrides_of
 from zerofit.model.families import family_of
 from zerofit.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
 from zerofit.model.languages import first_target_tokens
@@ -157,7 +157,8 @@ def _pair_template(bpe):
 
 
 def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
-    """Check that model and tokenizer belong together; a model from scratch gets the tokenizer's size.
+    """Check that model and tokenizer belong together; a model from scratch gets the tokenizer's size, and so does a
+    pretrained one with resize_embeddings, where tokens were added to the tokenizer.
 
     A model may have more rows than the tokenizer has tokens (a size padded to a multiple), but not fewer, and not over
     1,024 more: then the tokenizer belongs to another model.
@@ -178,14 +179,26 @@ def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     if from_scratch:
         _copy_special_tokens(config, tokenizer)
     if tokens <= rows <= tokens + max_padding:
-        return None
+        idle = recipe.resize_embeddings and f"note      resize_embeddings: all tokens have one of the {rows:,} rows"
+        return idle or None
     if from_scratch and not vocab_size_is_set:
         config.vocab_size = tokens
         return f"note      vocabulary: {tokens:,} tokens, as the tokenizer has (published: {rows:,})"
+    if recipe.resize_embeddings and tokens > rows and not vocab_size_is_set:
+        config.vocab_size = max(tokens, len(tokenizer))
+        setattr(config, STORED_ROWS, rows)
+        trained = "; with the adapter, embeddings and head are trained and saved in full" if recipe.lora else ""
+        return (
+            f"note      vocabulary: the embeddings' {rows:,} rows become {config.vocab_size:,}; the new ones begin as "
+            f"the mean of the others{trained}"
+        )
     option = "config_overrides vocab_size" if vocab_size_is_set else "the model"
+    remedy = ", or remove vocab_size from config_overrides" if vocab_size_is_set else ""
+    if tokens > rows and recipe.trains and not vocab_size_is_set:
+        remedy = ", or, if tokens were added to the model's own one, give it more rows: --resize_embeddings"
     raise UserError(
         f"vocabulary: {tokenizer.name_or_path!r} has {tokens:,} tokens, {option} {rows:,} rows. Set tokenizer_name"
-        + (", or remove vocab_size from config_overrides" if vocab_size_is_set else "")
+        + remedy
     )
 
 

@@ -63,6 +63,7 @@ class Recipe:
         copied = copy.copy(self)
         copied.__dict__.pop("_frozen", None)
         copied.remember_sources(self.__dict__.get("_sources", {}), self.unset)
+        copied.__dict__["_stands_for"] = dict(self.__dict__.get("_stands_for", {}))
         return copied
 
     def freeze(self) -> None:
@@ -91,7 +92,9 @@ class Recipe:
 
     def stand_in(self, name: str, value: Any) -> None:
         """Let an option have another value from now on, such as the copy of a file; `to_dict` has the one given."""
-        self.__dict__.setdefault("_stands_for", {})[name] = (value, getattr(self, name))
+        now, stand_ins = getattr(self, name), self.__dict__.setdefault("_stands_for", {})
+        local, given = stand_ins.get(name, (None, None))
+        stand_ins[name] = (value, given if now == local and name in stand_ins else now)
         setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:

@@ -56,6 +56,7 @@ FOREIGN_NAMES = {
     ("system_prompt",): "default_system",
     ("preference_loss",): "pref_loss dpo rl rlhf loss_type",
     ("preference_beta",): "pref_beta beta dpo_beta rl_beta",
+    ("resize_embeddings",): "resize_vocab resize_token_embeddings resize_token_embeddings_to_32x resize_vocabulary",
     ("lora",): "use_peft use_lora adapter peft finetuning_type",
     ("lora_r",): "lora_rank r",
     ("lora_bias",): "bias",
@@ -98,8 +99,9 @@ HINTS = {
     "what is trained follows from the data: text, instructions or chats (--data_format); remove it": "stage",
     "`zerofit compare` finds the largest batch": "auto_find_batch_size",
     "loss.png is always drawn": "plot_loss",
-    "`zerofit merge` folds an adapter into its base; train the result with --model_name_or_path":
-    "adapter_name_or_path lora_model_dir export_dir",
+    "say --model_name_or_path with the adapter's folder to train it further; it names its base":
+    "adapter_name_or_path lora_model_dir",
+    "`zerofit merge` folds an adapter into its base": "export_dir",
     "samples come from the disk, and are never all in memory": "streaming",
     "NaN and infinity are never hidden; --on_anomaly decides what follows": "logging_nan_inf_filter",
     "resuming costs nothing: no batch is read again": "ignore_data_skip",

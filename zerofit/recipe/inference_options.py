@@ -10,8 +10,9 @@ from zerofit.recipe.fields import option
 # Options of training. A launch without training resets them, so that a run's recipe or command can be used unchanged.
 TRAINING_OPTIONS = (
     "gradient_checkpointing", "activation_offload", "train_tokenizer_vocab_size", "make_vocab_size_divisible_by",
-    "config_name", "model_type", "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_target_modules",
-    "lora_modules_to_save", "use_dora", "use_rslora", "ignore_mismatched_sizes", "max_train_samples",
+    "config_name", "model_type", "resize_embeddings", "lora_r", "lora_alpha", "lora_dropout", "lora_bias",
+    "lora_target_modules", "lora_modules_to_save", "use_dora", "use_rslora", "ignore_mismatched_sizes",
+    "max_train_samples",
     "per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "num_train_epochs",
     "max_train_steps", "dataloader_num_workers", "optim", "learning_rate", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "num_warmup_steps", "warmup_ratio",

@@ -1,11 +1,14 @@
 """Options of the model, its tokenizer and LoRA, for every task."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import Compilation, Recomputation, option
+from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.paths import is_run
 
 FROM_SCRATCH = ("config_name", "model_type")
@@ -44,6 +47,11 @@ class ModelOptions(Recipe):
         minimum=258,
         said_of=FROM_SCRATCH,
     )
+    resize_embeddings: bool = option(
+        False,
+        "Where tokens were added to the tokenizer: give the pretrained embeddings a row for each, which begins as the "
+        "mean of the others.",
+    )
     trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
     attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
     gradient_checkpointing: Recomputation = option(  # noqa: RUF009
@@ -79,6 +87,11 @@ class ModelOptions(Recipe):
             problems.append(
                 f"model_name_or_path = {self.model_name_or_path!r} and {starts[1]} = {getattr(self, starts[1])!r}: "
                 "the first loads weights, the second starts from scratch; keep one"
+            )
+        if self.resize_embeddings and self.trains and not self.model_name_or_path:
+            problems.append(
+                "resize_embeddings: a model from scratch has the rows that its tokenizer needs. Remove it, or name "
+                "pretrained weights (model_name_or_path)"
             )
         if self.activation_offload and not self.gradient_checkpointing:
             problems.append(
@@ -123,6 +136,21 @@ def _bad_overrides(overrides: str | None) -> list[str]:
     ]
 
 
+# {option: what adapter_config.json calls it}
+OF_ADAPTER = {
+    "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_bias": "bias",
+    "lora_target_modules": "target_modules", "lora_modules_to_save": "modules_to_save", "use_dora": "use_dora",
+    "use_rslora": "use_rslora",
+}  # fmt: skip
+
+
+def merge_command(adapter: str) -> str:
+    """The command that makes a full model of an adapter."""
+    folder = Path(adapter)
+    run = folder.parent if folder.name == "model" else folder
+    return f"zerofit merge --adapter {shlex.quote(adapter)} --output {shlex.quote(f'{run}-merged')}"
+
+
 @dataclass
 class LoraOptions(Recipe):
     """LoRA: train an adapter instead of the model"""
@@ -146,8 +174,46 @@ class LoraOptions(Recipe):
     load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4, through bitsandbytes).")
     load_in_8bit: bool = option(False, "Hold the frozen weights in 8 bits (LLM.int8, through bitsandbytes).")
 
+    @property
+    def contradictions(self) -> list[str]:
+        """What the user says unlike the adapter that is trained on."""
+        return self.__dict__.get("_contradictions", [])
+
+    def settle(self) -> None:
+        super().settle()
+        if self.trains:
+            self.adopt_adapter()
+
+    def adopt_adapter(self) -> None:
+        """Take the settings of an adapter that is trained on (model_name_or_path is its folder) from its file. What
+        the user says otherwise is a problem, but for the dropout."""
+        folder = getattr(self, "model_name_or_path", None) or ""
+        file = Path(folder).expanduser() / "adapter_config.json"
+        try:
+            settings = parse_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return  # there is none, or whoever opens it says what is wrong
+        if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
+            return
+        theirs: dict[str, Any] = {"lora": True} | {name: settings.get(key) for name, key in OF_ADAPTER.items()}
+        found = []
+        for name, value in theirs.items():
+            value = [value] if isinstance(value, str) and name == "lora_target_modules" else value
+            value = int(value) if name == "lora_alpha" and isinstance(value, float) else value
+            ours, source = getattr(self, name), self.source(name)
+            if value is None and name not in ("lora_target_modules", "lora_modules_to_save"):
+                value = self._default(name)
+            if source is None:
+                self.adopt(name, value, str(file))
+            elif name != "lora_dropout" and _in_order(ours) != _in_order(value):
+                found.append(f"{name} = {ours} ({source}): the adapter {folder} is trained on with its own {value}")
+        self.__dict__["_contradictions"] = found
+
     def problems(self) -> list[str]:
         problems = super().problems()
+        if self.contradictions:
+            remedy = f"Remove it, or train on base and adapter as one model: {merge_command(self.model_name_or_path)}"
+            problems += [f"{problem}. {remedy}" for problem in self.contradictions]
         if self.lora_dropout >= 1:
             problems.append(f"lora_dropout = {self.lora_dropout:g}: it must be below 1")
         if self.load_in_4bit and self.load_in_8bit:
@@ -164,3 +230,8 @@ class LoraOptions(Recipe):
         """The option that quantises the frozen weights, if one does."""
         chosen = [name for name in ("load_in_4bit", "load_in_8bit") if self.lora and getattr(self, name)]
         return chosen[0] if chosen else None
+
+
+def _in_order(value: Any) -> Any:
+    """Lists of names compare without their order, and empty ones as none."""
+    return sorted(value) if value and isinstance(value, list) else value or None

@@ -18,15 +18,18 @@ def model_card(
     environment: dict[str, Any],
     is_adapter: bool,
     model_class: str = "",
+    base: str | None = None,
 ) -> str:
     """The text, which names no folder of this machine.
 
     Args:
         held_out: the figures that are shown.
         model_class: the name of the model's class.
+        base: of an adapter that was trained on, which is what the recipe names; None: what the recipe names.
     """
     public = recipe.to_publish()
-    base, library = public["model_name_or_path"], "peft" if is_adapter else "transformers"
+    began, library = public["model_name_or_path"], "peft" if is_adapter else "transformers"
+    base = without_folders(base) if base else began
     quoted = _quoted(base)
     front = ["---", f"library_name: {library}", *([f"base_model: {quoted}"] if base else []), "tags: [zerofit]", "---"]
     corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
@@ -45,7 +48,7 @@ def model_card(
             "",
             f"# {_line(recipe.run_name or 'A model trained with zerofit')}",
             "",
-            _line(f"Task {task}; {'continued from ' + base if base else 'trained from scratch'} on {data}."),
+            _line(f"Task {task}; {'continued from ' + began if began else 'trained from scratch'} on {data}."),
             *measured,
             *_loading(auto_class, base, is_adapter),
             "",

@@ -8,6 +8,7 @@ import torch
 
 from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
 from zerofit.data.lengths import LENGTHS, choose_length, growing_blocks
+from zerofit.model.adapter_folder import AdapterFolder, to_train_on
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import check_quantiser, load_configuration
 from zerofit.model.lora import check_quantisation
@@ -39,6 +40,7 @@ class RunConfiguration:
         options_given_for: the number of data-parallel processes with which the recipe's own accumulation makes the
             global batch.
         notes: for the log.
+        adapter: that is trained on; the recipe names its base.
     """
 
     task: str
@@ -49,6 +51,7 @@ class RunConfiguration:
     trackers: tuple[str, ...]
     options_given_for: int
     notes: tuple[str, ...]
+    adapter: AdapterFolder | None = None
 
 
 def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> RunConfiguration:
@@ -61,7 +64,10 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
         UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.
         NothingToDo: the output folder holds this very run, and it is finished.
     """
-    recipe, problems = recipe.draft(), Problems()
+    recipe, problems, adapter = recipe.draft(), Problems(), None
+    with problems.collected():
+        adapter = to_train_on(recipe, task)
+    problems.raise_found()
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
     given_for, notes = 1, list[str]()
@@ -103,7 +109,7 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
     notes += [*recipe.left_out, *idle_options(recipe), *plan.notes]
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
-    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes))
+    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes), adapter)
 
 
 def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_class: Any) -> Any:

@@ -53,6 +53,8 @@ def measure_reference(
     """
     recipe: Any = session.recipe  # a ClmRecipe
     origin = _origin(engine.whole.config, recipe, session.strategy.precision)
+    if session.config.adapter is not None:  # the model before training is base and adapter
+        origin += f" {weights_key(str(session.config.adapter.path))}"
     for pairs in (pairs for part in parts.values() for pairs in getattr(part, "sets", [part])):  # of a mixture
         name = hashlib.sha256(f"{pairs.key} {len(pairs)} {origin}".encode()).hexdigest()[:32]
         file = cache_root(recipe.cache_dir) / f"reference-{name}.npy"

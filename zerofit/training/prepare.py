@@ -19,6 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 from zerofit.data.sources import files_and_sizes
 from zerofit.data.token_updates import TokenUpdates
 from zerofit.health.flight import FOLDER, PREFIX
+from zerofit.model.adapter_folder import check_resized
+from zerofit.model.adapter_loading import continue_adapter
 from zerofit.model.compilation import blocks_of, compile_model
 from zerofit.model.load import build_model, size_of_model
 from zerofit.model.lora import Adapter, add_adapter
@@ -72,8 +74,12 @@ class Started:
             UserError: modules that the adapter needs are not in the model; weights are nowhere.
         """
         session, recipe, stored = self.session, self.session.recipe, self.session.stored
+        continued = session.config.adapter
         if stored is not None:
             ignored_weights = [*ignored_weights, *stored.swapped_in]
+        elif continued is not None:
+            check_resized(continued, config)
+            ignored_weights = [*ignored_weights, *continued.full_weights]
         # Known before, since loading may take all memory.
         session.facts.parameters = size_of_model(auto_class, config, session.strategy, recipe.trust_remote_code)
         session.advise()
@@ -83,6 +89,8 @@ class Started:
         if stored is not None:
             stored.inject(model, session.strategy)
             return model, None
+        if continued is not None:
+            return model, continue_adapter(continued, model, recipe, session.strategy)
         return model, add_adapter(model, recipe, session.task, session.strategy)
 
 

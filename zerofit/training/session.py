@@ -14,6 +14,7 @@ from zerofit.health.failure import explain_failure
 from zerofit.health.out_of_memory import RunFacts, host_advice
 from zerofit.health.shutdown import ShutdownHandler
 from zerofit.health.watchdog import Watchdog
+from zerofit.model.adapter_folder import trained_on_configuration
 from zerofit.recipe.errors import explain_failures_with
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder
@@ -133,7 +134,11 @@ class Session:
             UserError: there is no such model, the strategy cannot split it, or it has too few positions.
         """
         config = check_model(self.task, self.recipe, self.strategy, auto_class)
-        return config if self.stored is None else self.stored.configuration(config)
+        if self.stored is not None:
+            return self.stored.configuration(config)
+        if (adapter := self.config.adapter) is not None:
+            config, _ = trained_on_configuration(adapter, config, self.recipe)
+        return config
 
     def phase(self, name: str, update: int) -> None:
         """Tell the watchdog where the loop is."""

@@ -7,7 +7,14 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from zerofit.model.adapter_folder import TASK_TYPES, AdapterFolder, find_base, name_some, open_adapter, trained_config
+from zerofit.model.adapter_folder import (
+    TASK_TYPES,
+    AdapterFolder,
+    find_base,
+    name_some,
+    open_adapter,
+    trained_on_configuration,
+)
 from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.configuration import work_offline_without_network
 from zerofit.model.folders import TRAINED_WITH, is_adapter, model_folder
@@ -83,16 +90,14 @@ class StoredModel:
     def configuration(self, config: PretrainedConfig) -> PretrainedConfig:
         """The configuration that the model was trained with, where the adapter changes that of its base."""
         if self.adapter is not None:
-            where = f"model_name_or_path = {self.asked_for!r}"
-            config, notes = trained_config(self.adapter, config, where, self.base)
-            config.use_cache = False
+            config, notes = trained_on_configuration(self.adapter, config, self.recipe)
             self.notes.extend(notes)
         return config
 
     @property
     def swapped_in(self) -> list[str]:
         """Weights of the model that the adapter has and its base has not, or otherwise."""
-        return [name for name in self.adapter.shapes if "lora_" not in name] if self.adapter else []
+        return self.adapter.full_weights if self.adapter else []
 
     def inject(self, model: PreTrainedModel, strategy: Strategy) -> None:
         """Put the adapter onto its base.

@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerofit.model.configuration import load_configuration
+from zerofit.model.adapter_folder import on_its_base
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
@@ -119,7 +119,7 @@ def check_overrides(
                 file.flush()
                 parsed = parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
             if lengths:
-                possible_lengths(lengths, load_configuration(parsed))
+                possible_lengths(lengths, on_its_base(parsed)[1])
         except UserError as error:
             problems += [
                 f"{candidate.name}: {problem}" if candidate.overrides else problem for problem in error.problems

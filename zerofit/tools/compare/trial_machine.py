@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES
+from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import known_architectures
+from zerofit.model.folders import is_adapter
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.record.environment import describe_environment
@@ -240,10 +242,15 @@ def without_weights(values: dict) -> dict:
     name = values.get("model_name_or_path")
     if not name:
         return values
-    of_weights = ("model_name_or_path", "ignore_mismatched_sizes")
+    of_weights = ("model_name_or_path", "ignore_mismatched_sizes", "resize_embeddings")
+    tokenizer = name
+    if is_adapter(name):  # its settings are in the recipe
+        folder = open_adapter(name, "model_name_or_path")
+        name = find_base(folder)[1]
+        tokenizer = tokenizer if folder.has_tokenizer else name
     changed = {key: value for key, value in values.items() if key not in of_weights}
     if not any(changed.get(key) for key in ("tokenizer_name", "vocab_file", "train_tokenizer_vocab_size")):
-        changed["tokenizer_name"] = name
+        changed["tokenizer_name"] = tokenizer
     known = name.lower() in known_architectures() and not Path(name).is_dir()
     return {**changed, "config_name": name.lower() if known else name}
 

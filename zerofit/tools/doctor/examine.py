@@ -13,7 +13,8 @@ from huggingface_hub.errors import HFValidationError
 from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
 from zerofit.estimate.planned_strategy import plan_strategy
 from zerofit.estimate.read_model import read_planned_model
-from zerofit.model.configuration import known_architectures, load_configuration
+from zerofit.model.adapter_folder import on_its_base
+from zerofit.model.configuration import known_architectures
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import NothingToDo, UserError
@@ -159,13 +160,12 @@ class Examination:
 
     def _look_at_model(self) -> None:
         """Raises UserError: the model, its layout, its lengths or its tokenizer are not what the recipe needs."""
-        recipe = self.recipe.draft()
         self.looked_at_model, auto_class = True, getattr(transformers, AUTO_CLASSES[self.task])
-        config = load_configuration(recipe, auto_class)
+        recipe, config = on_its_base(self.recipe, self.task, auto_class)
         with self._collected():
             check_model(self.task, recipe, self.strategy, auto_class)
         with self._collected():
-            self.planned = read_planned_model(recipe, self.task, num_devices() > 0)
+            self.planned = read_planned_model(self.recipe, self.task, num_devices() > 0)
         if not recipe.train_tokenizer_vocab_size and (recipe.tokenizer_name or recipe.model_name_or_path):
             check_vocabulary(config, load_tokenizer(TokenizerOptions.of(recipe), config), recipe)
 

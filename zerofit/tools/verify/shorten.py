@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from zerofit.model.configuration import load_configuration
+from zerofit.model.adapter_folder import on_its_base
 from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import resolve_batches
@@ -47,7 +47,7 @@ def precision_of(recipe) -> str:
 
 def _silence(recipe, values: dict[str, Any]) -> list[str]:
     """Turn dropout off: its noise depends on the number of processes."""
-    config = load_configuration(recipe)
+    _, config = on_its_base(recipe)
     noisy = sorted(name for name, value in config.to_dict().items() if _is_noise(name, value))
     if noisy:
         overrides = [recipe.config_overrides, *(f"{name}=0" for name in noisy)]
