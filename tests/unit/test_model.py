@@ -17,9 +17,11 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BlenderbotConfig,
+    M2M100Config,
 )
 
-from zerofit.model.configuration import from_hub_or_folder, known_architectures, load_configuration
+from zerofit.model.configuration import from_hub_or_folder, known_architectures, load_configuration, override
 from zerofit.model.load import build_model
 from zerofit.model.parameters import (
     check_finite,
@@ -33,7 +35,7 @@ from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.strategy import Strategy
-from zerofit.training.configuration import check_model
+from zerofit.training.configuration import check_layerdrop, check_model
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2": 124_439_808,
@@ -412,3 +414,19 @@ def test_gelu_in_its_tanh_form_is_one_kernel_and_the_same_function():
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(one.sum(), inputs)[0] for one in (found, expected)]
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("processes", "overrides", "refused"), [
+    (1, None, False), (2, None, True), (2, "encoder_layerdrop=0,decoder_layerdrop=0", False),
+    (2, "encoder_layerdrop=0.1,decoder_layerdrop=0", True),
+])  # fmt: skip
+def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(processes, overrides, refused):
+    """Each rank would skip others, and a reduction of their gradients would never end."""
+    config = M2M100Config(encoder_layers=2, decoder_layers=2)
+    assert config.encoder_layerdrop > 0
+    override(config, overrides)
+    if refused:
+        assert "--config_overrides encoder_layerdrop=0" in refusal(check_layerdrop, config, processes, "ddp.yaml")
+    elif processes > 1:
+        check_layerdrop(config, processes, "ddp.yaml")
+    check_layerdrop(BlenderbotConfig(), 2, "ddp.yaml")

@@ -172,6 +172,19 @@ def check_teacher(recipe: Any, strategy: Strategy) -> None:
         )
 
 
+def check_layerdrop(config: Any, processes: int, source: str) -> None:
+    """Raises UserError where training skips whole layers at random: each rank skips others, and ranks that exchange
+    the gradients of a layer would wait for each other for ever."""
+    drops = {name: value for name, value in config.to_dict().items() if name.endswith("layerdrop") and value}
+    if drops:
+        stated = ",".join(f"{name}={value}" for name, value in drops.items())
+        remedy = ",".join(f"{name}=0" for name in drops)
+        raise UserError(
+            f"the model's configuration has {stated}: in training each of the {processes} processes would skip other "
+            f"layers, and wait for the others for ever. Say --config_overrides {remedy}, or use one process"
+        )
+
+
 def check_layout(config: Any, strategy: Strategy, recipe: TaskRecipe) -> None:
     """Check that a model can be laid out as the strategy says.
 
@@ -187,6 +200,7 @@ def check_layout(config: Any, strategy: Strategy, recipe: TaskRecipe) -> None:
         (strategy.tensor, check_split),
         (strategy.pipeline, check_stages),
         (experts, check_experts),
+        (strategy.launch.world_size if recipe.trains else 1, check_layerdrop),
     )
     problems = Problems()
     for degree, check in checks:
