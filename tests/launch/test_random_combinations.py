@@ -59,7 +59,6 @@ FORMS = {
         "mixture": f"{CHATS} 3 {{material}}/text/train.txt 1 {{material}}/instruct/english.json",
         "streamed": f"{CHATS} {{chats}} --validation_file {{chats}} --streaming 2KiB --max_train_steps 8",
         "preferences": f"{CHATS} {{pairs}} --preference_loss {{loss}}",
-        "distilled": "--train_file {taught} --distill_divergence {divergence} --learning_rate 1e-4",
         "teacher": f"{TEXT} --teacher {{teacher}} --distill_divergence {{divergence}}",
     },
     "cls": {
@@ -69,7 +68,6 @@ FORMS = {
         "numbers": "--train_file {numbers} --max_length 48",
         "tags": "--train_file {tags} --max_length 48",
         "choices": "--train_file {choices} --max_length 32 --learning_rate 1e-4",
-        "embeddings": "--train_file {search} --contrastive_group 3 --max_length 24",
         "mixed": "--train_file 3 {classes} 1 {kinds} --max_length 48",
     },
     "seq2seq": {
@@ -97,11 +95,10 @@ OPTIONS = (
     (0.2, "all", ("--lora", "--lora --use_dora", "--lora --lora_bias all --use_rslora")),
     (0.3, "unpacked instructions dialogue pairs", ("--tokens_per_batch 640",)),
     (0.2, "all -streamed", ("--global_batch_warmup 4@4", "--global_batch_warmup 6@3")),
-    (0.2, "unpacked instructions cls seq2seq -embeddings -mixed", ("--difficulty_warmup length@3",)),
     (0.4, "packed joined teacher", ("--block_size_warmup 16@4",)),
-    (0.3, "clm seq2seq -distilled -teacher -preferences", ("--loss chunked", "--loss full")),
-    (0.3, "clm seq2seq classes glue tags -distilled -teacher -preferences", ("--label_smoothing 0.1",)),
-    (0.2, "clm seq2seq -distilled -teacher -preferences", ("--z_loss 0.01",)),
+    (0.3, "clm seq2seq -teacher -preferences", ("--loss chunked", "--loss full")),
+    (0.3, "clm seq2seq classes glue tags -teacher -preferences", ("--label_smoothing 0.1",)),
+    (0.2, "clm seq2seq -teacher -preferences", ("--z_loss 0.01",)),
     (0.3, "classes tags", ("--class_weights balanced", "--focal_gamma 2")),
     (0.15, "cls", ("--layer_decay 0.7",)),
     (0.3, "cls seq2seq", ("--length_grouping update", "--length_grouping none", "--pad_to_max_length")),
@@ -206,11 +203,9 @@ def folders(llama, material, tmp_path_factory) -> dict[str, Path]:
         "material": material, "chats": write_records(folder / "chats.jsonl", chats),
         "numbers": write_records(folder / "numbers.jsonl", numbers), "choices": data.questions(folder),
         "classes": data.rare_words(folder, material), "kinds": data.answers_that_are_short(folder, material),
-        "tags": data.names(folder, material), "search": data.halves(folder, material),
-        "pairs": data.pairs_of_answers(folder, material), "questions": data.answered(folder, material),
-        "taught": data.taught_samples(folder / "taught.parquet", llama),
-        "teacher": data.another_model(folder / "teacher", llama), "clm-llama": llama,
-        "cls-deberta-v2": data.without_a_head(folder / "body", folder / "deberta"),
+        "tags": data.names(folder, material), "pairs": data.pairs_of_answers(folder, material),
+        "questions": data.answered(folder, material), "teacher": data.another_model(folder / "teacher", llama),
+        "clm-llama": llama, "cls-deberta-v2": data.without_a_head(folder / "body", folder / "deberta"),
     }  # fmt: skip
     vocabularies = {"clm": llama, "cls": folder / "deberta", "seq2seq": material / "tokenizers" / "blenderbot"}
     classes = {"clm": AutoModelForCausalLM, "cls": AutoModel, "seq2seq": AutoModelForSeq2SeqLM}
