@@ -1,6 +1,5 @@
 """Checkpoints in an object store, which fails in every way that a store can, and inputs that are read from one."""
 
-import contextlib
 import json
 import shutil
 import threading
@@ -35,8 +34,6 @@ class Faults:
         self.calls: list[tuple[str, str]] = []
 
     def meet(self, call: str, path: str) -> None:
-        if path.endswith("owner.json"):  # another thread's: what others do must not depend on it
-            return
         self.calls.append((call, str(path)))
         number = len(self.calls)
         if (self.every and number % self.every == 0) or (self.dead_after is not None and number > self.dead_after):
@@ -79,21 +76,12 @@ register_implementation("faulty", Faulty)
 
 @pytest.fixture
 def faults(monkeypatch):
-    for module in (mirroring, mirror_store):
-        monkeypatch.setattr(module, "BEAT_S", 0.01)
     monkeypatch.setattr(mirror_store, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(mirroring, "RETRY_S", 0.001)
     monkeypatch.setattr(mirror_restore, "RETRY_S", 0.001)
     monkeypatch.setattr(Faulty, "faults", Faults())
     yield Faulty.faults
     Faulty.faults.open.set()
-
-
-def wait_for_owners() -> None:
-    """Until closed mirrors of this process have given their last sign of life."""
-    for thread in threading.enumerate():
-        if thread.name == "mirror owner":
-            thread.join(10)
 
 
 class Scene:
@@ -110,8 +98,7 @@ class Scene:
         return CheckpointDirectory(folder.path / "checkpoints", limit=2)
 
     def mirror(self, updates: int = -1) -> Mirror:
-        wait_for_owners()
-        mirror = Mirror.open(self.address)
+        mirror = Mirror(MirrorStore(self.address))
         mirror.start(self.folder.path, self.directory, updates)
         return mirror
 
@@ -144,7 +131,6 @@ class Scene:
     def restored(self) -> tuple[list[int], list[str]]:
         """(updates of the folder's checkpoints, what was said), of a run that starts."""
         self.folder.metrics.close()
-        wait_for_owners()
         folder = RunFolder(self.folder.path)
         mirror, notes = mirror_restore.open_mirror(self.recipe, folder)
         mirror.finish()
@@ -168,7 +154,6 @@ def test_checkpoints_results_and_the_model_are_there_and_manifests_come_last(sce
     assert scene.there() == [1, 2]
     assert (scene.place / "model" / "weights").read_text() == "exported"
     assert (scene.place / "metrics.jsonl").read_text() == (scene.folder.path / "metrics.jsonl").read_text()
-    assert json.loads((scene.place / "owner.json").read_text())["ended"] is True
     for update in (1, 2):
         written = [path for call, path in faults.calls if call == "put" and f"update_{update:08}" in path]
         assert len(written) == 3
@@ -209,7 +194,7 @@ def test_without_credentials_a_run_does_not_wait(scene, faults, monkeypatch):
     unknown = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
     monkeypatch.setattr(faults, "meet", lambda *call: (_ for _ in ()).throw(unknown))
     with pytest.raises(UserError, match=r"mirror = .*Unable to locate credentials"):
-        scene.mirror()
+        mirror_restore.open_mirror(scene.recipe, scene.folder)
 
 
 def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults):
@@ -254,33 +239,21 @@ def test_a_store_that_never_answers_stops_nothing(scene, faults, monkeypatch):
 # ------------------------------------------------------------------------------------------------ two writers
 
 
-def test_a_second_writer_is_refused_while_the_first_lives(scene, monkeypatch):
-    first = scene.mirror()
-    check_refusal(["another run writes there", "--mirror"], Mirror.open, scene.address)
-    first.finish()
-    Mirror.open(scene.address).finish()  # it has ended
-    store = MirrorStore(scene.address)
-    dead = {"run": "x", "host": "elsewhere", "pid": 1, "beat": 3, "ended": False}
-    store.put(json.dumps(dead).encode(), "owner.json")
-    second = Mirror.open(scene.address)  # it gives no sign of life
-    assert second.is_ours
-    second.finish()
-
-
-def test_the_first_stops_where_a_second_writes_all_the_same(scene):
+def test_it_stops_where_another_run_writes_too(scene, tmp_path):
     mirror = scene.mirror()
     scene.save(1)
     while scene.there() != [1]:
         pass
-    while mirror.other is None:
-        with contextlib.suppress(OSError):  # both write
-            MirrorStore(scene.address).own("another", 1)
+    other = Scene(tmp_path)  # the same address, from another folder
+    other.folder, other.directory = RunFolder(tmp_path / "b"), Scene.directory_of(RunFolder(tmp_path / "b"))
+    other.save(7)
+    shutil.copytree(other.directory.folder(7), scene.place / "checkpoints" / "update_00000007")
     scene.save(2)
     mirror._thread.join()
     said = mirror.finish()
     assert "another run writes there" in said[0]
     assert "1 checkpoint mirrored, 1 not" in said[-1]
-    assert scene.there() == [1]
+    assert scene.there() == [1, 7]
 
 
 # --------------------------------------------------------------------------------------------------- restoring
@@ -324,7 +297,11 @@ def test_a_mirror_without_a_whole_one_is_not_overwritten_in_silence(lost):
     assert not list(lost.folder.path.glob("checkpoints/*"))
 
 
-def test_what_a_kill_leaves_is_never_used(scene, faults):
+def lost_to_another(is_last: bool) -> None:
+    raise mirroring.MirrorLost
+
+
+def test_what_a_kill_leaves_is_never_used(scene, faults, monkeypatch):
     """The store is gone from each call on; what it has then is whole or not looked at."""
     scene.save(1)
     scene.mirror().finish()
@@ -340,7 +317,7 @@ def test_what_a_kill_leaves_is_never_used(scene, faults):
         while len(faults.calls) < number + 6 and scene.there() != [1, 2]:
             pass
         mirror.finish(limit_s=0.0)
-        mirror.other = "the test"  # its thread ends
+        monkeypatch.setattr(mirror, "copy", lost_to_another)  # its thread ends
         faults.dead_after = None
         mirror._thread.join()
         kept = MirrorStore(scene.address)

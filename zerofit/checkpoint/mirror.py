@@ -1,11 +1,10 @@
 """Copies a run's checkpoints and results to an object store, in a thread of the main process.
 
-Training never waits for it. What the store does not take is tried again; what is lost of that is said. A second thread
-gives signs of life in owner.json, and sees a second run that writes to the same address.
+Training never waits for it. What the store does not take is tried again; what is lost of that is said. A checkpoint in
+the store that this run did not put there is another run's: then nothing more is written.
 """
 
 import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -13,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, CheckpointDirectory
-from zerofit.checkpoint.mirror_store import BEAT_S, RESULTS, MirrorStore, files_of, reason
-from zerofit.recipe.errors import UserError
+from zerofit.checkpoint.mirror_store import RESULTS, MirrorStore, files_of, reason
 from zerofit.recipe.words import counted
 from zerofit.record.written_files import CHECKPOINTS, MODEL, files_below
 
-# Of boto, Google's and Azure's libraries, of which any may be missing.
-NO_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
 RETRY_S = 30.0  # between two attempts while the store fails
 SILENCE_S = 600.0  # a call that takes longer is reported
 FINISH_S = 600.0  # at the end of a run
-ANSWER_S = 60.0  # at its start
 
 
 class MirrorLost(Exception):
@@ -38,39 +33,15 @@ class Mirror:
     """
 
     def __init__(self, store: MirrorStore):
-        self.store, self._run, self._beats = store, secrets.token_hex(8), 0
-        self.failure: Exception | None = None  # of the last sign of life; None: it did not fail
-        self.other: str | None = None  # another run that writes to this address
-        self.is_ours = False  # the store has taken our sign of life
-        self._answered, self._owning = threading.Event(), threading.Lock()
-        self._wanted, self._ending, self.closed = (threading.Event() for _ in range(3))
+        self.store = store
+        self._wanted, self._ending = threading.Event(), threading.Event()
         self._messages: list[str] = []
-        self._is_reported, self._is_tidy, self._busy_since = False, False, 0.0
+        self._is_reported, self._busy_since = False, 0.0
         self._made: set[str] = set()  # names of checkpoints
         self._mirrored: dict[str, bytes] = {}  # {name: its manifest} of those that are in the store
+        self._found: dict[str, bytes] | None = None  # the same of those that were there before; None: not looked yet
         self._sent: dict[tuple[str, bytes], set[str]] = {}  # files of those that are not complete there
         self._thread: threading.Thread | None = None
-
-    @classmethod
-    def open(cls, address: str) -> "Mirror":
-        """Become the owner of an address, as soon as the store answers.
-
-        Raises:
-            UserError: another run writes there; the store refuses, or a package is missing.
-        """
-        mirror = cls(MirrorStore(address))
-        threading.Thread(target=mirror._beat, name="mirror owner", daemon=True).start()
-        mirror._answered.wait(ANSWER_S)
-        failure = mirror.failure
-        is_final = isinstance(failure, (PermissionError, FileNotFoundError))
-        if failure and (is_final or type(failure).__name__ in NO_CREDENTIALS):
-            mirror.closed.set()
-            raise UserError(f"mirror = {address!r} cannot be written: {reason(failure)}")
-        if mirror.other:
-            raise UserError(
-                f"mirror = {address!r}: another run writes there ({mirror.other}). Choose another --mirror, or end it"
-            )
-        return mirror
 
     def start(self, folder: Path, directory: CheckpointDirectory, updates: int) -> None:
         """Copy the checkpoints of this folder from now on.
@@ -105,34 +76,9 @@ class Mirror:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 self._report(f"it was not ready {limit_s / 60:g} minutes after training")
-        self.closed.set()  # no more signs of life
         missing = len(self._made - self._mirrored.keys())
         number = counted(len(self._made & self._mirrored.keys()), "checkpoint")
         return [*self.messages(), f"mirror      {number} mirrored, {missing} not: {self.store.address}"]
-
-    # ---------------------------------------------------------------------------------------------------------- owner
-
-    def _beat(self) -> None:
-        while not self.closed.is_set() and self.other is None:
-            try:
-                self._own()
-                self.failure = None
-            except Exception as error:  # each store has its own
-                self.failure = error
-            self._answered.set()
-            self.closed.wait(BEAT_S)
-
-    def _own(self) -> None:
-        """Give a sign of life, unless another run has done so."""
-        if not self.is_ours:
-            self.other = self.store.living_owner(self._run)
-        elif (owner := self.store.owner()) and owner.get("run") != self._run:
-            self.other = f"process {owner.get('pid')} of {owner.get('host')}"
-        with self._owning:
-            if self.other is None and not self.closed.is_set():
-                self._beats += 1
-                self.store.own(self._run, self._beats)
-                self.is_ours = True
 
     # --------------------------------------------------------------------------------------------------------- copying
 
@@ -146,7 +92,7 @@ class Mirror:
                 self.copy(is_last)
             except MirrorLost:
                 self._messages.append(
-                    f"warning   {self.store.address} is mirrored to no more: another run writes there ({self.other})"
+                    f"warning   {self.store.address}: another run writes there, and this one no more"
                 )
                 return
             except Exception as error:  # each store has its own, and none may end the training
@@ -176,31 +122,31 @@ class Mirror:
             MirrorLost: another run writes there.
             Exception: of the store.
         """
-        if not self.is_ours and self.other is None:
-            raise self.failure or TimeoutError("no answer")
-        if not self._is_tidy:
-            for name in self.store.checkpoints():
-                if self._updates < 0 or name > self._directory.folder(self._updates).name:
-                    self._call(self.store.remove, f"{CHECKPOINTS}/{name}")
-            self._call(self.store.remove, MODEL)
-            self._is_tidy = True
+        self._check_owner()
         for name in RESULTS:
             with contextlib.suppress(FileNotFoundError):
                 self._call(self.store.put, (self._folder / name).read_bytes(), name)
         for folder in self._directory.folders():
             self._copy_checkpoint(folder)
         self._drop()
-        if is_last:
-            for name in files_below(self._folder / MODEL, self._folder):
-                self._call(self.store.put, self._folder / name, name)
-            with self._owning:
-                self.closed.set()
-                self._call(self.store.own, self._run, self._beats + 1, True)
+        for name in files_below(self._folder / MODEL, self._folder) if is_last else ():
+            self._call(self.store.put, self._folder / name, name)
+
+    def _check_owner(self) -> None:
+        """Remove what of an earlier run comes again, once; from then on see that nobody else adds a checkpoint."""
+        if self._found is None:
+            for name in self.store.checkpoints():
+                if self._updates < 0 or name > self._directory.folder(self._updates).name:
+                    self._call(self.store.remove, f"{CHECKPOINTS}/{name}")
+            self._call(self.store.remove, MODEL)
+            self._found = dict(self.store.manifests())
+        ours = {(folder, manifest) for folder, manifest in self._sent}
+        for name, manifest in self.store.manifests():
+            if manifest != self._found.get(name) and (name, manifest) not in ours:
+                raise MirrorLost
 
     def _call(self, method: Callable[..., None], *args: Any) -> None:
-        """Change the store, while it is ours."""
-        if self.other is not None:
-            raise MirrorLost
+        """Change the store."""
         self._busy_since = time.monotonic()
         method(*args)
 

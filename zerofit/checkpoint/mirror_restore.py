@@ -18,6 +18,8 @@ from zerofit.record.run_folder import RunFolder, differences
 from zerofit.record.terminal import say
 from zerofit.record.written_files import CHECKPOINTS
 
+# Of boto, Google's and Azure's libraries, of which any may be missing.
+NO_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
 OUTAGE_S = 600.0  # the store is tried so long, where nothing is known of the run without it
 RETRY_S = 10.0
 
@@ -26,22 +28,21 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
     """The mirror of a run, and notes for the log; what the folder lacks is in it.
 
     Raises:
-        UserError: another run writes there; it has another run, or one that would be deleted; its checkpoints are all
-            damaged; the folder has files of somebody else.
+        UserError: the store refuses, or a package is missing; it has another run, or one that would be deleted; its
+            checkpoints are all damaged; the folder has files of somebody else.
         ConnectionError: it cannot be reached, and there is nothing to resume from without it.
     """
     assert recipe.mirror is not None, "of a run with a mirror"
-    mirror, until = Mirror.open(recipe.mirror), time.monotonic() + OUTAGE_S
+    mirror, until = Mirror(MirrorStore(recipe.mirror)), time.monotonic() + OUTAGE_S
     is_needed, is_reported = not any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable()), False
     while True:
         try:
-            if not mirror.is_ours:
-                raise mirror.failure or TimeoutError("no answer")
             return mirror, restore(mirror.store, recipe, folder)
         except UserError:
-            mirror.closed.set()
             raise
         except Exception as error:  # each store has its own
+            if isinstance(error, PermissionError) or type(error).__name__ in NO_CREDENTIALS:
+                raise UserError(f"mirror = {recipe.mirror!r} cannot be used: {reason(error)}") from None
             if not is_needed:
                 return mirror, [f"warning   {recipe.mirror} cannot be read ({reason(error)}): it is tried again"]
             if time.monotonic() > until:

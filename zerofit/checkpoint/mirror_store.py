@@ -1,20 +1,14 @@
-"""What lies in an object store of a run: its results, its checkpoints, and whose it is.
+"""What lies in an object store of a run: its results and its checkpoints.
 
 s3://bucket/run/
-  owner.json      the run that writes here: {"run": its id, "host": ..., "pid": ..., "beat": counts, "ended": ...}
   recipe.yaml, metrics.jsonl, ..., model/   as in the run's folder
   checkpoints/update_00000100/              as there; the manifest is written last, and is removed first
 """
 
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
-
-import psutil
+from typing import TypeVar
 
 from zerofit.checkpoint.directory import MANIFEST, NAME
 from zerofit.recipe.addresses import open_address
@@ -22,13 +16,11 @@ from zerofit.recipe.errors import first_line
 from zerofit.recipe.parsing import parse_json
 from zerofit.record.written_files import CHECKPOINTS, RECORD
 
-OWNER = "owner.json"
 # What every run writes, in the order in which it is copied.
 RESULTS = (
     "recipe.yaml", "strategy.yaml", RECORD, "metrics.jsonl", "samples.jsonl", "stream.jsonl", "anomalies.jsonl",
     "environment.json", "loss.png",
 )  # fmt: skip
-BEAT_S = 10.0
 PAUSES_S = (1.0, 4.0)  # before a call that failed is tried again
 T = TypeVar("T")
 
@@ -94,41 +86,17 @@ class MirrorStore:
         names = (place.rstrip("/").rsplit("/", 1)[-1] for place in places)
         return sorted(filter(NAME.fullmatch, names), reverse=True)
 
+    def manifests(self) -> Iterator[tuple[str, bytes]]:
+        """(name, manifest) of checkpoints that have one, the newest first."""
+        for name in self.checkpoints():
+            if manifest := self.read(f"{CHECKPOINTS}/{name}/{MANIFEST}"):
+                yield name, manifest
+
     def complete(self) -> Iterator[tuple[str, list[str]]]:
         """(name, files) of checkpoints with a manifest, the newest first."""
-        for name in self.checkpoints():
-            if files := files_of(self.read(f"{CHECKPOINTS}/{name}/{MANIFEST}")):
+        for name, manifest in self.manifests():
+            if files := files_of(manifest):
                 yield name, files
-
-    # ---------------------------------------------------------------------------------------------------------- owner
-
-    def owner(self) -> dict[str, Any]:
-        """owner.json; empty where there is none, or where it is just being written."""
-        try:
-            owner = json.loads(self.read(OWNER) or b"{}")
-        except ValueError:
-            return {}
-        return owner if isinstance(owner, dict) else {}
-
-    def own(self, run: str, beat: int, ended: bool = False) -> None:
-        """Write that this process's run is the owner."""
-        owner = {"run": run, "host": platform.node(), "pid": os.getpid(), "beat": beat, "ended": ended}
-        self.put(json.dumps(owner).encode(), OWNER)
-
-    def living_owner(self, run: str) -> str | None:
-        """Another run that writes here, in words; None if there is none. A run that may be dead is watched for three
-        beats: clocks of machines differ."""
-        owner = self.owner()
-        if not owner or owner.get("ended") or owner.get("run") == run:
-            return None
-        if owner.get("host") == platform.node() and not psutil.pid_exists(owner.get("pid") or 0):
-            return None
-        until = time.monotonic() + 3 * BEAT_S
-        while time.monotonic() < until:
-            time.sleep(BEAT_S / 4)
-            if (now := self.owner()) and now != owner:
-                return None if now.get("ended") else f"process {now.get('pid')} of {now.get('host')}"
-        return None
 
 
 def files_of(manifest: bytes | None) -> list[str]:
