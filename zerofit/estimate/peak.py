@@ -53,6 +53,7 @@ class Peak:
         needed: of `device`, what training takes at least: the rest goes back to the driver when memory runs out.
         host: of one process, beside the program itself.
         disk: of one process, what is offloaded to a disk.
+        context: of `needed`, what CUDA and NCCL take.
     """
 
     phase: str
@@ -63,6 +64,14 @@ class Peak:
     needed: int
     host: int
     disk: int = 0
+    context: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """{name: bytes}: what `needed` consists of."""
+        reserve = self.needed - self.allocated - self.context
+        beside = {"allocator's reserve": reserve, "CUDA context": self.context}
+        return self.components | {name: count for name, count in beside.items() if count}
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ def find_peak(
     reserved = allocated + apart + unused.held
     context = CUDA_CONTEXT_BYTES + NCCL_BYTES * num_groups
     needed = allocated + unused.needed + context
-    return Peak(largest.phase, components, allocated, reserved, reserved + context, needed, host, states.disk)
+    return Peak(largest.phase, components, allocated, reserved, reserved + context, needed, host, states.disk, context)
 
 
 def training_moments(

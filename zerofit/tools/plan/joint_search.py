@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.estimate.read_model import rows_of
+from zerofit.estimate.read_model import read_planned_model, rows_of
 from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
@@ -21,6 +21,7 @@ from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 from zerofit.tools.plan.size_search import search
 
 EACH = 64  # micro-batches are tried one by one up to here, then powers of two
+MAX_REMEDIES = 2
 Options = dict[str, Any]
 
 
@@ -114,9 +115,64 @@ def _changed(planner: Planner, options: Options) -> Planner | None:
             check_recomputation(model.full, recipe.gradient_checkpointing)
     except UserError:
         return None
-    rows = rows_of(recipe, model.task, model.config, model.full)
-    model = model.with_options(recipe, rows)
-    return Planner(recipe, model, planner.budget, timing.of(model))
+    if "lora" in options or "load_in_4bit" in options or "optim" in options:  # other weights, or states
+        model = read_planned_model(recipe, model.task, model.on_gpu)
+    else:
+        model = model.with_options(recipe, rows_of(recipe, model.task, model.config, model.full))
+    return Planner(recipe, model, planner.budget, timing and timing.of(model))
+
+
+def _saving(recipe: Any, on_gpu: bool) -> Iterator[Options]:
+    """The options that save memory, those first that change least of what is trained: one, then two together."""
+    options: list[Options] = [{"gradient_checkpointing": True}]
+    options += [{"loss": "chunked"}] if recipe.task != "cls" else []
+    options += [{"per_device_eval_batch_size": 1}, {"activation_offload": True}]
+    options += [{"precision": "bf16"}] if on_gpu else []
+    adapters: list[Options] = [{"lora": True}] if recipe.model_name_or_path else []
+    if on_gpu and recipe.model_name_or_path:
+        adapters.append({"lora": True, "load_in_4bit": True})
+    options += adapters + [{"optim": name} for name in ("adamw_8bit", "adafactor") if recipe.optim == "adamw"]
+    changed = [{name: value for name, value in one.items() if getattr(recipe, name) != value} for one in options]
+    changed = [one for one in changed if one]
+    yield from changed
+    for one, other in itertools.combinations(changed, 2):
+        if not one.keys() & other.keys():
+            yield one | other
+
+
+class Remedies:
+    """What makes a layout fit that does not: options of the recipe, each predicted as a plan of its own.
+
+    Args:
+        finder: of a planner and what was found: the function that adds the predictions of a layout.
+    """
+
+    def __init__(self, planner: Planner, check: Callable, finder: Callable[[Planner, LayoutOutcome], Callable]):
+        self.planner, self.check, self.finder = planner, check, finder
+        self._planners: dict[tuple, Planner | None] = {}
+
+    def add(self, outcome: LayoutOutcome) -> None:
+        """Add the first remedies of a layout: options that are enough alone, else two together."""
+        alone = False
+        for options in _saving(self.planner.recipe, self.planner.model.on_gpu):
+            is_single = len(options) == 1 or options.keys() == {"lora", "load_in_4bit"}
+            if len(outcome.remedies) == MAX_REMEDIES or (alone and not is_single):
+                return
+            prediction = self._with(options, outcome)
+            if prediction is not None:
+                outcome.remedies.append((options, prediction))
+                alone = alone or is_single
+
+    def _with(self, options: Options, outcome: LayoutOutcome) -> Prediction | None:
+        key = tuple(options.items())
+        if key not in self._planners:
+            self._planners[key] = _changed(self.planner, options)
+        changed = self._planners[key]
+        for again in changed.layouts(outcome.strategy, self.check) if changed else ():
+            if again.degrees == outcome.degrees and not again.refused:
+                self.finder(changed, outcome)(again)
+                return again.best
+        return None
 
 
 def find_best(

@@ -35,13 +35,13 @@ def find_all(
     def find(share: list[LayoutOutcome]) -> list[tuple]:
         for outcome in share:
             find_one(outcome)
-        return [(outcome.predictions, outcome.refused) for outcome in share]
+        return [(outcome.predictions, outcome.refused, outcome.remedies) for outcome in share]
 
     several = list(shares.values())
     workers = min(usable_cores(), len(several)) if _can_fork() else 1
     for share, found in zip(several, in_processes(find, several, workers, progress)):
-        for outcome, (predictions, refused) in zip(share, found):
-            outcome.predictions, outcome.refused = predictions, refused
+        for outcome, (predictions, refused, remedies) in zip(share, found):
+            outcome.predictions, outcome.refused, outcome.remedies = predictions, refused, remedies
 
 
 def in_processes(

@@ -35,7 +35,7 @@ from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.lengths_option import possible_lengths
 from zerofit.tools.plan.calibrate import calibrate
-from zerofit.tools.plan.joint_search import find_best, words_of
+from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
@@ -64,16 +64,31 @@ def main(argv: list[str] | None = None) -> int:
     if options.search:
         return _search(planner, options, recipe, names, check, known)
     lengths = possible_lengths(options.lengths, model.config) if options.lengths else None
-    find = (
-        LengthPlanner(planner, lengths).find
-        if lengths
-        else partial(planner.find, sizes=options.micro_batches, max_batch_size=options.max_batch_size)
-    )
-    with doing() as say_now:
-        find_all(model, outcomes, find, lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"))
-    if all(outcome.refused for outcome in outcomes):
-        raise UserError(_reasons(outcomes))
+
+    def finder(by: Planner, misfit: LayoutOutcome | None = None) -> Callable[[LayoutOutcome], None]:
+        if lengths:
+            return LengthPlanner(by, lengths).find
+        sizes = options.micro_batches
+        if sizes and misfit is not None and misfit.smallest_misfit:
+            sizes = [misfit.smallest_misfit.micro_batch]
+        return partial(by.find, sizes=sizes, max_batch_size=options.max_batch_size)
+
     report = PlanReport(outcomes, planner, lengths, bool(options.micro_batches))
+    with doing() as say_now:
+        find_all(
+            model,
+            outcomes,
+            finder(planner),
+            lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"),
+        )
+        if all(outcome.refused for outcome in outcomes):
+            raise UserError(_reasons(outcomes))
+        find_all(
+            model,
+            report.misfits,
+            Remedies(planner, check, finder).add,
+            lambda done, count: say_now(f"remedies: {done} of {count} groups of layouts"),
+        )
     scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
     found = json.dumps(report.to_json(), indent=2)
     if options.json == "-":

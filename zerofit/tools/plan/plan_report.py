@@ -9,6 +9,7 @@ from zerofit.estimate.measured_rows import Comparable, comparable, kind_of, mode
 from zerofit.model.configuration import usable_positions
 from zerofit.record.terminal import rounded, size, table, wrapped
 from zerofit.strategy.gpu_table import CPU
+from zerofit.tools.plan.joint_search import words_of
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
@@ -79,7 +80,7 @@ class PlanReport:
             ] + [""]
             lines += self._bound([group[0] for group in shown])
             lines += self._parts(shown[0][0])
-        lines += self._misfits() + self._refusals()
+        lines += self._misfit_lines() + self._refusals()
         offloaded = [one for one, *_ in shown if one.disk_bytes]
         lines += [f"{one.label} keeps {size(one.disk_bytes)} on a disk of each machine." for one in offloaded]
         lines.append(f"A checkpoint takes {size(self.planner.model.checkpoint_bytes)} of disk.")
@@ -116,7 +117,8 @@ class PlanReport:
 
     def _parts(self, best: Prediction) -> list[str]:
         """What the first row consists of; --json has that of all."""
-        lines = [f"  memory of {best.label}: {_listed(best.peak.components, size)}, at its peak ({best.peak.phase})"]
+        parts = _listed(best.peak.parts, size)
+        lines = [f"  memory of {best.label}: {size(best.peak.needed)} at its peak ({best.peak.phase}): {parts}"]
         if best.peak.device > best.peak.needed:
             lines[0] += f"; nvidia-smi shows up to {size(best.peak.device)}, as torch keeps what it has once had"
         limited = [one for one in self.rows if one.peak.phase in LOWERS]
@@ -149,21 +151,49 @@ class PlanReport:
             f"{model_of(gpu)}); nearest: {near}"
         ]
 
-    def _misfits(self) -> list[str]:
-        """The smallest of each strategy that nothing fits of, in the layout that lacks least; of named micro-batches,
-        each layout that one does not fit in."""
-        misfits = [one.smallest_misfit for one in self.outcomes if one.smallest_misfit]
-        if not self.is_named:
-            fitting, nearest = {one.strategy for one in self.outcomes if one.largest}, {}
-            for one in sorted(misfits, key=lambda one: one.lacking):
-                if one.strategy not in fitting:
-                    nearest.setdefault(one.strategy, one)
-            misfits = [one for one in misfits if nearest.get(one.strategy) is one]
+    @property
+    def misfits(self) -> list[LayoutOutcome]:
+        """Of each strategy that nothing fits of, the layout that lacks least; of named micro-batches, each layout that
+        one does not fit in."""
+        misfits = [one for one in self.outcomes if one.smallest_misfit]
+        if self.is_named:
+            return misfits
+        fitting, nearest = {one.strategy for one in self.outcomes if one.largest}, {}
+        for one in sorted(misfits, key=lambda one: one.smallest_misfit.lacking):
+            if one.strategy not in fitting:
+                nearest.setdefault(one.strategy, one)
+        return [one for one in misfits if nearest.get(one.strategy) is one]
+
+    def _misfit_lines(self) -> list[str]:
+        """The smallest that does not fit, with the options that make it fit and the batch (or rows) it then has."""
+        groups: dict[tuple, list[LayoutOutcome]] = {}
+        for one in self.misfits:
+            needs = [_needs(each) for each in (one.smallest_misfit, *(found for _, found in one.remedies))]
+            groups.setdefault((*needs, *(str(options) for options, _ in one.remedies)), []).append(one)
         lines = []
-        for group in _alike(misfits):
-            what = f"rows of {group[0].length:,} tokens" if self.lengths else f"micro-batch {group[0].micro_batch}"
-            lines += [f"  {', '.join(one.label for one in group)}, {what}: {_misfit(group[0])}"]
+        for group in groups.values():
+            misfit = group[0].smallest_misfit
+            what = f"rows of {misfit.length:,} tokens" if self.lengths else f"micro-batch {misfit.micro_batch}"
+            lines += [f"  {', '.join(one.label for one in group)}, {what}: {self._misfit(misfit)}"]
+            for options, found in group[0].remedies:
+                batch = f"{found.length:,} tokens" if self.lengths else f"{found.micro_batch} x {found.accumulation}"
+                fits = f"{batch} fits, {size(found.peak.needed)}"
+                fits += f", {rounded(found.speed.tokens_per_s)} tokens/s" if found.is_timed else ""
+                lines += [f"    with {' '.join(words_of(options))}: {fits}"]
+            if not group[0].remedies:
+                lines += ["    with no option that saves memory, nor two of them. Take shorter rows, or more GPUs"]
         return ["does not fit:", *lines, ""] if lines else []
+
+    def _misfit(self, one: Prediction) -> str:
+        largest = dict(sorted(one.peak.parts.items(), key=lambda item: -item[1])[:3])
+        found, budget = [], self.planner.budget
+        if one.peak.needed > budget.device:
+            over = size(one.peak.needed - budget.device)
+            found += [f"{size(one.peak.needed)}, exceeds the limit by {over} (mostly {_listed(largest, size)})"]
+        if self.planner.model.on_gpu and budget.host is not None and one.host_bytes > budget.host:
+            over = size(one.host_bytes - budget.host)
+            found += [f"{size(one.host_bytes)} of host memory, exceeds --host_memory by {over}"]
+        return "; ".join(found)
 
     def _refusals(self) -> list[str]:
         """Each reason once, whatever its numbers are, with the strategies that have it."""
@@ -208,6 +238,10 @@ class PlanReport:
             "best": [_place(one) for one in best],
             "largest": [_place(one) for one in largest],
             "refused": {one.label: one.refused for one in self.outcomes if one.refused},
+            "remedies": {
+                one.label: [{**found.to_dict(), "options": options} for options, found in one.remedies]
+                for one in self.misfits
+            },
             "comparable": {one.label: _measured(self.comparable(one)) for one in best if one.is_timed},
             "checkpoint_bytes": self.planner.model.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,
@@ -224,10 +258,13 @@ def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
     """Those that need the same in the same time are together; the first one of each stands for them."""
     groups: dict[tuple, list[Prediction]] = {}
     for one in predictions:
-        seconds = one.speed.time.seconds if one.speed else None
-        key = (one.size, one.accumulation, one.peak.needed, one.host_bytes, one.disk_bytes, seconds, one.degrees)
-        groups.setdefault(key, []).append(one)
+        groups.setdefault(_needs(one), []).append(one)
     return list(groups.values())
+
+
+def _needs(one: Prediction) -> tuple:
+    seconds = one.speed.time.seconds if one.speed else None
+    return one.size, one.accumulation, one.peak.needed, one.host_bytes, one.disk_bytes, seconds, one.degrees
 
 
 def _measured(found: Comparable | None) -> dict[str, Any] | None:
@@ -263,8 +300,3 @@ def _span(one: Prediction, tokens: float, price: float | None) -> tuple[str, ...
 def _listed(parts: dict[str, float], text) -> str:
     """Parts in words, the largest first."""
     return ", ".join(f"{name} {text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))
-
-
-def _misfit(one: Prediction) -> str:
-    largest = dict(sorted(one.peak.components.items(), key=lambda item: -item[1])[:3])
-    return f"{size(one.peak.needed)}, exceeds the limit by {size(one.lacking)} ({_listed(largest, size)})"

@@ -124,6 +124,7 @@ class LayoutOutcome:
         best: the fastest that fits.
         smallest_misfit: the prediction of the smallest that do not fit; None: all that were tried do.
         refused: why this is not possible at all.
+        remedies: of what does not fit: (options with which it does, the prediction with them).
     """
 
     strategy: str
@@ -131,6 +132,7 @@ class LayoutOutcome:
     resolved: PlannedStrategy | None = None
     predictions: list[Prediction] = field(default_factory=list)
     refused: str = ""
+    remedies: list[tuple[dict[str, Any], Prediction]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
