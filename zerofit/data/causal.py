@@ -126,19 +126,31 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions,
     first = next((data for data in parts if data.is_chat), parts[0])  # whose tokenizer has a template
     held_out = {name: data.validation for name, data in sources.items() if data.validation}
     mixed = mix({name: data.train for name, data in sources.items()}, recipe) if recipe.trains else None
-    notes = list(dict.fromkeys(note for data in parts for note in data.notes))
+    notes = _named({name: data.notes for name, data in sources.items()})
     return TextData(
         mixed and mixed.samples,
         MixedSamples(list(held_out.values())) if held_out else None,
         first.tokenizer,
         block_size,
         [*notes, *(mixed.notes if mixed else [])],
-        [line for data in parts for line in data.shown],
+        _named({name: data.shown for name, data in sources.items()}),
         is_chat=any(data.is_chat for data in parts),
         order=mixed and mixed.order,
         samples_per_epoch=mixed.samples_per_epoch if mixed else 0,
         held_out=held_out if len(held_out) > 1 else {},
     )
+
+
+def _named(lines: dict[str, list[str]]) -> list[str]:
+    """The log's lines of all sources. Those that not all have say whose they are, behind `note      `."""
+    found = list(dict.fromkeys(line for own in lines.values() for line in own))
+    shared = [line for line in found if all(line in own for own in lines.values())]
+    return shared + [
+        f"{line[:10]}{name}: {line[10:]}" if line[:1].strip() else line
+        for name, own in lines.items()
+        for line in own
+        if line not in shared
+    ]
 
 
 def _prepare_stream(

@@ -70,7 +70,7 @@ class Peak:
     def parts(self) -> dict[str, int]:
         """{name: bytes}: what `needed` consists of."""
         reserve = self.needed - self.allocated - self.context
-        beside = {"allocator's reserve": reserve, "CUDA context": self.context}
+        beside = {"allocator's reserve": reserve, "CUDA and NCCL": self.context}
         return self.components | {name: count for name, count in beside.items() if count}
 
 

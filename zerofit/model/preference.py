@@ -83,7 +83,7 @@ class PreferenceLoss:
 
     @property
     def sums(self) -> list[float]:
-        """What is summed over ranks: pairs that are ranked right, and the rewards of both answers."""
+        """What is summed over ranks: pairs that are ranked right (a tie is half a pair), and both rewards."""
         return [0.0] * 3 if self._sums is None else [float(each) for each in self._sums]
 
     def figures(self, sums: list[float], pairs: float) -> PreferenceFigures:
@@ -106,7 +106,8 @@ class PreferenceLoss:
         per = tokens if self.kind in OF_MEANS else torch.ones_like(tokens)
         rewards = self.beta * (gained / per).detach()
         rounding = ROUNDING * self.beta * (found / per).detach().abs().sum(dim=1)
-        right = (rewards[:, 0] - rewards[:, 1] > rounding).float()
+        ahead = rewards[:, 0] - rewards[:, 1]
+        right = (ahead > rounding).float() + (ahead.abs() <= rounding).float() / 2
         of_pair = torch.stack([right, rewards[:, 0], rewards[:, 1]])  # (3, P)
         sums = torch.where(counts, of_pair, 0.0).sum(dim=1)
         self._sums = sums if self._sums is None else self._sums + sums

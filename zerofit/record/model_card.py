@@ -7,6 +7,7 @@ from typing import Any
 from zerofit.recipe.errors import printable
 from zerofit.recipe.files import without_folders
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.record.terminal import decimals
 
 HEADS = {"clm": "CausalLM", "cls": "SequenceClassification", "seq2seq": "Seq2SeqLM"}
 
@@ -34,7 +35,7 @@ def model_card(
     front = ["---", f"library_name: {library}", *([f"base_model: {quoted}"] if base else []), "tags: [zerofit]", "---"]
     corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
     data = public["dataset_name"] or ", ".join(public["train_file"] or corpora)
-    figures = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in held_out.items()]
+    figures = [f"| {name.removeprefix('eval_')} | {decimals(value)} |" for name, value in held_out.items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
     packages = environment["packages"]
     shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]

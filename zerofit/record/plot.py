@@ -12,13 +12,22 @@ FEW = 12  # updates that are shown as points, and not smoothed
 LAST_RESORT = "Last Resort"  # a font that has a box for every character
 
 
-def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: str, figure_of_merit: str) -> None:
+def plot_run(
+    metrics: list[dict[str, Any]],
+    file: IO[bytes],
+    title: str,
+    unit: str,
+    figure_of_merit: str,
+    resumed: Iterable[int] = (),
+) -> None:
     """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm.
-    Updates that were skipped after an anomaly are marked; their figures are in metrics.jsonl.
+    Updates that were skipped after an anomaly are marked, and those after which a run was resumed; their figures are
+    in metrics.jsonl.
 
     Args:
         unit: what the loss is a mean over: token or example.
         figure_of_merit: the held-out figure of the best evaluation; it gets a panel of its own if it is no loss.
+        resumed: updates after which a launch resumed the run.
     """
     train = [line for line in metrics if "loss" in line and "anomaly" not in line]
     merit = f"eval_{figure_of_merit}" if figure_of_merit != "loss" else ""
@@ -35,6 +44,10 @@ def plot_run(metrics: list[dict[str, Any]], file: IO[bytes], title: str, unit: s
     for line in metrics:
         if "anomaly" in line or "skipped" in line:
             upper.axvline(line["update"], color="#cb181d", linestyle=":", linewidth=1)
+    for number, update in enumerate(resumed):
+        for axes in (upper, *middle, lower):
+            label = {"label": "resumed"} if axes is upper and not number else {}
+            axes.axvline(update, color="#6a51a3", linestyle="--", linewidth=1, **label)
     upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}")
     if font := font_for([title]):
         upper.set_title(title, family=font, parse_math=False)

@@ -153,12 +153,17 @@ class RunFolder:
         """Write what the run is, and start its record, or continue it after `updates` updates.
 
         Args:
+            environment: gets `resumed_after`: the updates after which launches of this run have resumed it.
             resumed_from: the folder of the run that is resumed: this one, or another whose record is copied.
 
         Raises:
             UserError: the folder cannot be written.
         """
         with self.writing():
+            if updates:
+                earlier = read_record((resumed_from or self.path) / "environment.json").get("resumed_after")
+                marks = earlier if isinstance(earlier, list) else []
+                environment["resumed_after"] = [*(one for one in marks if type(one) is int and one < updates), updates]
             self._clear(updates, resumed_from)
             self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
             self.metrics.start(updates)

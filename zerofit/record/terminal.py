@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 import textwrap
 import time
@@ -16,6 +17,7 @@ from zerofit.record.metrics import UpdateMetrics
 
 AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
 READABLE = 28  # characters of a path that tell which one it is
+LABEL = re.compile(r"(?! )(?=.{4,16}\S)[^ ]+(?: [^ ]+)?  +")  # `held out    ` before a text
 
 
 class _Lasting(io.FileIO):
@@ -57,14 +59,15 @@ def outlive_the_terminal() -> None:
 
 
 def say(*lines: str, main: bool = True) -> None:
-    """Print to stdout at once, on the main process; nothing where there are no lines."""
+    """Print to stdout at once, on the main process; nothing where there are no lines. At a terminal lines are wrapped
+    to its width."""
     if main and lines:
-        print(*map(printable, lines), sep="\n", flush=True)
+        print(*(on_screen(printable(line), screen_width()) for line in lines), sep="\n", flush=True)
 
 
 def say_aside(text: str) -> None:
     """Print to stderr: stdout has what a model writes, and nothing else."""
-    print(printable(text), file=sys.stderr, flush=True)
+    print(on_screen(printable(text), screen_width(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def screen_width(stream: TextIO | None = None) -> int | None:
@@ -102,6 +105,27 @@ def wrapped(text: str, width: int | None, indent: int = 0) -> str:
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
+def on_screen(text: str, width: int | None) -> str:
+    """A text of one or more lines, each wrapped to this width. A line that continues begins below its text, where it
+    has a name before it (`note      ...`), else four columns further than its first word."""
+    return "\n".join(_on_screen(line, width) for line in text.split("\n"))
+
+
+def _on_screen(line: str, width: int | None) -> str:
+    if width is None or columns_of(line) <= width:
+        return line
+    named = LABEL.match(line)
+    indent = len(named[0]) if named else len(line) - len(line.lstrip()) + 4
+    words, lines = line.split(" "), [""]
+    for place, word in enumerate(words):
+        longer = f"{lines[-1]} {word}" if place else word
+        if columns_of(longer) > width and lines[-1].strip():
+            lines.append(" " * indent + word)
+        else:
+            lines[-1] = longer
+    return "\n".join(each.rstrip() for each in lines)
+
+
 def columns_of(text: str) -> int:
     """The columns that a text takes on a screen: two for each wide character (kanji, kana, ...)."""
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
@@ -128,6 +152,11 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
 def rounded(value: float, digits: int = 3) -> str:
     """1234.5 -> 1,234 and 0.012345 -> 0.0123: so many digits, and never an exponent for what is large."""
     return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
+
+
+def decimals(value: float) -> str:
+    """A loss or a held-out figure: 2.3456, and of a small one 0.000123 or 1.23e-05, not 0.0001 and 0.0000."""
+    return f"{value:.4f}" if not 0 < abs(value) < 0.01 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
@@ -207,7 +236,7 @@ class Bar(StatusLine):
         if shown:
             left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
             self.figures = [
-                f"loss {metrics.loss:.4f}",
+                f"loss {decimals(metrics.loss)}",
                 f"{duration(left)} left",
                 f"{metrics.tokens_per_s:,.0f} tokens/s",
                 f"lr {metrics.learning_rate:.2e}",

@@ -18,7 +18,7 @@ from zerofit.data.labelled.samples import HeldOut
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import screen_width, table
+from zerofit.record.terminal import decimals, screen_width, table
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, gather_by_index, mean_losses
 
@@ -114,7 +114,7 @@ def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
             rows = _truth(part, labels)
             constant = [[majority] * len(row) for row in rows] if labels.of_words else [majority] * len(rows)
             figures = _measured(constant, rows, labels)
-        shown = ", ".join(f"{name}{part.suffix} {value:.4f}" for name, value in figures.items())
+        shown = ", ".join(f"{name}{part.suffix} {decimals(value)}" for name, value in figures.items())
         lines.append(f"baseline    always {answer}: {shown}")
     return lines
 
@@ -266,7 +266,7 @@ def _recognized(
     f1 = 2 * right / np.maximum(examples + predicted, 1)
     rows: list[tuple[str, ...]] = [(what[0], "precision", "recall", "f1", what[1], "predicted")]
     for number in sorted(np.argsort(-examples, kind="stable")[:MAX_ROWS]):
-        figures = (f"{values[number]:.4f}" for values in (precision, recall, f1))
+        figures = (decimals(values[number]) for values in (precision, recall, f1))
         rows.append((names[number], *figures, f"{examples[number]:,}", f"{predicted[number]:,}"))
     more = len(names) - MAX_ROWS
     return table(rows, screen_width()) + (f"\n  and {more:,} more, with fewer {what[1]}" if more > 0 else "")

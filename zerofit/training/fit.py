@@ -38,7 +38,7 @@ from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.plot import plot_run
 from zerofit.record.recorder import RunRecorder
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import Bar, duration
+from zerofit.record.terminal import Bar, decimals, duration
 from zerofit.record.trackers import start_trackers
 from zerofit.record.written_files import MODEL
 from zerofit.strategy.machines import check_same
@@ -315,7 +315,9 @@ def _export_record(result: TrainResult, loads_best: bool) -> list[str]:
 
     def plot() -> None:
         with folder.new_file("loss.png", "wb") as picture:
-            plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, task.figures[0])
+            of_quality = (name for name in (run.best.metric, *task.figures) if name not in ("loss", "perplexity"))
+            merit, resumed = next(of_quality, "loss"), result.environment.get("resumed_after", ())
+            plot_run(folder.metrics.read(), picture, folder.path.name, task.unit, merit, resumed)
 
     files: dict[str, Callable[[], object]] = {"metrics.jsonl": folder.metrics.close}
     files |= {"predictions.jsonl": predictions} if loads_best else {}
@@ -402,7 +404,9 @@ def answer(prepared: Prepared, task: Task) -> int:
         record = {**environment, "seconds": seconds, "exit_code": code}
         failed |= write_beside({"environment.json": lambda: folder.write_environment(record)})
         done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
-        session.say(*(f"held out    {name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items()))
+        session.say(
+            *(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items())
+        )
         if figures and not folder.failed:
             session.say(*task.remarks())
         session.say(*done, f"run folder  {folder.path}  ({', '.join(files)})")

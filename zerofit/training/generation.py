@@ -16,7 +16,7 @@ from zerofit.data.prompts import Prompts, longest_answer
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import say
+from zerofit.record.terminal import decimals, say
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, gather_by_index
 
@@ -133,7 +133,9 @@ def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
     ((answer, _),) = held_out.trained_targets.most_common(1)
     usual = answer if len(answer) < SHOWN else f"{answer[:SHOWN]}..."
     figures = compute("generation", [answer] * len(held_out.targets), held_out.targets)
-    return [f"baseline    always {usual!r}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())]
+    return [
+        f"baseline    always {usual!r}: " + ", ".join(f"{name} {decimals(value)}" for name, value in figures.items())
+    ]
 
 
 def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:

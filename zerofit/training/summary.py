@@ -13,7 +13,7 @@ from zerofit.recipe.words import counted
 from zerofit.record.meters import ThroughputMeter
 from zerofit.record.metrics import EvaluationTime
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import duration, rounded
+from zerofit.record.terminal import decimals, duration, rounded
 from zerofit.training.best_metric import BestMetricTracker
 from zerofit.training.run import Stop
 
@@ -118,12 +118,12 @@ def summary(
     loads_best = best.loads and best.best.update is not None
     before, after = state.held_out_before, best.best.figures if loads_best else state.held_out
     for name, value in after.items():
-        was = f"{before[name]:.4f} -> " if name in before else ""
-        lines.append(f"held out    {name.removeprefix('eval_')} {was}{value:.4f}")
+        was = f"{decimals(before[name])} -> " if name in before else ""
+        lines.append(f"held out    {name.removeprefix('eval_')} {was}{decimals(value)}")
     lines += remarks
     if best.keeps and best.best.update is not None:
         where = "checkpoints/best, and model/ is that one" if loads_best else "checkpoints/best; model/ is the last"
-        lines.append(f"best        {best.metric} {best.best.value:.4f} at update {best.best.update:,} ({where})")
+        lines.append(f"best        {best.metric} {decimals(best.best.value)} at update {best.best.update:,} ({where})")
     return lines
 
 

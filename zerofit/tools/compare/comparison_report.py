@@ -7,7 +7,7 @@ from typing import Any
 from zerofit.recipe.errors import printable
 from zerofit.recipe.paths import name_of_recipe
 from zerofit.recipe.words import counted
-from zerofit.record.terminal import duration, rounded, screen_width, size, table
+from zerofit.record.terminal import decimals, duration, rounded, screen_width, size, table
 from zerofit.tools.compare.finish import Finished, agreement, finished_table
 from zerofit.tools.compare.plots import memory_plot, png, svg, throughput_plot
 from zerofit.tools.compare.report_page import html_report
@@ -179,7 +179,7 @@ class ComparisonReport:
                 if self.simulated:
                     rest = [size(peak_of(line, "host"))]
                 else:
-                    rest = [rounded(line["samples_per_s"]), rounded(line["tokens_per_s"]), f"{line['loss']:.4f}"]
+                    rest = [rounded(line["samples_per_s"]), rounded(line["tokens_per_s"]), decimals(line["loss"])]
                 rows.append((row.name, str(line["size"]), "fits", fresh, *peaks, *rest))
         return [head, *rows]
 

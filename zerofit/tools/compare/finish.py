@@ -15,7 +15,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import duration, rounded, say, size
+from zerofit.record.terminal import decimals, duration, rounded, say, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
 from zerofit.tools.compare.results import StrategyRow
 from zerofit.tools.compare.trial_files import key_of
@@ -156,8 +156,8 @@ def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
         _time(evaluation["evaluation_seconds"]) if evaluation else "-",
         rounded(evaluation["evaluation_samples_per_s"]) if evaluation else "-",
         size(max(line["peak_memory_bytes"] for line in run.trained)),
-        f"{run.trained[-1]['loss']:.4f}",
-        *(f"{run.figures[name]:.4f}" if name in run.figures else "-" for name in names),
+        decimals(run.trained[-1]["loss"]),
+        *(decimals(run.figures[name]) if name in run.figures else "-" for name in names),
     )
 
 

@@ -59,7 +59,9 @@ def in_processes(
     if workers < 2:
         return collect(map(function, items))
     _shared["work"] = function, items  # closures cannot be pickled: copies find them here
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+    # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads that this process may have.
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return collect(pool.map(_one, range(len(items))))
 
 

@@ -109,7 +109,7 @@ def short_number(value: float, base: int = 1000) -> str:
 def _loss(value: float | None) -> str:
     if value is None:
         return NOTHING
-    return f"{value:.3f}" if abs(value) < 100 else rounded(value)
+    return f"{value:.3f}" if abs(value) < 100 and not 0 < abs(value) < 0.01 else rounded(value)
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -1,0 +1,92 @@
+"""What stands on a screen: lines of 80 columns, small figures, whose line it is."""
+
+import io
+import sys
+
+import pytest
+
+from zerofit.data.causal import _named
+from zerofit.record import terminal
+from zerofit.record.terminal import columns_of, decimals, on_screen, say, say_aside
+
+TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is what vLLM's --lora-modules takes"
+
+
+@pytest.mark.parametrize(
+    ("line", "indent"),
+    [
+        (f"export    {TEXT}", 10),
+        (f"held out    {TEXT}", 12),
+        (f"best        {TEXT}", 12),
+        (f"run folder  {TEXT}", 12),
+        (f"WARNING   {TEXT}", 10),
+        (f"    with --lora: {TEXT}", 8),
+        (f"  {TEXT}", 6),
+        (TEXT, 4),
+        ("note      " + "訓練データの行が長すぎるので切りました " * 5, 10),
+    ],
+)
+def test_a_line_is_wrapped_at_words_below_its_text(line, indent):
+    lines = on_screen(line, 80).split("\n")
+    assert len(lines) > 1
+    assert max(map(columns_of, lines)) <= 80
+    assert all(each.startswith(" " * indent) and each[indent] != " " for each in lines[1:])
+    assert " ".join(each.strip() for each in lines).split() == line.split()
+
+
+@pytest.mark.parametrize("line", ["", "short", "  a  table   of   columns", "x" * 100, f"{'-' * 79}\n{'-' * 80}"])
+def test_what_fits_or_is_one_word_stays(line):
+    assert on_screen(line, 80) == line
+    assert on_screen(f"note      {TEXT}", None) == f"note      {TEXT}"
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        raise OSError
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_say_wraps_on_a_screen_alone(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name, speak in (("stdout", say), ("stderr", say_aside)):
+        for stream, wraps in ((Screen(), True), (io.StringIO(), False)):
+            monkeypatch.setattr(sys, name, stream)
+            speak(f"note      {TEXT}")
+            said = stream.getvalue()
+            assert (said.count("\n") > 1) == wraps
+            assert not wraps or max(map(len, said.splitlines())) <= columns
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(2.34567, "2.3457"), (0.0, "0.0000"), (0.5, "0.5000"), (0.01234, "0.0123"), (0.0001234, "0.000123"),
+     (1.234e-5, "1.23e-05"), (-1e-5, "-1e-05"), (float("nan"), "nan"), (12.0, "12.0000")],
+)  # fmt: skip
+def test_small_figures_keep_their_digits(value, shown):
+    assert decimals(value) == shown
+
+
+def test_the_bar_shows_a_small_loss(capsys, monkeypatch):
+    from zerofit.record.metrics import UpdateMetrics
+
+    bar = terminal.Bar(10, 1, main=True)
+    bar.begin(0)
+    bar.update(UpdateMetrics(update=1, epoch=0.1, consumed_samples=2, loss=1.5e-5, tokens_per_s=10.0, learning_rate=1e-4))
+    assert "loss 1.5e-05" in capsys.readouterr().out
+
+
+def test_a_line_of_one_source_says_which():
+    lines = {
+        "books": ["note      2 records are empty", "same"],
+        "web": ["note      7 records are empty", "same", "  a row"],
+    }
+    assert _named(lines) == [
+        "same",
+        "note      books: 2 records are empty",
+        "note      web: 7 records are empty",
+        "  a row",
+    ]
+    assert _named({"one": ["note      x"], "two": ["note      x"]}) == ["note      x"]
