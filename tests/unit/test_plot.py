@@ -13,13 +13,18 @@ def test_the_curves_of_a_run(monkeypatch, tmp_path, updates):
     lines = [{"update": n, "loss": 3.0 / n, "learning_rate": 2e-5, "grad_norm": 10.0**n if n < 9 else 1.0,
               "eval_loss": 2.0, "eval_accuracy": 0.5} for n in range(1, updates + 1)]  # fmt: skip
     lines.append({"update": updates + 1, "anomaly": "loss is nan", "loss": float("nan")})
-    plot_run(lines, tmp_path / "loss.png", "a run", "token", "accuracy")
+    resumed = [1, 4] if updates > 4 else []
+    plot_run(lines, tmp_path / "loss.png", "a run", "token", "accuracy", resumed)
     assert (tmp_path / "loss.png").stat().st_size > 10000
     upper, middle, lower, right = figures[-1].axes
     labels = {line.get_label(): line for line in upper.get_lines()}
     assert ("training, smoothed" in labels) == (updates == 300), "of a few updates each is a point"
     assert list(labels["training, each update"].get_ydata()) == [line["loss"] for line in lines[:-1]]
     assert list(labels["held out"].get_ydata()) == [2.0] * updates
+    for axes in (upper, middle, lower):
+        marked = [next(iter(line.get_xdata())) for line in axes.get_lines() if line.get_linestyle() == "--"]
+        assert marked == resumed, "each resume is marked"
+    assert ("resumed" in labels) == bool(resumed)
     assert list(middle.get_lines()[0].get_ydata()) == [0.5] * updates
     assert (lower.get_ylabel(), right.get_ylabel()) == ("learning rate", "grad norm")
     assert right.get_yscale() == ("linear" if updates == 1 else "log")

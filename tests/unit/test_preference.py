@@ -166,6 +166,24 @@ def test_trl_finds_the_same(kind, name, tmp_path, llama):
         torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-4, atol=1e-5 * largest, msg=key)
 
 
+@pytest.mark.parametrize(
+    ("moved", "accuracy"),
+    [((0.0, 0.0, 0.0), 1 / 2), ((1.0, -1.0, 0.0), 1 / 2), ((1.0, 0.0, 0.0), 2 / 3), ((-1.0, 0.0, 0.0), 1 / 3)],
+)
+def test_a_tie_is_half_a_pair(moved, accuracy):
+    """Before training both rewards are 0: the accuracy is one half, not 0; what fills a batch up is no pair."""
+    model, found = tiny_model("gpt2"), batch(filler=True)
+    install_loss(model, "chunked")
+    with torch.no_grad():
+        now = -model(**found.inputs, of_rows=True).view(-1, 2)
+    assert found.labels.isnan()[:, 0].tolist() == [False, False, False, True]
+    found.labels[:3] = now[:3]
+    found.labels[:3, 0] -= torch.tensor(moved)
+    loss = PreferenceLoss("dpo", 0.1)
+    loss(model, found)
+    assert loss.figures(loss.sums, 3).preference_accuracy == pytest.approx(accuracy)
+
+
 def test_dropout_is_off():
     model = tiny_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5).train()
     install_loss(model, "chunked")

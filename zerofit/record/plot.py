@@ -44,17 +44,17 @@ def plot_run(
     for line in metrics:
         if "anomaly" in line or "skipped" in line:
             upper.axvline(line["update"], color="#cb181d", linestyle=":", linewidth=1)
+    upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}")
+    if font := font_for([title]):
+        upper.set_title(title, family=font, parse_math=False)
+    for axes in middle:
+        _draw(axes, metrics, merit, **held_out)
+        axes.set(ylabel=f"{figure_of_merit}\n(held out)")
     for number, update in enumerate(resumed):
         for axes in (upper, *middle, lower):
             label = {"label": "resumed"} if axes is upper and not number else {}
             axes.axvline(update, color="#6a51a3", linestyle="--", linewidth=1, **label)
-    upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}")
-    if font := font_for([title]):
-        upper.set_title(title, family=font, parse_math=False)
     upper.legend(frameon=False)
-    for axes in middle:
-        _draw(axes, metrics, merit, **held_out)
-        axes.set(ylabel=f"{figure_of_merit}\n(held out)")
     right = lower.twinx()
     for axes, name, colour in ((lower, "learning_rate", "#238b45"), (right, "grad_norm", "#737373")):
         _draw(axes, train, name, color=colour, alpha=0.8, **points)
