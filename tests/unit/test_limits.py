@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, Samples, refusal
 
+from zerofit.cli import main
 from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import parse_bytes
@@ -19,7 +20,7 @@ from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.compare.comparison_report import ComparisonReport
 from zerofit.tools.compare.guess import PredictedSize, guess_of
 from zerofit.tools.compare.memory_limits import limit_device
-from zerofit.tools.compare.results import StrategyRow, common_size, fact_of
+from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, fact_of, spread
 from zerofit.tools.compare.search import BATCHES, Fact, SearchState, next_size, next_step
 from zerofit.tools.compare.trial import worst_case_batch
 from zerofit.tools.compare.trial_files import TrialJournal
@@ -394,3 +395,37 @@ def test_the_report_has_all_of_it(tmp_path):
     shown = [dict(zip(report.speed_table()[0], row)) for row in report.speed_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "0.5", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "load", "words", "without"),
+    [
+        ([[1.0, 1.01], [0.5, 0.51]], [1.0, 2.0], "The fastest is b", "timed updates"),
+        ([[1.0, 1.4, 0.6], [0.5, 0.9, 0.9]], [1.0, 2.0], "From a it differs by no more than the timed updates", "No "),
+        ([[1.0, 1.0], [0.5, 0.5]], [1.0, 9.1], "load average: a 1.0 to 9.1, b 1.0 to 9.1", "The fastest"),
+    ],
+)
+def test_a_headline_has_the_spread_and_the_load(seconds, load, words, without):
+    measured = {"load": load, "cores": 2}
+    rows = [
+        StrategyRow(
+            name, [8], [trial(8, 500, 16 / sorted(each)[len(each) // 2]) | measured | {"seconds": each}], ABOUT
+        )
+        for name, each in zip("ab", seconds)
+    ]
+    said = conclusion(rows)
+    assert words in said
+    assert without not in said
+    assert spread(rows[0].best | {"seconds": [0.8, 1.0, 1.25]}) == "45%"  # 1.25 to 0.8 of the median's rate
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [("output_dir x", "--output"), ("per_device_train_batch_size 4", "--batch_sizes"), ("resume never", "resumes")],
+)
+def test_a_run_s_option_names_that_of_a_comparison(flag, instead, capsys):
+    model = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "300", "--train_file", str(ROOT / "README.md")]
+    assert main(["compare", "--task", "clm", *model, *f"--{flag}".split()]) == 2
+    said = capsys.readouterr().err
+    assert f"--{flag.split()[0]} has no effect in a comparison" in said
+    assert instead in said.partition("comparison")[2]

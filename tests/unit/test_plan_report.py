@@ -19,7 +19,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "
 T5 = "d_model=128,d_ff=512,num_layers=6,num_decoder_layers=6,num_heads=4,vocab_size=1024,d_kv=32"
 BERT = "hidden_size=128,num_hidden_layers=12,num_attention_heads=4,intermediate_size=512,vocab_size=1024"
 OF_BERT = ["--task", "cls", "--config_name", "bert-base-uncased", "--config_overrides", BERT]
-OF_T5 = ["--task", "seq2seq", "--config_name", "t5-small", "--config_overrides", T5]
+OF_T5 = ["--task", "seq2seq", "--config_name", "t5-large", "--config_overrides", T5]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ LONG = pytest.mark.long
                      "--per_device_eval_batch_size 1", marks=LONG),
         pytest.param("--lora --lengths 4k,8k --gpu_memory 1GiB", "single",
                      "--gradient_checkpointing --per_device_eval_batch_size 1", marks=LONG),
-        ("--block_size 64 --gpu_memory 645MiB", "single", None),
+        pytest.param("--block_size 64 --gpu_memory 645MiB", "single", None, marks=LONG),
     ],
 )  # fmt: skip
 def test_a_remedy_is_what_a_plan_with_it_finds(weights, capsys, flags, strategy, expected):
@@ -93,7 +93,7 @@ def test_the_parts_add_up_to_the_total(device, capsys):
     assert sum(parts) == pytest.approx(needed, abs=0.006 * 2**30 * (len(parts) + 1))
 
 
-@pytest.mark.parametrize("page", ["plan.md", "ja/plan.md"])
+@pytest.mark.parametrize("page", [pytest.param("plan.md", marks=LONG), "ja/plan.md"])
 def test_the_printed_example_is_what_the_program_prints(page, capsys, monkeypatch):
     text = (DOCS / page).read_text(encoding="utf-8")
     command, example = re.search(r"`(zerofit plan [^`]*)`[^`]*\n```\n(.*?)```\n", text, re.DOTALL).groups()

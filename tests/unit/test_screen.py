@@ -7,7 +7,7 @@ import pytest
 
 from zerofit.data.causal import _named
 from zerofit.record import terminal
-from zerofit.record.terminal import columns_of, decimals, on_screen, say, say_aside
+from zerofit.record.terminal import columns_of, decimals, on_screen, say, say_aside, table
 
 TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is what vLLM's --lora-modules takes"
 
@@ -74,7 +74,8 @@ def test_the_bar_shows_a_small_loss(capsys, monkeypatch):
 
     bar = terminal.Bar(10, 1, main=True)
     bar.begin(0)
-    bar.update(UpdateMetrics(update=1, epoch=0.1, consumed_samples=2, loss=1.5e-5, tokens_per_s=10.0, learning_rate=1e-4))
+    figures = {"loss": 1.5e-5, "tokens_per_s": 10.0, "learning_rate": 1e-4}
+    bar.update(UpdateMetrics(update=1, epoch=0.1, consumed_samples=2, **figures))
     assert "loss 1.5e-05" in capsys.readouterr().out
 
 
@@ -90,3 +91,39 @@ def test_a_line_of_one_source_says_which():
         "  a row",
     ]
     assert _named({"one": ["note      x"], "two": ["note      x"]}) == ["note      x"]
+
+
+WIDE = [
+    (
+        "strategy",
+        "samples/s at 1,024",
+        "best batch",
+        "evaluation samples/s",
+        *(f"a long column {n}" for n in range(9)),
+    ),
+    ("zero3_offload_optimizer:per_device_eval_batch_size=40", "1,234", "16", "12.5", *["123,456 GiB"] * 9),
+]
+
+
+@pytest.mark.parametrize("columns", [3, 5, 8, 13])
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_table_of_any_number_of_columns_fits(columns, width):
+    rows = [row[:columns] for row in WIDE]
+    shown = table(rows, width)
+    assert max(map(len, shown.splitlines())) <= width
+    for row in rows:
+        assert all(word in shown for cell in row[1:] for word in cell.split())
+    blocks = shown.split("\n\n")
+    assert all("strategy" in block and "zero3" in block for block in blocks)
+    assert table(rows, None).count("\n") == 1
+
+
+def test_the_tables_of_compare_fit_80_columns(monkeypatch):
+    from test_limits import comparison_of
+
+    from zerofit.tools.compare import comparison_report
+
+    monkeypatch.setattr(comparison_report, "screen_width", lambda: 80)
+    shown = on_screen(comparison_report.ComparisonReport(comparison_of(), "x", []).for_terminal(), 80)
+    assert "evaluation" in shown
+    assert max(map(len, shown.splitlines())) <= 80

@@ -135,12 +135,31 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
     """Rows as aligned columns: the first to the left, the others to the right.
 
     Args:
-        width: of the screen. The first column of a table that is wider gets narrower, as far as it can be read.
+        width: of the screen. In a table that is wider the words of the first row stand below each other, and the first
+            column gets narrower, as far as it can be read; columns that are still too many follow in further tables.
     """
     rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
-    first, *others = [max(columns_of(row[column]) for row in rows) for column in range(len(rows[0]))]
-    if width is not None:
+    first, *others = _widths(rows)
+    if width is not None and 2 + first + sum(others) + 2 * len(others) > width:
+        words = [cell.split() or [""] for cell in rows[0]]
+        height = max(map(len, words))
+        rows = [*zip(*([""] * (height - len(each)) + each for each in words)), *rows[1:]]
+        first, *others = _widths(rows)
         first = min(first, max(READABLE, width - 2 - sum(others) - 2 * len(others)))
+        shown = 0
+        while shown < len(others) and 2 + first + sum(others[: shown + 1]) + 2 * (shown + 1) <= width:
+            shown += 1
+        if 0 < shown < len(others):
+            rest = [(row[0], *row[shown + 1 :]) for row in rows]
+            return _aligned([row[: shown + 1] for row in rows], first, others) + "\n\n" + table(rest, width)
+    return _aligned(rows, first, others)
+
+
+def _widths(rows: list[tuple[str, ...]]) -> list[int]:
+    return [max(columns_of(row[column]) for row in rows) for column in range(len(rows[0]))]
+
+
+def _aligned(rows: list[tuple[str, ...]], first: int, others: list[int]) -> str:
     lines = []
     for name, *cells in rows:
         name = shortened(name, first)

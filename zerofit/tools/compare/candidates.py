@@ -20,6 +20,12 @@ OMITTED = NOT_KEPT | set(
     ).split()
 )
 SET_BY_EACH_RUN = set("output_dir overwrite_output_dir resume run_name per_device_train_batch_size".split())
+INSTEAD = {  # what a comparison has for the option of a run
+    "output_dir": "Name its folder with --output",
+    "overwrite_output_dir": "Name another folder with --output",
+    "resume": "Remove it: the same command resumes",
+    "per_device_train_batch_size": "Name the sizes with --batch_sizes, e.g. --batch_sizes 8,16",
+}
 REPLACED = QUIET | {
     "save_strategy": "no",
     "save_minutes": 0.0,
@@ -84,7 +90,9 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> ToolRecipe:
     without_use = SET_BY_EACH_RUN if options.finish else omitted - {"global_batch_size"}
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
-        raise UserError([f"--{name} has no effect in a comparison. Remove it" for name in useless])
+        raise UserError(
+            [f"--{name} has no effect in a comparison. {INSTEAD.get(name, 'Remove it')}" for name in useless]
+        )
     values, notes = recipe_values(options, cls, omitted, REPLACED), []
     if options.lengths:
         values["per_device_train_batch_size"] = micro_batch_of(options)

@@ -84,6 +84,7 @@ class Comparison:
         limit = self.limits.device or min((device.total for device in self.machine.devices), default=None)
         if self.named or not new or limit is None:
             return
+        say("predicts where to begin, as zerofit plan does")
         guesses = guess(
             {
                 "task": self.options.task,

@@ -11,7 +11,16 @@ from zerofit.record.terminal import decimals, duration, rounded, screen_width, s
 from zerofit.tools.compare.finish import Finished, agreement, finished_table
 from zerofit.tools.compare.plots import memory_plot, png, svg, throughput_plot
 from zerofit.tools.compare.report_page import html_report
-from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, factor, outcome_text, speed_up
+from zerofit.tools.compare.results import (
+    StrategyRow,
+    common_size,
+    conclusion,
+    factor,
+    load_text,
+    outcome_text,
+    speed_up,
+    spread,
+)
 from zerofit.tools.compare.search import LENGTHS
 from zerofit.tools.compare.trial_files import peak_of
 from zerofit.tools.lengths_option import micro_batch_of
@@ -119,19 +128,21 @@ class ComparisonReport:
 
     def speed_table(self) -> list[tuple[str, ...]]:
         """Rates of all processes together: at the largest batch that all hold, and at each one's best."""
-        head = f"strategy|samples/s at {self.common}|best batch|samples/s there|tokens/s there|speed-up|an epoch"
-        head = (*head.split("|"), "evaluation samples/s", "its seconds")
+        head = f"strategy|samples/s at {self.common}|best batch|samples/s there|spread|load|tokens/s there|speed-up"
+        head = (*head.split("|"), "an epoch", "evaluation samples/s", "its seconds")
         return [head, *(self._speed(row, self.rows[0]) for row in self.rows)]
 
     def _speed(self, row: StrategyRow, first: StrategyRow) -> tuple[str, ...]:
         common, best, faster = row.at(self.common), row.best, speed_up(row, first)
         if not best:
-            return (row.name, *["-"] * 8)
+            return (row.name, *["-"] * 10)
         return (
             row.name,
             rounded(common["samples_per_s"]) if common in row.timed else "-",
             str(best["size"]),
             rounded(best["samples_per_s"]),
+            spread(best),
+            load_text(best),
             rounded(best["tokens_per_s"]),
             f"{faster:.2f}" if faster else "-",
             duration(row.epoch_s) if row.epoch_s else "-",
@@ -215,7 +226,10 @@ class ComparisonReport:
     def _speed_text(self) -> str:
         timer, about = self.comparison.timer, next(row.about for row in self.rows if row.about)
         where = f" {timer.note(about['precision'])}." if timer else ""
-        return f"Rates are of all processes together, each at its best.{where}{self._evaluation_text()}"
+        return (
+            "Rates are of all processes together, each at its best; spread is the range of the timed updates, load "
+            f"the machine's load average before and after them.{where}{self._evaluation_text()}"
+        )
 
     def _evaluation_text(self) -> str:
         evaluations = [row.evaluation for row in self.rows if row.evaluation]

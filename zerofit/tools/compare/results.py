@@ -1,5 +1,6 @@
 """The results of a comparison as numbers: a row for each candidate, and a sentence that sums them up."""
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,11 @@ def fact_of(line: dict[str, Any]) -> Fact:
     return Fact(line["size"], fits, line["fresh"], peak_of(line) if fits else None)
 
 
-RATES = ("samples_per_s", "tokens_per_s", "evaluation_samples_per_s", "evaluation_seconds", "evaluation_samples")
+BUSY = 2  # a load average of so many times the cores, or the ranks, is that of other programs too
+RATES = (
+    *("samples_per_s", "tokens_per_s", "evaluation_samples_per_s", "evaluation_seconds", "evaluation_samples"),
+    *("seconds", "load", "cores"),
+)
 
 
 def with_rates_of(line: dict[str, Any], timed: list[dict[str, Any]]) -> dict[str, Any]:
@@ -157,6 +162,29 @@ def speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
 
 
+def rates(line: dict[str, Any]) -> tuple[float, float]:
+    """(samples a second of the slowest timed update, of the fastest)."""
+    seconds = line.get("seconds") or [1.0]
+    samples = line["samples_per_s"] * statistics.median(seconds)
+    return samples / max(seconds), samples / min(seconds)
+
+
+def spread(line: dict[str, Any]) -> str:
+    """How far the timed updates lie apart: their range, of the median."""
+    low, high = rates(line)
+    return f"{(high - low) / line['samples_per_s']:.0%}"
+
+
+def load_text(line: dict[str, Any]) -> str:
+    """The machine's load average before the updates and after them."""
+    return " to ".join(f"{load:.1f}" for load in line.get("load") or ()) or "-"
+
+
+def _is_disturbed(line: dict[str, Any]) -> bool:
+    """Whether other programs were at work too while these updates were timed."""
+    return max(line.get("load") or [0.0]) > BUSY * max(line.get("cores") or 1, len(line["ranks"]))
+
+
 def conclusion(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
@@ -182,4 +210,16 @@ def _sentences(rows: list[StrategyRow], variable: SearchVariable) -> Iterator[st
         faster = speed_up(fastest, first)
         against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
         rate = f"{rounded(fastest.best['samples_per_s'])} samples/s{against}"
+        disturbed = [row for row in timed if _is_disturbed(row.best)]
+        if disturbed:
+            loads = ", ".join(f"{row.name} {load_text(row.best)}" for row in disturbed)
+            yield (
+                f"No strategy is called the fastest: other programs were at work on the {disturbed[0].best['cores']} "
+                f"cores (load average: {loads}). Measure again on a quiet machine."
+            )
+            return
         yield f"The fastest is {fastest.name} at {fastest.best['size']} per process: {rate}."
+        low = rates(fastest.best)[0]
+        near = [row.name for row in timed if row is not fastest and rates(row.best)[1] >= low]
+        if near:
+            yield f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves."

@@ -142,7 +142,7 @@ class Trial:
     def measure(self, size: int, fresh: bool) -> dict[str, Any]:
         """Updates of this size, the last ones timed, and in the first trial of a process an evaluation."""
         self.memory.begin()
-        seconds, to_warm_up = [], WARM_UP_FIRST if fresh else WARM_UP
+        seconds, to_warm_up, load = [], WARM_UP_FIRST if fresh else WARM_UP, os.getloadavg()[0]
         while len(seconds) < self.request.steps:
             batches = self._batches(size)
             began = time.perf_counter()
@@ -175,6 +175,8 @@ class Trial:
             "with_evaluation": [dict(zip(names, map(int, rank[len(names) :]))) for rank in ranks],
             "held": [dict(zip(self.held, map(int, rank[2 * len(names) :]))) for rank in ranks],
             "seconds": seconds,
+            "load": [load, os.getloadavg()[0]],
+            "cores": os.cpu_count(),
             "samples_per_s": samples / typical,
             "tokens_per_s": result.totals.tokens / typical,
             "loss": result.loss,

@@ -9,12 +9,14 @@ from typing import Any
 
 from zerofit.health.out_of_memory_errors import memory_in
 from zerofit.record.jsonl import LineReader
+from zerofit.record.terminal import duration, say
 from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.trial_files import ANSWERS, FAILURES, TrialJournal, TrialRequest
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
 from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched, mistake
 
 POLL_S = 0.1
+PROGRESS_S = 60.0  # without an answer, after which a line says that the launch is still at work
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
 KILLED = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
 # The launcher itself; or a rank, as the launcher ends with its code: SIGABRT, SIGBUS, SIGKILL, SIGSEGV.
@@ -112,12 +114,12 @@ class TrialLaunch:
         )
 
     def _follow(self, launch: RunningLaunch, about: dict[str, Any]) -> TrialOutcome:
-        last_answer_at = launch.seconds
+        last_answer_at, shown_at = launch.seconds, launch.seconds
         while True:
             how = launch.wait(launch.seconds + POLL_S)
             failures = self._failures.poll()  # read first: answers from before a failure are then read below
             for line in self._answers.poll():
-                last_answer_at = launch.seconds
+                last_answer_at = shown_at = launch.seconds
                 self._record(line, about)
                 if line["event"] == "done":
                     return TrialOutcome("done")
@@ -125,6 +127,10 @@ class TrialLaunch:
                 return self._ending_of(failures[0])
             if how == "ended":
                 return self._ending_without_report(launch)
+            if launch.seconds - shown_at > PROGRESS_S:
+                shown_at = launch.seconds
+                doing = "its updates" if self.is_trying else "starts"
+                say(f"  {self.trying:>6}  {doing}, for {duration(launch.seconds - last_answer_at)} now")
             if launch.seconds - last_answer_at > self.patience_s:
                 silence = f"no progress for {self.patience_s / 60:.3g} minutes"
                 early = f"{silence}, before the first batch. A larger --trial_minutes may help"

@@ -140,6 +140,13 @@ def _saving(recipe: Any, on_gpu: bool) -> Iterator[Options]:
             yield one | other
 
 
+def _may_fit(planner: Planner, outcome: LayoutOutcome) -> bool:
+    """Whether there is room for the model states, which no batch makes smaller: then passes are worth a trace."""
+    resolved, device = outcome.resolved, planner.budget.device
+    several = [resolved.states(planner.model, False, stage) for stage in planner.model.stages(resolved.layout)]
+    return all(each.weights + each.gradients + each.optimizer + each.buffers <= device for each in several)
+
+
 class Remedies:
     """What makes a layout fit that does not: options of the recipe, each predicted as a plan of its own.
 
@@ -169,7 +176,7 @@ class Remedies:
             self._planners[key] = _changed(self.planner, options)
         changed = self._planners[key]
         for again in changed.layouts(outcome.strategy, self.check) if changed else ():
-            if again.degrees == outcome.degrees and not again.refused:
+            if again.degrees == outcome.degrees and not again.refused and _may_fit(changed, again):
                 self.finder(changed, outcome)(again)
                 return again.best
         return None
