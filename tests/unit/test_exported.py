@@ -126,6 +126,9 @@ def test_names_that_loaders_know_are_no_difference(folders):
     [
         ({"r": 8}, {}, None),
         ({"r": 64}, {}, "vLLM needs --max-lora-rank 64"),
+        ({"r": 64, "task_type": "CAUSAL_LM"}, {}, "vLLM needs --max-lora-rank 64"),
+        ({"r": 64, "task_type": "SEQ_CLS", "modules_to_save": ["score"]}, {}, None),
+        ({"r": 64, "task_type": "SEQ_2_SEQ_LM"}, {}, None),
         ({"use_dora": True}, {}, "vLLM refuses adapters with use_dora = True"),
         ({"modules_to_save": ["score"]}, {}, "vLLM refuses adapters with modules_to_save = ['score']"),
         ({"target_parameters": ["experts.down_proj"]}, {}, "vllm#41384"),

@@ -60,6 +60,13 @@ class StoredModel:
             raise RuntimeError(f"{self.folder}: the index does not name the weights in the files: {_some(wrong)}")
         return found
 
+    @property
+    def may_be_causal(self) -> bool:
+        """Whether it continues texts, as a language model or an adapter of one, by what its configuration says."""
+        named = [self.json("adapter_config.json").get("task_type"), *(self.config.get("architectures") or ())]
+        kinds = [str(name).lower().replace("_", "") for name in named if name]
+        return not kinds or any("causallm" in kind or "lmhead" in kind for kind in kinds)
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json, with the entries of the text model where it is one of several."""
@@ -101,6 +108,8 @@ def review_export(folder: Path, base: str | None) -> list[str]:
     else:
         found = [*_names(ours, theirs), *_types(ours, theirs), *_config(ours, theirs), *_tokenizer(ours, theirs)]
         found += _generation(ours, theirs)
+    if not ours.may_be_causal:  # what serves language models is no matter of a classifier or a translation model
+        found = [line for line in found if not re.search(r"vLLM|llama\.cpp", line)]
     compared = f"compared with {base}" if theirs.weights else "no safetensors of a base to compare them with"
     return [f"{len(ours.weights):,} weights, {ours.dtype}, read back, {compared}", *found]
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ from zerofit.training.summary import about_the_model
 FASTER_COMPILED = (
     "layers are not compiled. --torch_compile took a quarter of an update's time and memory off on an H100"
 )
+
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+HEAD = re.compile(r"(^|\.)(classifier|score|pooler|pre_classifier|classification_head|sequence_summary|qa_outputs)\b")
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,23 @@ def _length(session: Session, num_samples: int, by_tokens: TokenUpdates | None) 
     return length
 
 
+def is_of_a_new_head(report: str) -> bool:
+    """Whether transformers reports on loaded weights, and nothing is missing but a head, which is to be trained."""
+    rows = [[cell.strip() for cell in STYLE.sub("", line).split("|")] for line in report.splitlines() if "|" in line]
+    missing = [name for name, state, *_ in rows if state == "MISSING"]
+    spoilt = any(state in ("MISMATCH", "CONVERSION") for _, state, *_ in rows)
+    return bool(missing) and not spoilt and all(map(HEAD.search, missing))
+
+
 def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
     """The Accelerator, its process group running, and notes for the log."""
     if not (session.is_main and sys.stderr.isatty()):
         disable_progress_bar()
     # Rows are packed full or come with their mask; transformers cannot know, and asks for one at every run.
-    logging.getLogger("transformers.modeling_utils").addFilter(lambda line: "attention_mask" not in line.getMessage())
+    of_loading = logging.getLogger("transformers.modeling_utils")
+    of_loading.addFilter(lambda line: "attention_mask" not in line.getMessage())
+    if session.task == "cls" and session.recipe.trains:
+        of_loading.addFilter(lambda line: not is_of_a_new_head(line.getMessage()))
     watchdog = session.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
     met = MEETING.wait()
