@@ -63,8 +63,9 @@ class StoredModel:
     @property
     def may_be_causal(self) -> bool:
         """Whether it continues texts, as a language model or an adapter of one, by what its configuration says."""
-        named = [self.json("adapter_config.json").get("task_type"), *(self.config.get("architectures") or ())]
-        kinds = [str(name).lower().replace("_", "") for name in named if name]
+        of_adapter = self.json("adapter_config.json").get("task_type")
+        named = [of_adapter] if of_adapter else self.config.get("architectures") or ()
+        kinds = [str(name).lower().replace("_", "") for name in named]
         return not kinds or any("causallm" in kind or "lmhead" in kind for kind in kinds)
 
     @cached_property
