@@ -155,3 +155,62 @@ def test_answers_that_a_csv_file_marks_as_bad_are_refused(tmp_path, cache, words
     assert columns.read(table[0])
     with pytest.raises(BadRecord, match="rejected"):
         columns.read(table[1])
+
+
+# -------------------------------------------------------------------------------------------------------- quoted .tsv
+
+TEXTS = ["two\nlines", "a\ttab", 'he said "no"', '"all of it"', "plain", "", '"', "ends\r\n", "comma, here"]
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
+@pytest.mark.parametrize("columns", [("text", "label"), ("id", "text", "label"), ("label", "text")])
+@pytest.mark.parametrize("texts", [TEXTS, *([text, "plain"] for text in TEXTS if text.strip('" '))])
+def test_what_pandas_writes_as_tsv_is_read(tmp_path, cache, texts, columns, quoting):
+    values = {"id": [f"{n}" for n in range(len(texts))], "text": texts, "label": ["0", "1"] * 4 + ["0"]}
+    frame = pd.DataFrame({name: values[name][: len(texts)] for name in columns})
+    frame.to_csv(tmp_path / "a.tsv", sep="\t", index=False, quoting=quoting, lineterminator="\n")
+    source = read_data(ClsRecipe(train_file=[str(tmp_path / "a.tsv")], cache_dir=cache))
+    found = source.parts["train"]
+    assert found.to_dict() == {**frame.to_dict("list"), "text": [text.replace("\r\n", "\n") for text in texts]}
+    has_quotes = '"' in (tmp_path / "a.tsv").read_text()
+    assert [("enclose fields" in note) for note in source.notes] == [True] * has_quotes
+
+
+@pytest.mark.parametrize("texts", [
+    ['"a lone quote', "none"],
+    ['"it begins here', 'and ends here"'],
+    ['"a lone quote', '"all of it"', 'he said "no"'],
+    ['"all of it"', "none"],
+    ['"one" and "two"', "none"],
+    ['"half ""doubled', "none"],
+    ['5" and 6"', '"'],
+])  # fmt: skip
+def test_quotes_in_texts_of_an_unquoted_tsv_stay(tmp_path, cache, texts):
+    (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "".join(f"{text}\t1\n" for text in texts))
+    source = read_data(ClsRecipe(train_file=[str(tmp_path / "a.tsv")], cache_dir=cache))
+    assert source.parts["train"]["sentence"][:] == texts
+    (note,) = source.notes
+    assert str(tmp_path / "a.tsv") in note
+    assert "parts of the texts" in note
+
+
+def test_each_tsv_of_several_has_its_own_quoting(tmp_path, cache):
+    (tmp_path / "a.tsv").write_text('text\tlabel\n"say ""yes"""\t1\n')
+    (tmp_path / "b.tsv").write_text('text\tlabel\n"lone\t1\n')
+    recipe = ClsRecipe(
+        train_file=[str(tmp_path / "*.tsv")], validation_file=[str(tmp_path / "a.tsv")], cache_dir=cache
+    )
+    parts = read_data(recipe).parts
+    assert parts["train"]["text"][:] == ['say "yes"', '"lone']
+    assert parts["validation"]["text"][:] == ['say "yes"']
+    answered = ClsRecipe(model_name_or_path="m", predict_file=[str(tmp_path / "a.tsv")], cache_dir=cache)
+    assert read_data(answered).parts["predict"]["text"][:] == ['say "yes"']
+
+
+@pytest.mark.parametrize("ending", [".csv", ".tsv"])
+def test_files_with_other_columns_are_read_together(tmp_path, cache, ending):
+    sep = "\t" if ending == ".tsv" else ","
+    write(tmp_path / f"a{ending}", sep, header=("text", "label"), rows=[("one", "0")])
+    write(tmp_path / f"b{ending}", sep, header=("label", "id", "text"), rows=[("1", "07", "two")])
+    table = read(str(tmp_path / f"*{ending}"), cache)
+    assert table.to_dict() == {"text": ["one", "two"], "label": ["0", "1"], "id": [None, "07"]}

@@ -1,10 +1,13 @@
 """Reading text from every format, cutting it into documents, splitting off the held-out part."""
 
+import bz2
 import gzip
 import json
+import lzma
 
+import pyarrow as pa
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from helpers import ROOT, load_texts, refusal, write_records
 
 from zerofit.data.causal import prepare_causal_data
@@ -22,7 +25,7 @@ ROWS = [f"This is text number {number}, and it says little." for number in range
 
 def write(tmp_path, name: str):
     path = tmp_path / name
-    if ".jsonl" in name:
+    if ".jsonl" in name or ".ndjson" in name:
         content = write_records(path, [{"text": row, "n": 1} for row in ROWS]).read_text()
     elif name.endswith(".json"):
         content = json.dumps([{"text": row} for row in ROWS])
@@ -44,7 +47,7 @@ def records(cache, *files, **options):
     return load_texts(recipe)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz", "a.ndjson"])
 def test_formats(tmp_path, cache, name):
     found = records(cache, write(tmp_path, name), validation_split_percentage=10)
     assert sorted([*found.train["text"], *found.validation["text"]]) == sorted(ROWS)
@@ -201,3 +204,64 @@ def test_records_without_text_are_left_out(tmp_path, cache):
     path = tmp_path / "nulls.jsonl"
     path.write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n{"n": 1}\n')
     assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["a", "b"]
+
+
+# ----------------------------------------------------------------------------------- marks, packed files, names of files
+
+MARKED = {
+    "utf-8": "\ufeff",
+    "utf-16-le": "\ufeff",
+    "utf-16-be": "\ufeff",
+    "utf-32-le": "\ufeff",
+    "utf-32-be": "\ufeff",
+}
+
+
+@pytest.mark.parametrize("encoding", MARKED)
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.json", "a.csv", "a.tsv"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, cache, name, encoding):
+    texts = [f"ä {row}" for row in ROWS[:3]]
+    content = {
+        "a.jsonl": "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts),
+        "a.json": json.dumps([{"text": text} for text in texts]),
+        "a.csv": "text,id\n" + "".join(f'"{text}",1\n' for text in texts),
+        "a.tsv": "text\tid\n" + "".join(f"{text}\t1\n" for text in texts),
+    }.get(name, "\n".join(texts))
+    for number in range(2):
+        (tmp_path / f"{number}{name}").write_bytes((MARKED[encoding] + content).encode(encoding))
+    found = records(cache, tmp_path / f"*{name}", validation_split_percentage=0, document_separator=None)
+    assert found.train["text"][:] == (2 * texts if name[2:] not in ("txt", "md") else 2 * ["\n".join(texts)])
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "A.NDJSON"])
+def test_packed_files(tmp_path, cache, name, ending):
+    plain = write(tmp_path, name.lower()).read_bytes()
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    packed = pack[ending](plain) if ending in pack else pa.compress(plain, "zstd", asbytes=True)
+    path = tmp_path / f"{name}{ending}"
+    path.write_bytes(packed)
+    options = {"validation_split_percentage": 0, **({"document_separator": "line"} if ".txt" in name else {})}
+    assert records(cache, path, **options).train["text"][:] == ROWS
+    path.write_bytes(packed[: len(packed) // 2])
+    assert f"{path} cannot be read" in refusal(records, cache, path, **options)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "[a]", "{a}", "a*", "a?", "a b", "a::b", "a#1", "a%20", "~a", "本"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".csv", ".txt", ".parquet"])
+def test_an_existing_file_is_a_file_before_it_is_a_glob(tmp_path, cache, name, ending):
+    path = write(tmp_path, f"a{ending}").rename(tmp_path / f"{name}{ending}")
+    options = {"validation_split_percentage": 0, **({"document_separator": "line"} if ending == ".txt" else {})}
+    assert records(cache, path, **options).train["text"][:] == ROWS
+
+
+@pytest.mark.parametrize("splits", [("train",), ("train", "validation")])
+def test_a_folder_of_save_to_disk(tmp_path, cache, splits):
+    tables = {split: Dataset.from_dict({"text": [split, "another"]}) for split in splits}
+    saved = DatasetDict(tables) if len(splits) > 1 else tables["train"]
+    saved.save_to_disk(tmp_path / "saved")
+    recipe = ClmRecipe(dataset_name=str(tmp_path / "saved"), cache_dir=cache, validation_split_percentage=0)
+    found = load_texts(recipe)
+    assert found.train["text"][:] == ["train", "another"]
+    assert (found.validation is None) == (len(splits) == 1)
+    assert "--dataset_name" in refusal(records, cache, tmp_path / "saved")

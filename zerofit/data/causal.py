@@ -102,9 +102,11 @@ def _prepare_source(
     texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, texts._fingerprint)
-    return prepare_text(
+    data = prepare_text(
         parts, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
     )
+    data.notes[:0] = source.notes
+    return data
 
 
 def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int) -> TextData:

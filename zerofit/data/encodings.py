@@ -1,15 +1,13 @@
 """Texts that are not UTF-8: propose their encoding, and convert them to UTF-8."""
 
 import codecs
-import gzip
 import io
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Iterator
 from pathlib import Path
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import marked_encoding
 
-MARKS = {BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32", BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16"}
 PROPOSED = (
     "cp932", "euc_jp", "gb18030", "cp950", "cp949", "cp1252", "cp1250", "iso8859_2", "cp1254", "cp1251", "koi8_r",
     "cp1253", "cp1255", "cp1256", "cp874",
@@ -34,10 +32,11 @@ def likely(data: bytes) -> list[str]:
     """The possible encodings of a text, at most three, the most likely first; empty if none decodes it as text."""
     from charset_normalizer import from_bytes
 
-    marked = [name for mark, name in MARKS.items() if data.startswith(mark)][:1]
+    marked = marked_encoding(data)
     if marked or b"\0" in data:
         bigger = data[:SAMPLE:2].count(0) > data[1:SAMPLE:2].count(0)  # ASCII's zero bytes come first
-        return [name for name in marked or ["utf-16-be" if bigger else "utf-16-le"] if _decoded(data, name)]
+        name = marked or ("utf-16-be" if bigger else "utf-16-le")
+        return [name] if _decoded(data, name) else []
     lines = b"\n".join(line for line in data.splitlines() if not line.isascii())[:SAMPLE]
     matches = list(from_bytes(lines, cp_isolation=list(PROPOSED), threshold=0.2))
     best = min((match.chaos for match in matches), default=0.0)
@@ -65,11 +64,6 @@ def _lines(texts: list[str]) -> list[str]:
     return [line[max(0, start - SHOWN // 2) :][:SHOWN].strip() for line in lines]
 
 
-def open_bytes(path: Path):
-    """Open a file to read bytes; .gz files are decompressed."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
 def as_utf8(file, encoding: str, path: Path) -> Iterator[bytes]:
     """Convert a file in another encoding to UTF-8, portion by portion.
 
@@ -81,7 +75,7 @@ def as_utf8(file, encoding: str, path: Path) -> Iterator[bytes]:
         while text := read.read(PORTION):
             if _is_utf8(text, encoding):
                 raise UserError(f"encoding = {encoding!r}: {path} is UTF-8 (line {lines}). Say --encoding utf-8")
-            yield text.removeprefix("\ufeff" if lines == 1 else "").encode("utf-8", "replace")
+            yield (text.lstrip("\ufeff") if lines == 1 else text).encode("utf-8", "replace")
             lines += text.count("\n")
     except UnicodeError:
         raise UserError(f"encoding = {encoding!r}: {path} is not in it (line {lines}). Name another") from None

@@ -1,58 +1,51 @@
 """The formats of data files, by their endings, and what is wrong with a file that cannot be read.
 
-Files in another encoding, Excel and .conll files, and JSON objects with the records under a key are converted for the
-readers: to UTF-8, to .csv, to JSON lines, to the records alone. The converted file is cached."""
+Files in another encoding or with a byte-order mark, packed files other than .gz, Excel and .conll files, and JSON
+objects with the records under a key are converted for the readers: to UTF-8, to .csv, to JSON lines, to the records
+alone. The converted file is cached."""
 
-import contextlib
 import csv
-import io
 import json
-import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.json as json_reader
-from datasets import Dataset, DatasetInfo, Features, Value
 
 from zerofit.data.conll import sentences
-from zerofit.data.encodings import as_utf8, open_bytes, proposal
+from zerofit.data.encodings import PORTION, as_utf8, proposal
 from zerofit.data.options import DataOptions
-from zerofit.data.tables import set_fingerprint, text_of
-from zerofit.recipe.columns import ending_of, find_delimiter, head_of
+from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import atomic_file
+from zerofit.recipe.files import PACKED, atomic_file, marked_encoding, open_bytes
 from zerofit.recipe.parsing import parse_json
 
 FORMATS = {
-    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx", ".parquet": "parquet",
-    ".conll": "conll",
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
+    ".parquet": "parquet", ".conll": "conll",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
-JSON_BLOCK = 1 << 26  # bytes that pyarrow parses at a time: more than a line has
-HEAD = 4096  # bytes in which the first character of a file is
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {
     "csv": ("csv", CSV),
-    "tsv": ("csv", {**CSV, "sep": "\t", "quoting": 3}),
+    "tsv": ("csv", {**CSV, "sep": "\t", "quoting": csv.QUOTE_NONE}),  # unless with_quoting finds quotes
     "xlsx": ("csv", CSV),
+    "json": ("json", {"parse_agent_traces": False}),  # records of some columns would need another package
     "conll": ("json", {}),
-}  # .tsv files have no quoting
+}
+QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
 
 
 def format_of(files: list[Path]) -> str:
     """The format of files, by their endings. Raises UserError for an unknown ending, or several formats."""
     kinds = {}
     for path in files:
-        suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-        kinds.setdefault(FORMATS.get(suffixes[-1].lower() if suffixes else ""), path)
+        kinds.setdefault(FORMATS.get(ending_of(path)), path)
     if None in kinds:
-        raise UserError(f"{kinds[None]}: unknown file extension; known are {', '.join(FORMATS)}, each also .gz")
+        raise UserError(
+            f"{kinds[None]}: unknown file extension; known are {', '.join(FORMATS)}, each also {', '.join(PACKED)}"
+        )
     if len(kinds) > 1:
         raise UserError(f"files of several formats in one option: {', '.join(sorted(kinds))}; use one")
     return next(iter(kinds))
@@ -81,147 +74,6 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
     return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 
 
-def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> dict:
-    """The arguments of the reader of .csv and .tsv files, with the delimiter of these files."""
-    if delimiter is None and "names" not in kwargs and (head := head_of(paths[0], [kwargs["encoding"]])):
-        delimiter = find_delimiter(head, ending_of(paths[0]))
-    return {**kwargs, "sep": delimiter} if delimiter else kwargs
-
-
-def check_fields(path: Path, kwargs: dict) -> None:
-    """Raises UserError if there is no record, or the first has more fields than the header: pandas would drop the
-    first of them."""
-    csv.field_size_limit(sys.maxsize)
-    with open_bytes(path) as file:
-        lines = csv.reader(
-            io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
-            delimiter=kwargs.get("sep", ","),
-            quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
-        )
-        rows = filter(None, lines)
-        header = kwargs.get("names") or next(rows, [])
-        record = next(rows, None)
-    if record is None:
-        raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
-    if len(record) > len(header):
-        raise UserError(
-            f"{path}: {len(record)} fields, {len(header)} columns ({', '.join(header)}). Quote texts, or set delimiter"
-        )
-
-
-def text_features(path: Path, kwargs: dict) -> Features:
-    """The columns of a .csv file, all as text, so that values stay as they are written. The datasets library would
-    infer types from the first 10,000 rows."""
-    columns = pd.read_csv(path, nrows=0, **kwargs).columns
-    return Features(dict.fromkeys(columns, Value("string")))
-
-
-def texts_as_written(table: Dataset, paths: list[Path]) -> Dataset:
-    """The table of JSON files in which texts are the texts of the files.
-
-    The reader makes dates of texts such as "2024-01-01", numbers of "0" where another record has 1, and rounds
-    integers of more than 64 bits. Such columns are read again; a number or a boolean beside texts becomes a text.
-    Columns of objects with different keys stay as they are.
-    """
-    changed = {}
-    for field in table.data.schema:
-        text_type = _with_texts(field.type)
-        if pa.types.is_floating(field.type) and (pc.max(pc.abs(table.data[field.name])).as_py() or 0) >= 2**53:
-            text_type = pa.string()
-        if text_type != field.type:
-            changed[field.name] = text_type
-    if not changed:
-        return table
-    arrow, features = table.data.table, table.features.copy()
-    dates = {name: kind for name, kind in changed.items() if _holds_dates(arrow.schema.field(name).type)}
-    found = _read_with_types(paths, dates) if dates else {}
-    others = {name: kind for name, kind in changed.items() if name not in found}
-    found |= _read_one_by_one(paths, others) if others else {}
-    for name, column in found.items():
-        if len(column) == len(table):
-            arrow = arrow.set_column(arrow.schema.get_field_index(name), name, column)
-            features[name] = Features.from_arrow_schema(pa.schema([(name, column.type)]))[name]
-    if arrow is table.data.table:
-        return table
-    read_again = Dataset(arrow.replace_schema_metadata(None), DatasetInfo(features=features))
-    return set_fingerprint(read_again, table._fingerprint, "as written")
-
-
-def _holds_dates(kind: pa.DataType) -> bool:
-    """Whether dates are all that is to become text in a column of this type."""
-    return not pa.types.is_floating(kind) and "json" not in str(kind)
-
-
-def _read_with_types(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.ChunkedArray]:
-    """Columns of JSON lines, by pyarrow, which is fast; none where it cannot."""
-    how = json_reader.ParseOptions(explicit_schema=pa.schema(types.items()), unexpected_field_behavior="ignore")
-    blocks, tables = json_reader.ReadOptions(block_size=JSON_BLOCK), []
-    try:
-        for path in paths:
-            with open_bytes(path) as file:
-                tables.append(json_reader.read_json(file, read_options=blocks, parse_options=how))
-    except pa.ArrowException:
-        return {}
-    table = pa.concat_tables(tables)
-    return {name: table.column(name) for name in types}
-
-
-def _read_one_by_one(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """Columns of JSON files, without those of objects, and of numbers without integers."""
-    columns: dict[str, list[Any]] = {name: [] for name in types}
-    try:
-        for record in _json_records(paths):
-            for name, values in columns.items():
-                values.append(record.get(name))
-    except (ValueError, AttributeError):  # a file of another form
-        return {}
-    found = {}
-    for name, values in columns.items():
-        with contextlib.suppress(TypeError):
-            if not all(isinstance(value, float | None) for value in values):
-                found[name] = pa.array([_as_text(value, types[name]) for value in values], types[name])
-    return found
-
-
-def _with_texts(kind: pa.DataType) -> pa.DataType:
-    """The type with texts in place of dates and of values of several types."""
-    if pa.types.is_temporal(kind) or isinstance(kind, pa.JsonType):
-        return pa.string()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(_with_texts(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(kind.field(place).name, _with_texts(kind.field(place).type)) for place in range(len(kind))])
-    return kind
-
-
-def _as_text(value: Any, kind: pa.DataType) -> Any:
-    """A value of this type. Raises TypeError: it is an object or a list where a text is expected."""
-    if value is None:
-        return None
-    if pa.types.is_struct(kind):
-        return {
-            kind.field(place).name: _as_text(value.get(kind.field(place).name), kind.field(place).type)
-            for place in range(len(kind))
-        }
-    if pa.types.is_list(kind):
-        return [_as_text(item, kind.value_type) for item in value]
-    if isinstance(value, (dict, list)):
-        raise TypeError("no text")
-    return text_of(value) if pa.types.is_string(kind) else value
-
-
-def _json_records(paths: list[Path]) -> Iterator[dict[str, Any]]:
-    """The records of JSON files: a list of them, or one a line."""
-    for path in paths:
-        with open_bytes(path) as file:
-            start = file.read(HEAD).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-            file.seek(0)
-            if start == b"[":
-                yield from json.loads(file.read())
-            else:
-                yield from (json.loads(line.decode("utf-8-sig")) for line in file if line.strip())
-
-
 # ---------------------------------------------------------------------------------------------------------- conversion
 
 
@@ -238,20 +90,32 @@ def plain_files(paths: list[Path], kind: str, data: DataOptions) -> list[Path]:
     ):
         if value and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
-    converts = kind in ("xlsx", "conll") or data.encoding or data.field
-    return [_converted(path, kind, data) for path in paths] if converts else paths
+    return [_converted(path, kind, data) for path in paths]
 
 
 def _converted(path: Path, kind: str, data: DataOptions) -> Path:
-    """The converted file in the cache, which is written once."""
+    """The converted file in the cache, which is written once; the file itself where the readers can read it."""
+    encoding = data.encoding
+    if not encoding and kind not in ("xlsx", "parquet"):
+        with open_bytes(path) as file:
+            encoding = marked_encoding(file.read(4))
+    is_packed = path.suffix.lower() in PACKED and path.suffix != ".gz"
+    is_converted = encoding or data.field or is_packed or kind in ("xlsx", "conll")
+    if not is_converted and not any(mark in str(path) for mark in "*?[]{}") and "::" not in str(path):
+        return path
     file_stat = path.stat()
-    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, data.encoding, data.field)
+    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, encoding, data.field)
     ending = ".csv" if kind == "xlsx" else ".jsonl" if data.field or kind == "conll" else ending_of(path)
     place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
     if place.exists():
         return place
+    if not is_converted:  # the library would take the name for a glob
+        place = place.with_name(f"{place.name}{path.suffix if path.suffix in PACKED else ''}")
+        place.unlink(missing_ok=True)
+        place.symlink_to(path)
+        return place
     with atomic_file(place, "wb") as written, open_bytes(path) as file:
-        portions = as_utf8(file, data.encoding, path) if data.encoding else file
+        portions = as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PORTION), b"")
         if kind == "xlsx":
             written.write(_first_sheet(path))
         elif kind == "conll":

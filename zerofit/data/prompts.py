@@ -110,7 +110,7 @@ def read_causal_prompts(
     form = find_form(asked, source.first)
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:
-        notes, ends = ["data      each record is a text to continue"], []
+        notes, ends = ["data      each record is a text to continue", *source.notes], []
         records = _texts(recipe.text_column, source)
         renderer = Renderer(tokenizer, config, raw=True)
         ids = [renderer.ids(Prompt(record["prompt"])) for record in records]

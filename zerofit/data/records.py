@@ -92,7 +92,7 @@ def read_parts(
     Raises:
         UserError: a column is missing; a record cannot be used, and such records may not be skipped; a part is empty.
     """
-    parts, notes = {}, []
+    parts, notes = {}, list(source.notes)
     for name, table in source.parts.items():
         reader, where = readers[name], source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
@@ -137,7 +137,7 @@ def _report(bad: Dataset, part: Part, options: DataOptions) -> list[str]:
     first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
     if len(bad) == len(part):
         columns = " or ".join(f"--{name}" for name in options.column_options)
-        raise UserError(f"{part.where} has no usable record: {first[0]}. Correct it, or set {columns}")
+        raise UserError(f"{part.where} has no usable record: {first}. Correct it, or set {columns}")
     if not options.skip_bad_records:
         more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
         raise UserError(f"{part.where}, {first}{more}. Correct the data, or skip such records with --skip_bad_records")

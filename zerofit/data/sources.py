@@ -1,23 +1,17 @@
 """Read files or a dataset of the hub into tables of records, one for each part of the data."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
-from zerofit.data.file_formats import (
-    BUILDERS,
-    check_fields,
-    format_of,
-    plain_files,
-    text_features,
-    texts_as_written,
-    unreadable,
-    with_delimiter,
-)
+from zerofit.data.delimited_files import check_fields, text_features, with_delimiter, with_quoting
+from zerofit.data.file_formats import BUILDERS, format_of, plain_files, unreadable
+from zerofit.data.json_files import as_records, load_json
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
@@ -27,6 +21,7 @@ from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.recipe.words import counted
 
+SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk has written
 HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets
 
 
@@ -41,6 +36,7 @@ class Source:
     parts: dict[str, Dataset]
     files: dict[str, list[Path]]  # of each part; empty if no option names files
     name: str = ""  # of data that are in no file of their own, in messages
+    notes: list[str] = field(default_factory=list)  # how files were read
 
     @property
     def first(self) -> Dataset:
@@ -95,8 +91,21 @@ def read_source(
     if builder == "csv":
         kwargs = {**kwargs, "names": list(header)} if header else kwargs
         kwargs = with_delimiter(plain[named], kwargs, data.delimiter)
-    parts = {part: _load(builder, part, paths, kind, data.hub_cache, kwargs, reader) for part, paths in plain.items()}
-    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, files)
+    parts, notes = dict[str, Dataset](), list[str]()
+    for part, paths in plain.items():
+        try:
+            parts[part] = _load(builder, part, paths, kind, data, kwargs, reader, notes)
+        except UserError as error:
+            raise UserError(_with_names(error.problems, paths, files[part])) from None
+        notes = _with_names(notes, paths, files[part])
+    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, files, notes=notes)
+
+
+def _with_names(texts: list[str], plain: list[Path], files: list[Path]) -> list[str]:
+    """Messages that name the user's files, not those of the cache."""
+    for path, file in zip(plain, files):
+        texts = [text.replace(str(path), str(file)) for text in texts]
+    return texts
 
 
 def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, Dataset]:
@@ -116,26 +125,41 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
     return parts if trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
 
 
-def _load(builder: str, part: str, paths: list[Path], kind: str, cache: Path | None, kwargs: dict, reader) -> Dataset:
+def _load(
+    builder: str, part: str, paths: list[Path], kind: str, data: DataOptions, kwargs: dict, reader, notes: list[str]
+) -> Dataset:
     try:
         table = reader(paths) if reader and kind in ("json", "text") else None
         if table is not None:
             return table
         if kind == "text" and not kwargs["sample_by"]:
             raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .xlsx, .parquet")
-        names = [str(path) for path in paths]
-        if builder == "csv":
-            for path in paths:
-                check_fields(path, kwargs)
-        load = partial(load_dataset, builder, data_files={part: names}, cache_dir=cache and str(cache), **kwargs)
-        if builder == "csv":  # "007" stays "007", and "true" is no boolean
-            return load(features=text_features(paths[0], kwargs))[part]
-        loaded = load()
+        folder = data.cache.folder
+        if builder == "json":
+            return load_json([as_records(path, folder) for path in paths], part, data.hub_cache, folder)
+        load = partial(load_dataset, builder, split=part, cache_dir=data.hub_cache and str(data.hub_cache))
+        if builder != "csv":
+            return load(data_files={part: [str(path) for path in paths]}, **kwargs)
+        tables = []
+        for (quoting, _), group in groupby(paths, partial(_quoting_and_columns, kwargs=kwargs, notes=notes)):
+            files, own = list(group), {**kwargs, **quoting}
+            for path in files:
+                check_fields(path, own)
+            # "007" stays "007", and "true" is no boolean
+            features = text_features(files[0], own)
+            tables.append(load(data_files={part: [str(path) for path in files]}, features=features, **own))
+        return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
     except UserError:
         raise
     except Exception as error:  # the library raises a dozen types
         raise unreadable(paths, kind, error) from None
-    return texts_as_written(loaded[part], paths) if builder == "json" else loaded[part]
+
+
+def _quoting_and_columns(path: Path, kwargs: dict, notes: list[str]) -> tuple[dict, list[str]]:
+    """(the quoting of a .csv or .tsv file, as an argument of the reader; its columns)."""
+    own, note = with_quoting(path, kwargs)
+    notes += [note] if note else []
+    return {key: own[key] for key in ("quoting",) if key in own}, list(text_features(path, own))
 
 
 def not_utf8(data: DataOptions, error: UnicodeDecodeError) -> Exception:
@@ -153,8 +177,13 @@ def not_utf8(data: DataOptions, error: UnicodeDecodeError) -> Exception:
 
 def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
     name, config = data.dataset_name, data.dataset_config_name
+    folder = Path(name).expanduser()
     try:
-        dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))
+        if any((folder / file).is_file() for file in SAVED):
+            saved = load_from_disk(str(folder))
+            dataset = saved if isinstance(saved, DatasetDict) else DatasetDict({"train": saved})
+        else:
+            dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
         raise UserError(f"dataset_name = {name!r}: {first_line(error)}. Or name files with train_file") from None
     assert isinstance(dataset, DatasetDict)

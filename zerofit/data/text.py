@@ -8,7 +8,6 @@ import numpy as np
 import psutil
 from datasets import Dataset, Features
 
-from zerofit.data.encodings import open_bytes
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SampleSet, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
@@ -27,6 +26,7 @@ from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
 from zerofit.model.families.gpt2 import END_OF_TEXT
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import open_bytes
 
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
 GROUP = 4 << 20  # characters

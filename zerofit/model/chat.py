@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import read_text
 from zerofit.recipe.limits import BeyondLimits, limited
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -66,7 +67,7 @@ def named_template(name: str) -> str:
     if file.suffix != ".jinja":
         raise UserError(f"chat_template = {name!r}: known are {', '.join(known_templates())}, or a .jinja file")
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"chat_template = {name!r} cannot be read: {first_line(error)}") from None
 

@@ -2,10 +2,11 @@
 
 import codecs
 import csv
-import gzip
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from zerofit.recipe.files import PACKED, marked_encoding, open_bytes
 
 HEAD_BYTES = 1 << 20  # of a file, read to find its columns
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
@@ -19,13 +20,13 @@ def head_of(path: Path, encodings: Iterable[str | None] = (None,)) -> str | None
     """The beginning of a file as text; None if it is in none of these encodings.
 
     Args:
-        encodings: to try, in this order; None means UTF-8.
+        encodings: to try, in this order; None means UTF-8, or what a byte-order mark stands for.
     """
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with open_bytes(path) as file:
         head = file.read(HEAD_BYTES)
     for encoding in encodings:
         try:
-            decoder = codecs.getincrementaldecoder(encoding or "utf-8-sig")()
+            decoder = codecs.getincrementaldecoder(encoding or marked_encoding(head) or "utf-8")()
             text = decoder.decode(head, final=len(head) < HEAD_BYTES)
         except (UnicodeError, LookupError):  # there is no such encoding, which another check says
             continue
@@ -67,4 +68,5 @@ def is_value(name: str) -> bool:
 
 
 def ending_of(path: Path) -> str:
-    return Path(path.name.removesuffix(".gz")).suffix.lower()
+    """The ending of a file's name that says its format: .csv of a.csv and of A.CSV.gz."""
+    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()

@@ -1,20 +1,75 @@
-"""Files that several processes or machines write and read."""
+"""Files that users hand over, packed or with a byte-order mark, and files that several processes or machines write."""
 
+import bz2
+import gzip
+import lzma
 import os
 import re
 import secrets
 import shutil
 import time
+import zlib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from zerofit.recipe.errors import UserError, first_line
 
 # File systems that other machines may see as well (psutil's fstype begins with one of these).
 SHARED = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs", "wekafs")
 # NFS may cache that a file is absent for 60 s (nfs(5): acdirmax); with a margin.
 SECONDS_TO_APPEAR = 90.0
 TEMPORARY = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.partial")
+
+# The encodings that a byte-order mark stands for; that of UTF-32 begins like that of UTF-16.
+MARKS = {
+    BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32", BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16", BOM_UTF8: "utf-8",
+}  # fmt: skip
+PACKED = (".gz", ".bz2", ".xz", ".zst")  # endings of files that are unpacked as they are read
+DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)  # reading a packed file raises them
+
+
+def unpacked(file: IO[bytes], name: Path) -> IO[bytes]:
+    """An open file, or what is packed in it, as the ending of its name says."""
+    ending = name.suffix.lower()
+    if ending == ".zst":
+        import pyarrow  # which has zstd; Python has it from 3.14 on
+
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
+    readers: dict[str, Any] = {".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+    return gzip.GzipFile(fileobj=file) if ending == ".gz" else readers.get(ending, lambda file: file)(file)
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file to read bytes; .gz, .bz2, .xz and .zst files are unpacked. Raises UserError: such a file is
+    damaged."""
+    try:
+        with path.open("rb") as raw, unpacked(raw, path) as file:
+            yield file
+    except DAMAGED as error:
+        if path.suffix.lower() not in PACKED:
+            raise
+        raise UserError(f"{path} cannot be read: {first_line(error)}. Is it cut off?") from None
+
+
+def marked_encoding(start: bytes) -> str | None:
+    """The encoding that the byte-order mark at the start of a file stands for; None without one."""
+    return next((name for mark, name in MARKS.items() if start.startswith(mark)), None)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file: UTF-8, or UTF-16 or UTF-32 with a byte-order mark, which is no part of it.
+
+    Raises:
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is in another encoding.
+    """
+    data = path.read_bytes()
+    text = data.decode(marked_encoding(data) or "utf-8").removeprefix("\ufeff")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def is_shared(folder: Path) -> bool:

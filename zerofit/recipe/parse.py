@@ -14,6 +14,7 @@ import yaml
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import FlagOrValue, broken_rule, checked, from_text, kind_of
+from zerofit.recipe.files import read_text
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
 from zerofit.recipe.parsing import BoundedLoader
@@ -201,7 +202,7 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
     """The file's top-level mapping as {name: (value, line number)}."""
     entries: dict[str, tuple[Any, int]] = {}
     try:
-        loader = _RecipeLoader(Path(path).read_text(encoding="utf-8"))
+        loader = _RecipeLoader(read_text(Path(path)))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             what = "is empty" if node is None else "holds something else"

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import read_text
 
 TOO_DEEP = "nested too deeply"
 DEEPEST = 50  # lists and maps in each other
@@ -42,7 +43,7 @@ def _is_short(node: yaml.Node | None) -> bool:
 def read_yaml(path: Path) -> Any:
     """What a YAML file holds; None of an empty one. Raises UserError if it cannot be read."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), BoundedLoader)
+        return yaml.load(read_text(path), BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:400]}") from None
 

@@ -70,16 +70,19 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
     problems, files_with_content = [], []
     for pattern in filter(lambda word: not is_weight(word), patterns):
         pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
-        matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
-        files = [Path(match) for match in matches if not os.path.isdir(match) or not glob.has_magic(pattern)]
+        is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)  # a file may be called a[1].txt
+        matches = sorted(glob.glob(pattern, recursive=True)) if is_glob else [pattern]
+        files = [Path(match) for match in matches if not os.path.isdir(match) or not is_glob]
         if not files:
             problems.append(f"{option} = {pattern!r}: no file matches")
         for path in files:
             if not path.exists():
                 problems.append(f"{option} = {str(path)!r}: there is no such file")
             elif path.is_dir():
-                problems.append(f"{option} = {str(path)!r} is a folder; name its files, e.g. {path}/*.txt")
-            elif path.stat().st_size == 0 and not glob.has_magic(pattern):
+                saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+                remedy = f"read it with --dataset_name {path}" if saved else f"name its files, e.g. {path}/*.txt"
+                problems.append(f"{option} = {str(path)!r} is a folder; {remedy}")
+            elif path.stat().st_size == 0 and not is_glob:
                 problems.append(f"{option} = {str(path)!r}: the file is empty")
         files_with_content += [path for path in files if path.is_file() and path.stat().st_size > 0]
     if patterns and not problems and not files_with_content:

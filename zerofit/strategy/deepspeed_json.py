@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import Problems, UserError, nearest
+from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import parse_json
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 
@@ -129,7 +130,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
-        config = parse_json(path.read_text(encoding="utf-8"), _each_key_once)
+        config = parse_json(read_text(path), _each_key_once)
     except ValueError as error:  # the message names the line
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):

@@ -274,9 +274,9 @@ def _prepare_unlabelled(
             texts, _ = _columns(named, table, task, recipe.task_name, labelled=False)
             columns = LabelledColumns(texts, None, in_model_order(labels, config))
             source.parts = {PREDICT: _as_text(table, texts)}
-        parts, _ = read_parts(source, {PREDICT: columns}, options)
+        parts, notes = read_parts(source, {PREDICT: columns}, options)
         data = encode_parts(options, config, parts, (PREDICT,), columns.labels, length)
-    data.notes.insert(0, f"data      texts {' and '.join(texts)}")
+    data.notes[:0] = [f"data      texts {' and '.join(texts)}", *notes]
     if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
     data.held_out = [replace(data.held_out[0], suffix="")]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from zerofit.data.encodings import open_bytes
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import set_fingerprint
 from zerofit.data.turns import turns_of
+from zerofit.recipe.files import open_bytes
 from zerofit.recipe.parsing import parse_json
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from zerofit.model.families.family import Family, StagePlan, TensorPlan
 from zerofit.model.folders import has_tokenizer
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import read_text
 
 END_OF_TEXT = "<|endoftext|>"  # the only special token
 
@@ -53,7 +54,7 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str):
     from transformers import GPT2Tokenizer
 
     try:
-        vocabulary = json.loads(Path(vocab_file).expanduser().read_text(encoding="utf-8"))
+        vocabulary = json.loads(read_text(Path(vocab_file).expanduser()))
     except (OSError, ValueError) as error:
         raise UserError(f"vocab_file = {vocab_file!r} is no JSON file: {first_line(error)}") from None
     if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:

@@ -19,6 +19,7 @@ from pathlib import Path
 import yaml
 
 from zerofit.recipe.fields import option
+from zerofit.recipe.files import read_text
 from zerofit.recipe.options import StrategyOptions
 from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.places import script
@@ -86,7 +87,7 @@ def _launchers_options(options: DoctorOptions) -> list[str]:
     config, problems = options.source("config"), []
     if config is None:
         return problems
-    content = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    content = yaml.safe_load(read_text(Path(config)))
     for name in (field.name for field in dataclasses.fields(DoctorOptions)):
         if content.get(name) is not None:
             given = f"{config}: {name} = {content[name]!r}"

@@ -13,6 +13,7 @@ from zerofit.data.rendering import Messages, Prompt, Renderer
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import parse_json
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
@@ -86,7 +87,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     if path.suffix not in (".txt", ".jsonl"):
         raise UserError(f"{where}: expected a .txt with a prompt in each line, or a .jsonl with one in each record")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} cannot be read: {error}") from None
     numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]

@@ -17,6 +17,7 @@ from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy, plan_strategy
 from zerofit.model.lora import check_expert_targets, check_quantised_sharding, split_targets
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.recipe.places import place
 from zerofit.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
@@ -104,7 +105,7 @@ def read_pair(name: str) -> StrategyPair:
         return StrategyPair(source, content, None, None)
     json_file = _find_json(named, source)
     try:
-        config = parse_json(json_file.read_text(encoding="utf-8"))
+        config = parse_json(read_text(json_file))
     except ValueError:
         config = None
     if not isinstance(config, dict):

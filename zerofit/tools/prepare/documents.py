@@ -1,9 +1,8 @@
 """The input of `zerofit prepare`: which files are read, in which order, and as which parts of about a megabyte."""
 
 import glob
-import gzip
 import os
-import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +12,20 @@ import pandas as pd
 import pyarrow
 from pyarrow import parquet
 
-from zerofit.data.encodings import as_utf8, open_bytes
-from zerofit.data.file_formats import BUILDERS, FORMATS, unreadable, with_delimiter
+from zerofit.data.delimited_files import with_delimiter, with_quoting
+from zerofit.data.encodings import as_utf8
+from zerofit.data.file_formats import BUILDERS, FORMATS, unreadable
 from zerofit.data.megatron.corpus import INDICES
 from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import DAMAGED, PACKED, marked_encoding, open_bytes, unpacked
 from zerofit.recipe.parsing import parse_json
 from zerofit.tools.prepare.encode import InputPart
 
 PART = 1 << 20  # bytes; a longer line or document is a part by itself
-KINDS = {**{ending: kind for ending, kind in FORMATS.items() if kind not in ("xlsx", "conll")}, ".ndjson": "json"}
+KINDS = {ending: kind for ending, kind in FORMATS.items() if kind not in ("xlsx", "conll")}
 ROWS = 256  # of a table, read at a time
 UNITS = ("line", "paragraph", "file")
-BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,22 @@ def _tree(folder: str) -> list[Path]:
 
 def _describe(path: Path) -> InputFile:
     size, kind = path.stat().st_size, KINDS.get(ending_of(path))
-    if kind == "parquet" and path.suffix == ".gz":
+    if kind == "parquet" and path.suffix.lower() in PACKED:
         kind = None
     if not size:
         raise UserError(f"input = {str(path)!r}: the file is empty")
     if not kind and not _begins_an_object(path):
-        raise UserError(f"input = {str(path)!r}: unknown file extension. Known are {', '.join(KINDS)}; also .gz")
+        raise UserError(
+            f"input = {str(path)!r}: unknown file extension. Known are {', '.join(KINDS)}; also {', '.join(PACKED)}"
+        )
     return InputFile(path, kind or "json", size)
 
 
 def _begins_an_object(path: Path) -> bool:
     try:
         with open_bytes(path) as file:
-            return file.read(4096).removeprefix(BOM).lstrip()[:1] == b"{"
-    except (OSError, EOFError, zlib.error):
+            return file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"{"
+    except DAMAGED:
         return False
 
 
@@ -133,17 +135,24 @@ def tasks_of(
                 yield InputPart(str(file.path), line, "json", data), read
         else:
             yield from _text(file, separator, mark, encoding)
-    except (OSError, EOFError, zlib.error) as error:
+    except DAMAGED as error:
         raise UserError(f"{file.path} cannot be read: {first_line(error)}. Is it cut off?") from None
 
 
 def _blocks(path: Path, encoding: str | None) -> Iterator[tuple[bytes, int]]:
     """The bytes of a file, unpacked and as UTF-8, in blocks, each with the bytes on disk that are read by then."""
+    encoding = encoding or marked_encoding(_start(path))
     with path.open("rb") as raw:
-        file = gzip.GzipFile(fileobj=raw, mode="rb") if path.suffix == ".gz" else raw
+        file = unpacked(raw, path)
         blocks = as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PART), b"")
-        for number, block in enumerate(blocks):
-            yield block if number else block.removeprefix(BOM), raw.tell()
+        for block in blocks:
+            yield block, raw.tell()
+
+
+def _start(path: Path) -> bytes:
+    """The first bytes of a file, which may be a byte-order mark."""
+    with open_bytes(path) as file:
+        return file.read(4)
 
 
 def _is_list(path: Path, encoding: str | None) -> bool:
@@ -169,12 +178,18 @@ def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iter
             for batch in table.iter_batches(ROWS, columns=list(keys)):
                 yield from batch.to_pylist()
             return
-        kwargs = BUILDERS[file.kind][1] | ({"encoding": encoding} if encoding else {})
-        kwargs = with_delimiter([file.path], kwargs, None)
-        _check_columns(file.path, keys, list(pd.read_csv(file.path, nrows=0, **kwargs)))
+        marked = marked_encoding(_start(file.path))
+        kwargs = {
+            **BUILDERS[file.kind][1],
+            "encoding": encoding or ("utf-8-sig" if marked in (None, "utf-8") else marked),
+        }
+        kwargs, _ = with_quoting(file.path, with_delimiter([file.path], kwargs, None))
+        with open_bytes(file.path) as opened:
+            _check_columns(file.path, keys, list(pd.read_csv(opened, nrows=0, **kwargs)))
         rules = {"dtype": str, "usecols": list(keys), "index_col": False, "chunksize": ROWS}
-        for chunk in pd.read_csv(file.path, **rules, **kwargs):
-            yield from chunk.to_dict("records")
+        with open_bytes(file.path) as opened:
+            for chunk in pd.read_csv(opened, **rules, **kwargs):
+                yield from chunk.to_dict("records")
     except (pyarrow.ArrowException, UnicodeError, ValueError) as error:
         raise unreadable([file.path], file.kind, error) from None
 

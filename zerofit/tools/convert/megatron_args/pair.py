@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from zerofit.recipe.files import read_text
 from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.places import place
@@ -209,7 +210,7 @@ def _read_block(flags: FlagLedger, layout: Layout) -> None:
         flags.none("deepspeed_config", "there is no such file here: nothing of it is carried over")
         return
     try:
-        config = parse_json(Path(name).read_text(encoding="utf-8"))
+        config = parse_json(read_text(Path(name)))
     except json.JSONDecodeError as error:
         flags.wrong("deepspeed_config", f"{name} is not valid JSON: {error}")
         return

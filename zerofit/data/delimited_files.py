@@ -1,0 +1,117 @@
+"""What .csv and .tsv files have: a delimiter, quotes, columns of texts."""
+
+import csv
+import io
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+from datasets import Features, Value
+
+from zerofit.recipe.columns import ending_of, find_delimiter, head_of
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import open_bytes
+
+QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
+
+
+def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> dict:
+    """The arguments of the reader of .csv and .tsv files, with the delimiter of these files."""
+    if delimiter is None and "names" not in kwargs and (head := head_of(paths[0], [kwargs["encoding"]])):
+        delimiter = find_delimiter(head, ending_of(paths[0]))
+    return {**kwargs, "sep": delimiter} if delimiter else kwargs
+
+
+def check_fields(path: Path, kwargs: dict) -> None:
+    """Raises UserError if there is no record, or the first has more fields than the header: pandas would drop the
+    first of them."""
+    csv.field_size_limit(sys.maxsize)
+    with open_bytes(path) as file:
+        lines = csv.reader(
+            io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
+            delimiter=kwargs.get("sep", ","),
+            quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
+        )
+        rows = filter(None, lines)
+        header = kwargs.get("names") or next(rows, [])
+        record = next(rows, None)
+    if record is None:
+        raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
+    if len(record) > len(header):
+        raise UserError(
+            f"{path}: {len(record)} fields, {len(header)} columns ({', '.join(header)}). Quote texts, or set delimiter"
+        )
+
+
+def text_features(path: Path, kwargs: dict) -> Features:
+    """The columns of a .csv file, all as text, so that values stay as they are written. The datasets library would
+    infer types from the first 10,000 rows."""
+    columns = pd.read_csv(path, nrows=0, **kwargs).columns
+    return Features(dict.fromkeys(columns, Value("string")))
+
+
+# -------------------------------------------------------------------------------------------------------------- quotes
+
+
+def with_quoting(path: Path, kwargs: dict) -> tuple[dict, str]:
+    """(the arguments of the reader of a .csv or .tsv file, with the quoting of this file; a note about it, if any)."""
+    is_quoted = has_quoted_fields(path, kwargs) if kwargs.get("quoting") == csv.QUOTE_NONE else None
+    if is_quoted is None:
+        return kwargs, ""
+    if is_quoted:
+        return {
+            **kwargs,
+            "quoting": csv.QUOTE_MINIMAL,
+        }, f"note      {path}: double quotes enclose fields, as pandas writes them"
+    return kwargs, f"note      {path}: double quotes are parts of the texts, they enclose no fields"
+
+
+def has_quoted_fields(path: Path, kwargs: dict) -> bool | None:
+    """Whether the fields of a .tsv file are quoted as pandas and Excel quote them; False: they are texts with quotes
+    in them, as GLUE's. None: there is no quote.
+
+    All quotes must pair up: a field that begins with one ends with one, has those inside doubled, and no other field
+    has any. There must also be a reason for them: a doubled quote, a line break, or what separates fields; a quoted
+    header; a column of which all fields are quoted; or commas, which Excel quotes too, in all of these fields and in
+    no other. Where every line has as many fields as the first, line breaks are none of the fields'.
+    """
+    delimiter, width, lines_fit = kwargs["sep"], 0, True
+    field, lines, num_quotes = re.compile(QUOTED.format(re.escape(delimiter))), list[str](), 0
+    line_width, seen, is_broken, is_doubled = None, False, False, False
+    of_header, always, num_records, commas, other_commas = False, None, 0, True, False
+    with open_bytes(path) as file:
+        for line in io.TextIOWrapper(file, encoding=kwargs["encoding"]):
+            line_width = line.count(delimiter) if line_width is None else line_width
+            lines_fit = lines_fit and (line == "\n" or line.count(delimiter) == line_width)
+            lines.append(line)
+            num_quotes += line.count('"')
+            if num_quotes % 2:  # a field goes on in the next line
+                continue
+            record, lines = "".join(lines).removesuffix("\n"), []
+            if not record:
+                continue
+            quoted = field.findall(record) if '"' in record else []
+            others = field.sub("\0", record) if quoted else record
+            fields = others.split(delimiter)
+            width = width or len(fields)
+            if '"' in others or (quoted and len(fields) != width):
+                return False
+            places = {place for place, text in enumerate(fields) if text == "\0"}
+            if num_records or kwargs.get("names"):
+                always = places if always is None else always & places
+            else:
+                of_header = bool(quoted)
+            num_records += 1
+            seen = seen or bool(quoted)
+            is_doubled = is_doubled or any('""' in text[1:-1] for text in quoted)
+            is_broken = is_broken or any(delimiter in text or "\n" in text for text in quoted)
+            commas = commas and all("," in text for text in quoted)
+            other_commas = other_commas or "," in others
+    if lines:
+        return False
+    if not seen:
+        return None
+    if is_broken and lines_fit and line_width:
+        return False
+    return is_doubled or is_broken or of_header or bool(always) or (commas and not other_commas)
