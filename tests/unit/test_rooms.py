@@ -95,6 +95,7 @@ LATE = {
     "safetensors": "with torch",
     "huggingface_hub": "for the hub alone",
     "matplotlib": "when a plot is drawn",
+    "pyarrow": "to unpack .zst files",
     "psutil": "what `zerofit --help` loads has to be small",
     "pydantic": "with deepspeed",
     "megatron": "an optional package",

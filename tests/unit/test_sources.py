@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read(tmp_path, cache):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"])
-@pytest.mark.parametrize("encoding", ["cp932", "euc_jp", "utf-16"])
+@pytest.mark.parametrize("encoding", ["cp932", "euc_jp", "utf-16-le"])
 def test_other_encodings_are_named_and_read(tmp_path, cache, name, encoding):
     """What the message proposes reads the file right."""
     texts = ["吾輩は猫である。名前はまだ無い。", "どこで生れたかとんと見当がつかぬ。", "plain"]
@@ -206,7 +206,7 @@ def test_records_without_text_are_left_out(tmp_path, cache):
     assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["a", "b"]
 
 
-# ----------------------------------------------------------------------------------- marks, packed files, names of files
+# ------------------------------------------------------------------------------- marks, packed files, names of files
 
 MARKED = {
     "utf-8": "\ufeff",

@@ -35,7 +35,9 @@ class SourceOptions(Recipe):
     dataset_config_name: str | None = option(None, "Configuration of dataset_name.", said_of=("dataset_name",))
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
-        None, "Files or globs: .txt, .json(l), .csv, .tsv, .parquet, .conll, also .gz; .xlsx.", common=True
+        None,
+        "Files or globs: .txt, .json(l), .ndjson, .csv, .tsv, .conll, also .gz, .bz2, .xz, .zst; .parquet; .xlsx.",
+        common=True,
     )
     validation_file: list[str] | None = option(None, "Files or globs of the held-out data.", common=True)  # noqa: RUF009
     encoding: str | None = option(

@@ -1,0 +1,138 @@
+"""JSON files as people have them: records that differ, several files, tables of pandas."""
+
+import json
+
+import pandas as pd
+import pytest
+from helpers import read_data, refusal
+
+from zerofit.data import json_files
+from zerofit.recipe import ClsRecipe
+
+LONG = "x" * 400_000  # 26 such records fill a block of the library
+
+
+def read(cache, *files, **options):
+    return read_data(ClsRecipe(train_file=[str(file) for file in files], cache_dir=cache, **options)).parts["train"]
+
+
+def write(path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps({"text": "t", **record}) + "\n" for record in records))
+
+
+def call(**arguments) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]}
+
+
+TALK = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+DIFFERENT = [
+    ([{"label": None}], [{"label": "a"}], [None, "a"]),
+    ([{"label": 1}], [{"label": "007"}], ["1", "007"]),
+    ([{"label": 1}], [{"label": 0.5}], [1.0, 0.5]),
+    ([{"label": 1}], [{"label": True}], ["1", "True"]),
+    ([{"label": True}], [{"label": 5}], ["True", "5"]),
+    ([{"label": "a"}], [{"label": 3.0}], ["a", "3"]),
+    ([{"label": "a"}], [{"label": "2024-01-01"}], ["a", "2024-01-01"]),
+    ([{"label": "2024-01-01"}], [{"label": "a"}], ["2024-01-01", "a"]),
+    ([{"label": "a"}], [{"label": "b"}, {"label": 5}], ["a", "5"]),
+    ([{"label": 1}], [{"label": 90000000000001300900}], ["1", "90000000000001300900"]),
+    ([{"label": []}], [{"label": [{"a": 1}]}], [[], [{"a": 1}]]),
+    ([{"label": [1]}], [{"label": ["a"]}], [["1"], ["a"]]),
+    ([{"other": 1}], [{"label": "b", "more": {"c": 2}}], [None, "b"]),
+    ([{"label": "a", "more": 1}], [{"label": "b"}], ["a", "b"]),
+    ([{"label": {"a": 1}}], [{"label": {"a": 1, "b": {"c": "x"}}}], [{"a": 1}, {"a": 1, "b": {"c": "x"}}]),
+    ([{"label": {"a": 1}}], [{"label": {"a": "x"}}], [{"a": "1"}, {"a": "x"}]),
+    ([{"label": {"a": 1}}], [{"label": "x"}], [{"a": 1}, "x"]),
+    ([{"label": TALK["messages"]}], [{"label": [call(x=1)]}], [TALK["messages"], [call(x=1)]]),
+    ([{"label": [call(x=1)]}], [{"label": [call(y="z")]}], [[call(x=1)], [call(y="z")]]),
+]
+
+
+@pytest.mark.parametrize(("first", "later", "values"), DIFFERENT)
+def test_records_of_later_blocks_and_files_may_differ(tmp_path, cache, first, later, values):
+    block = [{**record, "text": LONG} for record in 28 * first]
+    write(tmp_path / "blocks.jsonl", [*block, *later])
+    write(tmp_path / "a.jsonl", first)
+    write(tmp_path / "b.jsonl", later)
+    (tmp_path / "c.json").write_text(json.dumps([{"text": "t", **record} for record in later]))
+    found = read(cache, tmp_path / "blocks.jsonl")
+    assert [found["label"][0], found["label"][-1]] == values
+    assert len(found) == 28 + len(later)
+    for second in ("b.jsonl", "c.json"):
+        found = read(cache, tmp_path / "a.jsonl", tmp_path / second)
+        assert [found["label"][0], found["label"][-1]] == values
+
+
+def test_columns_may_come_one_after_another(tmp_path, cache):
+    for number in range(5):
+        write(tmp_path / f"{number}.jsonl", [{f"column{number}": number, "label": number / 2}])
+    found = read(cache, tmp_path / "*.jsonl")
+    assert found["label"][:] == [0, 0.5, 1, 1.5, 2]
+    assert [found[f"column{number}"][number] for number in range(5)] == [*range(5)]
+    assert found["column4"][0] is None
+
+
+def test_records_that_differ_too_much_for_the_memory_are_refused(tmp_path, cache, monkeypatch):
+    write(tmp_path / "a.jsonl", [{"label": "a"}])
+    write(tmp_path / "b.jsonl", [{"label": 1}])
+    monkeypatch.setattr(json_files, "MEMORY", 1 << 50)
+    message = refusal(read, cache, tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert f"{tmp_path / 'a.jsonl'}: records differ" in message
+
+
+def test_files_of_one_schema_are_read_once(tmp_path, cache, monkeypatch):
+    loads = []
+    load = json_files._load
+    monkeypatch.setattr(json_files, "_load", lambda *args, **options: loads.append(args) or load(*args, **options))
+    write(tmp_path / "a.jsonl", [{"label": "a", "text": LONG}] * 28)
+    write(tmp_path / "b.jsonl", [{"label": "b"}, {"label": None}])
+    assert len(read(cache, tmp_path / "*.jsonl")) == 30
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize("columns", [("id", "source", "model", "system_prompt", "messages"), ("type", "id", "cwd")])
+def test_columns_of_agents_records_need_no_package(tmp_path, cache, columns):
+    record = dict.fromkeys(columns, "a") | ({"messages": [{"role": "user"}]} if "messages" in columns else {})
+    write(tmp_path / "a.jsonl", [{**record, "version": 1}])
+    assert set(columns) <= set(read(cache, tmp_path / "a.jsonl").column_names)
+
+
+# -------------------------------------------------------------------------------------------------------------- pandas
+
+
+@pytest.mark.parametrize("index", [None, "names", "filtered", "numbers"])
+@pytest.mark.parametrize("orient", [None, "records", "split", "index", "columns", "table"])
+@pytest.mark.parametrize("options", [{}, {"indent": 2}])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz"])
+def test_what_pandas_writes_as_json_is_read(tmp_path, cache, orient, index, options, name):
+    frame = pd.DataFrame({"text": [f"text {n}" for n in range(8)], "label": ["0", "01"] * 4, "n": [*range(8)]})
+    if index == "names":
+        frame.index = [f"record {n}" for n in range(8)]
+    elif index == "numbers":
+        frame = frame.set_index(pd.Index([f"00{n}" for n in range(8)]))
+    frame = frame[frame["n"] > 2] if index == "filtered" else frame
+    frame.to_json(tmp_path / name, orient=orient, **options)
+    assert read(cache, tmp_path / name).to_dict() == frame.to_dict("list")
+
+
+@pytest.mark.parametrize("record", [
+    {"text": "a", "label": 1},
+    {"translation": {"de": "a", "en": "b"}},
+    {"chosen": {"role": "a", "content": "b"}, "rejected": {"role": "a", "content": "c"}},
+    {"tokens": ["a", "b"], "tags": [0, 1]},
+    {"messages": [{"role": "user", "content": "a"}]},
+    {"columns": ["a"], "data": "b"},
+])  # fmt: skip
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_of_one_record_is_no_table(tmp_path, cache, record, indent):
+    (tmp_path / "a.json").write_text(json.dumps(record, indent=indent))
+    found = read(cache, tmp_path / "a.json")
+    assert len(found) == 1
+    assert found[0] == record
+
+
+def test_a_table_without_names_of_columns_is_refused(tmp_path, cache):
+    pd.DataFrame({"text": ["a", "b"]}).to_json(tmp_path / "a.json", orient="values")
+    message = refusal(read, cache, tmp_path / "a.json")
+    assert f"{tmp_path / 'a.json'} is a list of lists" in message
+    assert "orient='records'" in message
