@@ -52,6 +52,8 @@ def small_sizes(family: str, **sizes) -> dict[str, object]:
 
     names = AutoConfig.for_model(family).to_dict()
     without = {name: 0 for name in names if name.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob"))}
+    if "sliding_attention" in (names.get("layer_types") or ()):
+        names.pop("sliding_window", None)  # such layers need one
     return {**{name: value for name, value in {**SIZES, **sizes}.items() if name in names}, **without}
 
 
