@@ -332,7 +332,7 @@ def test_a_disturbed_run_is_the_undisturbed_one(seed, folders, cache, tmp_path, 
         trial.attempt()
     except AssertionError as error:
         trial.outcome["failed"] = str(error)[:600]
-        said = (f"seed {seed}: {trial.run.about}; {'; '.join(trial.outcome['legs'])}", str(error), *trial.commands)
+        said = (f"seed {seed}: {error}", f"{trial.run.about}: {'; '.join(trial.outcome['legs'])}", *trial.commands)
         raise AssertionError("\n".join(said)) from None
     finally:
         outcomes.append(trial.outcome)
