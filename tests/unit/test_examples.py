@@ -146,6 +146,10 @@ def test_empty_texts_and_missing_labels(tmp_path, prepare):
     message = refusal(prepare, path)
     assert f"{path}, record 7: the text (text) is empty (3 records cannot be used)" in message
     assert "--skip_bad_records" in message
+    unusable = write(tmp_path / "none.csv", {"text": [" ", ""], "label": ["a", "b"]})
+    for flags in ((), ("--skip_bad_records",)):
+        message = refusal(prepare, unusable, *flags, "--max_train_samples", "2")
+        assert f"{unusable} has no usable record: record 1: the text (text) is empty. Correct it" in message
     data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
     kept = [n for n in range(40) if n not in (6, 20, 30)]
     assert words(data) == [texts[n] for n in kept], "pandas would take None for nothing"

@@ -136,3 +136,24 @@ def test_a_table_without_names_of_columns_is_refused(tmp_path, cache):
     message = refusal(read, cache, tmp_path / "a.json")
     assert f"{tmp_path / 'a.json'} is a list of lists" in message
     assert "orient='records'" in message
+
+
+HALVES = [r"\ud83d", r"\ude00 at first", r"in the \udc80 middle", r"\ud83d\ud83d\ude00"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("half", HALVES)
+def test_half_of_a_surrogate_pair_is_named_and_can_be_skipped(tmp_path, cache, half, name):
+    rows = [f'{{"text": "{half if number == 2 else number}", "label": "a"}}' for number in range(4)]
+    path = tmp_path / name
+    path.write_text("\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]")
+    message = refusal(read, cache, path)
+    assert f"{path}, {'line' if name.endswith('l') else 'record'} 3: a text has half of a surrogate pair" in message
+    source = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache, skip_bad_records=True))
+    assert source.parts["train"]["text"][:] == ["0", "1", "3"]
+    assert any("record 3" in note for note in source.notes)
+
+
+def test_pairs_are_read(tmp_path, cache):
+    (tmp_path / "a.jsonl").write_text(r'{"text": "\ud83d\ude00", "label": "a"}')
+    assert read(cache, tmp_path / "a.jsonl")["text"][:] == ["\U0001f600"]

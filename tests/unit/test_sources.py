@@ -16,9 +16,13 @@ from zerofit.data.file_formats import FORMATS
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import not_utf8
 from zerofit.data.text import split_off
+from zerofit.model.chat import named_template
 from zerofit.model.configuration import load_configuration
-from zerofit.recipe import ClmRecipe, UserError
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import find_files
+from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.tools.generate.respond import read_prompts
 
 ROWS = [f"This is text number {number}, and it says little." for number in range(40)]
 
@@ -265,3 +269,17 @@ def test_a_folder_of_save_to_disk(tmp_path, cache, splits):
     assert found.train["text"][:] == ["train", "another"]
     assert (found.validation is None) == (len(splits) == 1)
     assert "--dataset_name" in refusal(records, cache, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_other_files_with_a_byte_order_mark(tmp_path, encoding):
+    (tmp_path / "a.jinja").write_bytes("{{ messages }}".encode(encoding))
+    assert named_template(str(tmp_path / "a.jinja")) == "{{ messages }}"
+    (tmp_path / "a.yaml").write_bytes("train_file: [ä.txt]\nmodel_name_or_path: gpt2\n".encode(encoding))
+    assert read_yaml(tmp_path / "a.yaml") == {"train_file": ["ä.txt"], "model_name_or_path": "gpt2"}
+    assert parse_recipe(ClmRecipe, ["--config", str(tmp_path / "a.yaml")]).train_file == ["ä.txt"]
+    (tmp_path / "a.jsonl").write_bytes('{"prompt": "ä"}\n{"prompt": "b"}'.encode(encoding))
+    (tmp_path / "a.txt").write_bytes("ä\r\nb".encode(encoding))
+    for name in ("a.jsonl", "a.txt"):
+        prompts = read_prompts(GenerateOptions(model="m", prompt_file=str(tmp_path / name)))
+        assert [prompt.text for prompt in prompts] == ["ä", "b"]

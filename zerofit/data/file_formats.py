@@ -4,6 +4,7 @@ Files in another encoding or with a byte-order mark, packed files other than .gz
 objects with the records under a key are converted for the readers: to UTF-8, to .csv, to JSON lines, to the records
 alone. The converted file is cached."""
 
+import contextlib
 import csv
 import json
 from collections.abc import Iterator
@@ -19,13 +20,17 @@ from zerofit.data.options import DataOptions
 from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, atomic_file, marked_encoding, open_bytes
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import has_half_pair, parse_json
 
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
     ".parquet": "parquet", ".conll": "conll",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
+HALF_PAIR = (
+    r"a text has half of a surrogate pair (as \ud83d alone), which is no character. Correct it, or skip such records "
+    "with --skip_bad_records"
+)
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {
     "csv": ("csv", CSV),
@@ -67,9 +72,16 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
         if kind == "json" and not data.lstrip().startswith(b"["):
             for number, line in enumerate(data.splitlines(), 1):
                 try:
-                    parse_json(line or b"{}")
+                    record = parse_json(line or b"{}")
                 except json.JSONDecodeError as wrong:
                     return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
+                if b"\\u" in line and has_half_pair(record):
+                    return UserError(f"{path}, line {number}: {HALF_PAIR}")
+        elif kind == "json":
+            with contextlib.suppress(ValueError):
+                halves = (number for number, record in enumerate(parse_json(data), 1) if has_half_pair(record))
+                if number := next(halves, None):
+                    return UserError(f"{path}, record {number}: {HALF_PAIR}")
     cause = error.__cause__ or error
     return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 

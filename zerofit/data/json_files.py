@@ -3,6 +3,7 @@ schema for all records of all files."""
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -17,9 +18,10 @@ from datasets import Dataset, DatasetInfo, Features, load_dataset_builder
 from zerofit.data.tables import set_fingerprint, text_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import has_half_pair, parse_json
 
 JSON_BLOCK = 1 << 26  # bytes that pyarrow parses at a time: more than a line has
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HEAD = 4096  # bytes in which the first character of a file is
 FEW = 5  # records and columns: with fewer it is not clear which are which
 MEMORY = 12  # bytes of memory for a byte of a file that is read at once
@@ -122,10 +124,28 @@ def _fits(kind: pa.DataType, wanted: pa.DataType) -> bool:
     return pa.types.is_floating(wanted) and pa.types.is_integer(kind)
 
 
-def _written(records: Iterable[Any], paths: list[Path], folder: Path) -> Path:
+def without_half_pairs(paths: list[Path], folder: Path) -> tuple[Path, list[int], int]:
+    """(JSON lines of the records whose texts can be encoded, the numbers of the other records, how many there are)."""
+    bad, count = list[int](), 0
+
+    def good() -> Iterator[Any]:
+        nonlocal count
+        for count, record in enumerate(_json_records(paths), 1):
+            if has_half_pair(record):
+                bad.append(count)
+            else:
+                yield record
+
+    for _ in good():
+        pass
+    numbers, total = list(bad), count
+    return _written(good(), paths, folder, "encodable"), numbers, total
+
+
+def _written(records: Iterable[Any], paths: list[Path], folder: Path, what: str = "records") -> Path:
     """JSON lines of records of these files, in a file of the cache, which is written once."""
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    place = folder / f"records-{sha256(repr(stamps).encode()).hexdigest()[:32]}.jsonl"
+    place = folder / f"{what}-{sha256(repr(stamps).encode()).hexdigest()[:32]}.jsonl"
     if not place.exists():
         with atomic_file(place, "wb") as file:
             for record in records:
@@ -144,6 +164,9 @@ def as_records(path: Path, folder: Path) -> Path:
         start = file.read(HEAD).lstrip()
         if start.startswith(b"[") and start[1:].lstrip().startswith(b"["):
             raise UserError(f"{path} is a list of lists, without names of columns. Write it with orient='records'")
+        file.seek(0)
+        if start.startswith(b"[") and SURROGATE.search(file.read()):  # the library lets half of a pair through
+            return _written(_json_records([path]), [path], folder)
         file.seek(0)
         lines = (line for line in file if line.strip())
         first, second = next(lines, b""), next(lines, b"")

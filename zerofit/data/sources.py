@@ -11,7 +11,8 @@ from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, l
 
 from zerofit.data.delimited_files import check_fields, text_features, with_delimiter, with_quoting
 from zerofit.data.file_formats import BUILDERS, format_of, plain_files, unreadable
-from zerofit.data.json_files import as_records, load_json
+from zerofit.data.json_files import as_records, load_json, without_half_pairs
+from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
@@ -136,7 +137,18 @@ def _load(
             raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .xlsx, .parquet")
         folder = data.cache.folder
         if builder == "json":
-            return load_json([as_records(path, folder) for path in paths], part, data.hub_cache, folder)
+            records = [as_records(path, folder) for path in paths]
+            try:
+                return load_json(records, part, data.hub_cache, folder)
+            except Exception as error:
+                if isinstance(error, UserError) or not data.skip_bad_records:
+                    raise
+                good, skipped, total = without_half_pairs(records, folder)
+                if not skipped:
+                    raise
+                what = f"records of {paths[0]} are skipped, such as record {skipped[0]}: half of a surrogate pair"
+                notes += report_data_loss(data.allow_data_loss, len(skipped), total, what)
+                return load_json([good], part, data.hub_cache, folder)
         load = partial(load_dataset, builder, split=part, cache_dir=data.hub_cache and str(data.hub_cache))
         if builder != "csv":
             return load(data_files={part: [str(path) for path in paths]}, **kwargs)

@@ -57,6 +57,15 @@ def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
 
 
+def has_half_pair(value: Any) -> bool:
+    """Whether a text in a value of JSON has half of a surrogate pair, which is no character and cannot be encoded."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """A JSON file of a run's record, which a kill, a full disk or a hand may have damaged: empty if it is missing,
     cannot be read, or holds something else than an object."""
