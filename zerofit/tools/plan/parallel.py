@@ -38,6 +38,8 @@ def find_all(
         return [(outcome.predictions, outcome.refused, outcome.remedies) for outcome in share]
 
     several = list(shares.values())
+    if not several:
+        return
     workers = min(usable_cores(), len(several)) if _can_fork() else 1
     for share, found in zip(several, in_processes(find, several, workers, progress)):
         for outcome, (predictions, refused, remedies) in zip(share, found):
