@@ -15,6 +15,7 @@ from zerofit.data.encodings import likely, proposal
 from zerofit.data.file_formats import FORMATS
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import not_utf8
+from zerofit.data.stream_reader import Place, find_shards, read_window
 from zerofit.data.text import split_off
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import load_configuration
@@ -283,3 +284,11 @@ def test_other_files_with_a_byte_order_mark(tmp_path, encoding):
     for name in ("a.jsonl", "a.txt"):
         prompts = read_prompts(GenerateOptions(model="m", prompt_file=str(tmp_path / name)))
         assert [prompt.text for prompt in prompts] == ["ä", "b"]
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "{a}.ndjson", "a*.jsonl.gz"])
+def test_shards_whose_names_look_like_globs(tmp_path, name):
+    rows = b"\xef\xbb\xbf" + b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith("gz") else rows)
+    shards = find_shards((str(tmp_path / name),))
+    assert read_window(shards, [0], Place(), 1 << 20)[0].to_pydict() == {"text": ["a", "b"]}

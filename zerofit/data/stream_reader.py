@@ -7,6 +7,8 @@ after a whole batch, and a connection that is lost is opened again at the next r
 
 import asyncio
 import functools
+import glob
+import importlib.util
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import find_files, is_address
 
 # {ending: the datasets library's reader}; of files without .gz or .zst
-READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".tar": "webdataset"}
+READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".tar": "webdataset"}
 RECORDS = 64  # of a batch; a window ends after one
 PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # before a lost connection is tried again: about 7 minutes
 LOST = (OSError, asyncio.TimeoutError, EOFError)
@@ -85,6 +87,8 @@ def find_shards(patterns: tuple[str, ...]) -> Shards:
     for name, reader in readers.items():
         if reader is None or reader != readers[names[0]]:
             raise UserError(f"streaming: {name} is not {' or '.join(READERS)}, or not of one format with {names[0]}")
+    if any(name.endswith(".zst") for name in names) and not importlib.util.find_spec("zstandard"):
+        raise UserError("streaming: .zst files need a package: pip install zstandard")
     return Shards(tuple(names), tuple(sizes), READERS[_ending(names[0])])
 
 
@@ -153,5 +157,6 @@ def _is_lost(error: Exception) -> bool:
 
 
 def _open(reader: str, name: str) -> IterableDataset:
+    name = name if is_address(name) else glob.escape(name)  # the library searches for names of files
     stream = load_dataset(reader, data_files={"train": [name]}, split="train", streaming=True)
     return stream if reader == "webdataset" else stream.with_format("arrow")  # whose tables differ in their columns
