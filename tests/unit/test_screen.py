@@ -149,3 +149,30 @@ def test_a_new_head_is_no_news(missing, mismatched, expected):
     found = LoadStateDictInfo(missing, {"cls.predictions.bias"}, mismatched, [], {}, set())
     assert is_of_a_new_head(found.create_loading_report()) == expected
     assert not is_of_a_new_head("`use_cache=True` | is incompatible")
+
+
+@pytest.mark.parametrize(
+    ("task", "head", "described"),
+    [
+        ("cls", "Text,Label", "texts Text, labels Label"),
+        ("cls", "Sentence1,Sentence2,LABEL", "texts Sentence1 and Sentence2, labels LABEL"),
+        ("cls", "text,Label", "texts text, labels Label"),
+        ("seq2seq", "Source,Target", "source Source, target Target"),
+    ],
+)
+def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
+    from zerofit.data.labelled.examples import _find
+    from zerofit.data.options import DataOptions
+    from zerofit.data.pairs.columns import PairColumns, find_columns
+    from zerofit.data.sources import read_source
+    from zerofit.recipe import ClsRecipe, Seq2SeqRecipe
+
+    rows = [",".join(f"{name} {number % 2}" for name in head.split(",")) for number in range(8)]
+    (tmp_path / "a.csv").write_text("\n".join([head, *rows]) + "\n")
+    recipe = {"cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}[task](train_file=[str(tmp_path / "a.csv")])
+    if task == "cls":
+        assert _find(recipe, DataOptions.of(recipe), None).describe == described
+        return
+    source = read_source(DataOptions.of(recipe))
+    columns = find_columns(PairColumns.of(recipe.columns_in(source.first.column_names)), source.first)
+    assert source.as_written(columns).describe == described

@@ -1,11 +1,12 @@
 """Read files or a dataset of the hub into tables of records, one for each part of the data."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
@@ -38,11 +39,24 @@ class Source:
     files: dict[str, list[Path]]  # of each part; empty if no option names files
     name: str = ""  # of data that are in no file of their own, in messages
     notes: list[str] = field(default_factory=list)  # how files were read
+    written: dict[str, str] = field(default_factory=dict)  # {column in lower case: as the file has it}
 
     @property
     def first(self) -> Dataset:
         """The first table, for its columns."""
         return next(iter(self.parts.values()))
+
+    def as_written(self, columns: Any) -> Any:
+        """The columns that a reader has found, with their names in the file: for the log."""
+        named = {each.name: getattr(columns, each.name) for each in fields(columns)}
+        return replace(
+            columns,
+            **{
+                each: self.written[name]
+                for each, name in named.items()
+                if isinstance(name, str) and name in self.written
+            },
+        )
 
     def where(self, part: str) -> str:
         """The name of a part in messages. Records are numbered through all of its files."""
@@ -99,7 +113,8 @@ def read_source(
         except UserError as error:
             raise UserError(_with_names(error.problems, paths, files[part])) from None
         notes = _with_names(notes, paths, files[part])
-    return Source(_lowercase_columns(parts, data.named_columns) if data.lowercases else parts, files, notes=notes)
+    written = _lowercase_columns(parts, data.named_columns) if data.lowercases else {}
+    return Source(parts, files, notes=notes, written=written)
 
 
 def _with_names(texts: list[str], plain: list[Path], files: list[Path]) -> list[str]:
@@ -109,16 +124,18 @@ def _with_names(texts: list[str], plain: list[Path], files: list[Path]) -> list[
     return texts
 
 
-def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, Dataset]:
-    """The tables with lower-case column names, so that Text is found as text. Columns that an option names keep their
-    names (as do those of GLUE's original files)."""
+def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, str]:
+    """Give the tables lower-case column names, so that Text is found as text. Columns that an option names keep their
+    names (as do those of GLUE's original files). Returns {new name: name in the file}."""
+    written: dict[str, str] = {}
     for part, table in parts.items():
         lower = {name: name.strip().lower() for name in table.column_names if name not in named}
         new = [*lower.values(), *(name for name in table.column_names if name in named)]
         changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
         if changed:
             parts[part] = table.rename_columns(changed)
-    return parts
+            written |= {other: name for name, other in changed.items()}
+    return written
 
 
 def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:

@@ -98,7 +98,10 @@ class Records:
     @property
     def describe(self) -> str:
         """For the log."""
-        return self.choices.describe if self.choices else f"texts {' and '.join(self.texts)}, labels {self.label}"
+        if self.choices:
+            return self.choices.describe
+        *texts, label = (self.source.written.get(name, name) for name in (*self.texts, self.label))
+        return f"texts {' and '.join(texts)}, labels {label}"
 
     def values(self, as_names: bool) -> list[Any]:
         """All labels; class numbers as their names, or as they are."""
@@ -276,7 +279,7 @@ def _prepare_unlabelled(
             source.parts = {PREDICT: _as_text(table, texts)}
         parts, notes = read_parts(source, {PREDICT: columns}, options)
         data = encode_parts(options, config, parts, (PREDICT,), columns.labels, length)
-    data.notes[:0] = [f"data      texts {' and '.join(texts)}", *notes]
+    data.notes[:0] = [f"data      texts {' and '.join(source.written.get(name, name) for name in texts)}", *notes]
     if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
     data.held_out = [replace(data.held_out[0], suffix="")]

@@ -149,7 +149,7 @@ def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths:
     tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
     tables = limit_parts(tables, options)
     notes[:0] = [
-        f"data      {columns.describe}",
+        f"data      {source.as_written(columns).describe}",
         *describe_languages(tokenizer),
         *_missing_prefix(config, form.prefix),
     ]
