@@ -412,6 +412,7 @@ def test_what_is_refused(generate, model, flags, words):
         ('{"prompt": "a"}\n{"text": "b"}\n', ["line 2", "`prompt`", "text"]),
         ('\n{"prompt": "a"}\nnonsense\n', ["line 3", "not JSON"]),
         ('{"messages": [{"role": "assistant", "content": "a"}]}\n', ["line 1", "replied to"]),
+        ('{"prompt": "a"}\n' + r'{"prompt": "b \ud83d"}', ["line 2", "surrogate pair"]),
     ],
 )
 def test_prompt_files_that_are_refused(generate, model, tmp_path, content, words):

@@ -14,7 +14,7 @@ from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template,
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import read_text
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import has_half_pair, parse_json
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import ModelSource, find_model, load
@@ -103,6 +103,8 @@ def _prompt_of(line: str, where: str) -> Prompt:
         record = parse_json(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
+    if has_half_pair(record):
+        raise UserError(f"{where}: a text has half of a surrogate pair (as \\ud83d alone), which is no character")
     keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     if isinstance(record, dict) and isinstance(record.get("prompt"), str):
         return Prompt(record["prompt"])
