@@ -429,3 +429,23 @@ def test_a_run_s_option_names_that_of_a_comparison(flag, instead, capsys):
     said = capsys.readouterr().err
     assert f"--{flag.split()[0]} has no effect in a comparison" in said
     assert instead in said.partition("comparison")[2]
+
+
+@pytest.mark.parametrize(("is_trying", "words"), [(False, "starts, for"), (True, "its updates, for")])
+def test_a_silent_launch_says_how_long(is_trying, words, capsys):
+    """Each minute without an answer."""
+    launch = TrialLaunch.__new__(TrialLaunch)
+    launch.trying, launch.is_trying, launch.patience_s = 16, is_trying, 1000.0
+    launch._answers = launch._failures = SimpleNamespace(poll=list)
+    clock = SimpleNamespace(seconds=0.0, process=SimpleNamespace(returncode=0))
+
+    def wait(until: float) -> str:
+        clock.seconds += 10
+        return "ended" if clock.seconds > 300 else "running"
+
+    clock.wait = wait
+    assert launch._follow(clock, {}).how == "failed"
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4
+    assert all(f"16  {words}" in line for line in said)
+    assert said[0].endswith("1:10 now")
