@@ -29,3 +29,21 @@ def test_the_curves_of_a_run(monkeypatch, tmp_path, updates):
     assert (lower.get_ylabel(), right.get_ylabel()) == ("learning rate", "grad norm")
     assert right.get_yscale() == ("linear" if updates == 1 else "log")
     assert all(tick == int(tick) for tick in lower.get_xticks())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_updates_at_which_a_run_was_resumed_are_kept(tmp_path, elsewhere):
+    """Also where a copy of the run in another folder goes on, and of one that goes back."""
+    from helpers import recipe_of
+
+    from zerofit.record.run_folder import RunFolder
+
+    here, before = RunFolder(tmp_path / "run"), None
+    for place, (updates, expected) in enumerate([(0, []), (4, [4]), (9, [4, 9]), (6, [4, 6])]):
+        folder = RunFolder(tmp_path / f"run{place}") if elsewhere else here
+        environment = {}
+        folder.start(recipe_of(), 8, {}, environment, updates, before)
+        assert environment.get("resumed_after", []) == expected
+        assert folder.environment().get("resumed_after", []) == expected
+        folder.metrics.close()
+        before = folder.path
