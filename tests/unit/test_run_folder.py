@@ -15,7 +15,7 @@ from helpers import ROOT, refusal
 from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror_store import files_of
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
-from zerofit.model.adapter_folder import AdapterFolder, _recorded_base
+from zerofit.model.adapter_folder import AdapterFolder, recorded_base
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.paths import name_of_recipe, output_folder, why_no_model
@@ -206,7 +206,7 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
     assert "this run has no model" in why_no_model(str(tmp_path)) or name == "environment.json"
     adapter = AdapterFolder(tmp_path / "model", {"base_model_name_or_path": "./base"}, {})
     with contextlib.suppress(UserError):
-        assert _recorded_base(adapter) == "./base"
+        assert recorded_base(adapter) == "./base"
     assert queue_again_refused(1, tmp_path, is_first=True) == ""
     assert isinstance(RunFolder(tmp_path).environment().get("exit_code", 0), int)
     with contextlib.suppress(UserError):
