@@ -69,12 +69,12 @@ def disturb(what: str) -> None:
 
         Session.phase = killed
     elif what.startswith("SIG"):
-        enter, (name_of_signal, phase, first) = Session.phase, what.split()
+        enter, (name_of_signal, phase, first), sent = Session.phase, what.split(), []
 
         def signalled(self, name, update):
             enter(self, name, update)
-            if name == phase and update >= int(first):
-                Session.phase = enter
+            if name == phase and update >= int(first) and not sent:
+                sent.append(update)
                 ranks = psutil.Process(os.getppid()).children()
                 for rank in sorted(ranks, key=lambda rank: rank.pid == os.getpid()):  # this one at the end
                     rank.send_signal(signal.Signals[name_of_signal])
