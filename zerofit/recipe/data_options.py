@@ -36,7 +36,7 @@ class SourceOptions(Recipe):
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
         None,
-        "Files or globs: .txt, .json(l), .ndjson, .csv, .tsv, .conll, also .gz, .bz2, .xz, .zst; .parquet; .xlsx.",
+        "Files or globs: .txt, .json(l), .csv, .tsv, .conll, also packed; .parquet; .xlsx.",
         common=True,
     )
     validation_file: list[str] | None = option(None, "Files or globs of the held-out data.", common=True)  # noqa: RUF009
