@@ -5,6 +5,9 @@ import errno
 import io
 import json
 import os
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -22,7 +25,7 @@ from zerofit.recipe.paths import name_of_recipe, output_folder, why_no_model
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.exit_code import ExitCode
 from zerofit.record.jsonl import JsonlFile
-from zerofit.record.metrics import fields_table
+from zerofit.record.metrics import UpdateMetrics, fields_table, line_of_metrics
 from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
@@ -264,8 +267,9 @@ def test_a_runs_own_recipe_is_one_for_every_tool(tmp_path, task, monkeypatch):
     assert exit_code_of([own]).folder.path == Path(written.output_dir)
     again.output_dir = None
     assert output_folder(task, again) == Path("outputs/mine")
-    assert name_of_recipe(own) == "mine"
-    assert name_of_recipe(str(file)) == file.stem
+    assert name_of_recipe(own, task) == "mine"
+    assert name_of_recipe(str(file), task) == file.stem
+    assert name_of_recipe(None, task) == task
 
 
 # -------------------------------------------------------------------------------------------------- files of the user
@@ -435,3 +439,12 @@ def test_the_table_of_fields_is_current():
     table = fields_table()
     assert table.count("\n") > 20
     assert table in (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
+
+
+def test_every_field_of_metrics_is_read_back():
+    some = {str: "a", bool: True, int: 1, float: 0.5, Mapping: {"a": 0.5}}
+    kinds = {each.name: (typing.get_args(each.type) or (each.type,))[0] for each in fields(UpdateMetrics)}
+    line = UpdateMetrics(**{name: some[typing.get_origin(kind) or kind] for name, kind in kinds.items()}).to_line()
+    assert line_of_metrics(json.dumps(line).encode()) == line
+    damaged = json.dumps({**line, "loss": "a", "anomaly": 1}).encode()
+    assert line_of_metrics(damaged).keys() == line.keys() - {"loss", "anomaly"}

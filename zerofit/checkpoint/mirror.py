@@ -140,9 +140,8 @@ class Mirror:
                     self._call(self.store.remove, f"{CHECKPOINTS}/{name}")
             self._call(self.store.remove, MODEL)
             self._found = dict(self.store.manifests())
-        ours = {(folder, manifest) for folder, manifest in self._sent}
         for name, manifest in self.store.manifests():
-            if manifest != self._found.get(name) and (name, manifest) not in ours:
+            if manifest != self._found.get(name) and (name, manifest) not in self._sent:
                 raise MirrorLost
 
     def _call(self, method: Callable[..., None], *args: Any) -> None:

@@ -220,9 +220,6 @@ def fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
         return {"samples": 0, "checksum": digest.hexdigest(), "grouping": grouping}
     for index in np.linspace(0, len(samples) - 1, min(len(samples), SAMPLES_LOOKED_AT)).astype(int):
         digest.update(np.ascontiguousarray(samples[int(index)]["input_ids"], dtype=np.int64).tobytes())
-    scores = getattr(samples, "scores", None)
-    if scores is not None:
-        digest.update(np.ascontiguousarray(scores).tobytes())
     return {"samples": len(samples), "checksum": digest.hexdigest(), "grouping": grouping}
 
 

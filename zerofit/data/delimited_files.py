@@ -60,10 +60,8 @@ def with_quoting(path: Path, kwargs: dict) -> tuple[dict, str]:
     if is_quoted is None:
         return kwargs, ""
     if is_quoted:
-        return {
-            **kwargs,
-            "quoting": csv.QUOTE_MINIMAL,
-        }, f"note      {path}: double quotes enclose fields, as pandas writes them"
+        note = f"note      {path}: double quotes enclose fields, as pandas writes them"
+        return {**kwargs, "quoting": csv.QUOTE_MINIMAL}, note
     return kwargs, f"note      {path}: double quotes are parts of the texts, they enclose no fields"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import marked_encoding
+from zerofit.recipe.files import marked_encoding, open_bytes
 
 PROPOSED = (
     "cp932", "euc_jp", "gb18030", "cp950", "cp949", "cp1252", "cp1250", "iso8859_2", "cp1254", "cp1251", "koi8_r",
@@ -26,6 +26,12 @@ def proposal(data: bytes) -> str:
         return "No known encoding decodes it as text. If you know the encoding, name it with --encoding"
     shown = " or ".join(f"{name}, {line!r}" for name, line in zip(texts, _lines(list(texts.values()))))
     return f"It may be {shown}. Name the right one: --encoding {' or '.join(texts)}"
+
+
+def encoding_of_mark(path: Path) -> str | None:
+    """The encoding that the byte-order mark of a file, which may be packed, stands for; None without one."""
+    with open_bytes(path) as file:
+        return marked_encoding(file.read(4))
 
 
 def likely(data: bytes) -> list[str]:

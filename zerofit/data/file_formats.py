@@ -15,11 +15,11 @@ from zipfile import BadZipFile
 import pandas as pd
 
 from zerofit.data.conll import sentences
-from zerofit.data.encodings import PORTION, as_utf8, proposal
+from zerofit.data.encodings import PORTION, as_utf8, encoding_of_mark, proposal
 from zerofit.data.options import DataOptions
 from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import PACKED, atomic_file, marked_encoding, open_bytes
+from zerofit.recipe.files import PACKED, atomic_file, open_bytes
 from zerofit.recipe.parsing import has_half_pair, parse_json
 
 FORMATS = {
@@ -39,7 +39,6 @@ BUILDERS = {
     "json": ("json", {"parse_agent_traces": False}),  # records of some columns would need another package
     "conll": ("json", {}),
 }
-QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
 
 
 def format_of(files: list[Path]) -> str:
@@ -109,8 +108,7 @@ def _converted(path: Path, kind: str, data: DataOptions) -> Path:
     """The converted file in the cache, which is written once; the file itself where the readers can read it."""
     encoding = data.encoding
     if not encoding and kind not in ("xlsx", "parquet"):
-        with open_bytes(path) as file:
-            encoding = marked_encoding(file.read(4))
+        encoding = encoding_of_mark(path)
     is_packed = path.suffix.lower() in PACKED and path.suffix != ".gz"
     is_converted = encoding or data.field or is_packed or kind in ("xlsx", "conll")
     if not is_converted and not any(mark in str(path) for mark in "*?[]{}") and "::" not in str(path):

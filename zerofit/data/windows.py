@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +32,7 @@ from zerofit.data.stream_reader import Place, Shards, read_window
 from zerofit.data.tables import set_fingerprint
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import object_of
 
 OPENED = 4  # windows of which a process keeps the files mapped
 LAG_UPDATES = 16  # that ranks and their loaders may be apart: files are removed so much later
@@ -186,7 +185,7 @@ class WindowStore:
         tables = (table for table in (self.table, self.earlier) if table is not None and table.is_file())
         table = next(tables, self.table)
         lines = table.read_bytes().split(b"\n") if table.is_file() else []
-        made_of = _object(lines[0]) if lines else {}
+        made_of = (lines and object_of(lines[0])) or {}
         if made_of.get("shards", self.made_of["shards"]) != self.made_of["shards"] and self.resumes:
             raise UserError(
                 f"train_file: the shards are others (names, sizes) than those of {table}. Restore them, or begin "
@@ -195,20 +194,12 @@ class WindowStore:
         if made_of != self.made_of:  # of a run that this one replaces
             return []
         windows: list[Window] = []
-        for line in map(_object, lines[1:]):
+        for line in (object_of(text) or {} for text in lines[1:]):
             counts = line.keys() == asdict(Window()).keys() and all(type(count) is int for count in line.values())
             if not counts or line["number"] != len(windows) or line["first"] != (windows[-1].end if windows else 0):
                 break
             windows.append(Window(**line))
         return windows
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    """The object of a line; empty if it is damaged."""
-    with suppress(ValueError):
-        found = parse_json(text)
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 class StreamedSamples:

@@ -29,16 +29,12 @@ class Recipe:
         return self.__dict__.get("_sources", {}).get(name)
 
     def remember_left_out(self, notes: Iterable[str]) -> None:
-        self._left_out = list(notes)
+        self._left_out = [*self.left_out, *notes]
 
     @property
     def left_out(self) -> list[str]:
-        """A note on each value of the recipe's file that does not go together with a flag, and has no effect."""
+        """A note on each value of the recipe's or the strategy's file that has no effect beside a flag."""
         return self.__dict__.get("_left_out", [])
-
-    def leave_out(self, note: str) -> None:
-        """Remember that a value of the strategy's file has no effect, since a flag says otherwise."""
-        self._left_out = [*self.left_out, note]
 
     def is_flag(self, name: str) -> bool:
         """Whether the command line has set this option."""

@@ -115,8 +115,6 @@ HINTS = {
     "--push_to_hub owner/name": "hub_model_id",
     "the number of classes follows from the labels of the data; remove it": "num_labels num_classes n_classes",
 }  # fmt: skip
-
-
 # {option of an earlier commit: what to use instead} (CHANGELOG.md).
 REMOVED = {
     "difficulty_warmup": "it is gone; block_size_warmup and global_batch_warmup let rows and batches grow",

@@ -76,7 +76,7 @@ SATISFIED = _by_name({  # what is always so
     OVERLAP: "overlap_grad_reduce overlap_param_gather",
     "it is so under ddp; under ZeRO the JSON sets it (data_types)": "accumulate_allreduce_grads_in_fp32",
     "nothing but weights is loaded for a run to start from": "no_load_optim no_load_rng no_load_lr_state finetune",
-    "SIGTERM, SIGUSR1 and Ctrl-C save and leave": "exit_signal_handler",
+    "SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save and leave": "exit_signal_handler",
     "the strategy is the launcher's": "DDP_impl",
     "the loss is a sum over tokens, divided by their number in the global batch": "calculate_per_token_loss",
     "the memory-saving loss is the default (--loss)": "cross_entropy_loss_fusion",

@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import Compilation, Recomputation, option
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import is_run
 
 FROM_SCRATCH = ("config_name", "model_type")
@@ -189,12 +189,9 @@ class LoraOptions(Recipe):
         the user says otherwise is a problem, but for the dropout."""
         folder = getattr(self, "model_name_or_path", None) or ""
         file = Path(folder).expanduser() / "adapter_config.json"
-        try:
-            settings = parse_json(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        settings = read_record(file)
+        if settings.get("peft_type") != "LORA":
             return  # there is none, or whoever opens it says what is wrong
-        if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-            return
         theirs: dict[str, Any] = {"lora": True} | {name: settings.get(key) for name, key in OF_ADAPTER.items()}
         found = []
         for name, value in theirs.items():

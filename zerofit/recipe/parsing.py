@@ -66,14 +66,22 @@ def has_half_pair(value: Any) -> bool:
     return False
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A JSON file of a run's record, which a kill, a full disk or a hand may have damaged: empty if it is missing,
-    cannot be read, or holds something else than an object."""
+def object_of(text: bytes) -> dict[str, Any] | None:
+    """The object that a JSON text is; None if it is none, or damaged."""
     try:
-        found = parse_json(path.read_bytes())
-    except (OSError, ValueError):
+        found = parse_json(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a record, which a kill, a full disk or a hand may have damaged: empty if it is
+    missing, cannot be read, or holds something else."""
+    try:
+        return object_of(path.read_bytes()) or {}
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def parse_number(text: str) -> float | None:

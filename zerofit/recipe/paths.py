@@ -162,8 +162,11 @@ def not_ones_own(folder: Path) -> str | None:
     return f"can be written by others (mode {stat.S_IMODE(about.st_mode):o})" if about.st_mode & writers else None
 
 
-def name_of_recipe(file: str) -> str:
-    """What a run or a report is called after a recipe's file: its name; of a run's own recipe.yaml that of the run."""
+def name_of_recipe(file: str | None, otherwise: str) -> str:
+    """What a run or a report is called after a recipe's file: its name; of a run's own recipe.yaml that of the run;
+    without a file `otherwise`."""
+    if file is None:
+        return otherwise
     path = Path(file)
     is_of_run = any((path.parent / name).is_file() for name in ("strategy.yaml", ENVIRONMENT))
     return path.resolve().parent.name if path.name == "recipe.yaml" and is_of_run else path.stem
@@ -184,14 +187,13 @@ def why_no_model(name: str) -> str | None:
 
 def output_folder(task: str, recipe) -> Path:
     """The run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
-    source = recipe.source("config")
-    return Path(recipe.output_dir or Path("outputs") / (name_of_recipe(source) if source else task))
+    return Path(recipe.output_dir or Path("outputs") / name_of_recipe(recipe.source("config"), task))
 
 
 def answers_folder(task: str, recipe) -> str:
     """The folder of a launch without training: named after the model, the recipe's file or the task, and after what is
     done."""
-    source, asked = recipe.source("config"), Path(recipe.model_name_or_path or "")
+    asked = Path(recipe.model_name_or_path or "")
     of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
-    name = recipe.output_dir or Path("outputs") / (name_of_recipe(source) if source else of_model or task)
+    name = recipe.output_dir or Path("outputs") / name_of_recipe(recipe.source("config"), of_model or task)
     return f"{name}-{'predict' if recipe.predict_file else 'evaluate'}"

@@ -278,7 +278,7 @@ class ClmRecipe(
 
 @dataclass
 class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLossOptions, LabelOptions):
-    """Classification and regression of sentences and pairs; embeddings."""
+    """Classification and regression of sentences and pairs."""
 
     def __post_init__(self):
         others = () if self.trains else (self.validation_file, self.predict_file)

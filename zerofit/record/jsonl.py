@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.files import atomic_file, open_without_links
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import object_of
 
 Parse = Callable[[bytes], dict[str, Any] | None]
 
@@ -116,15 +116,6 @@ class LineReader:
             descriptor = open_without_links(self.file, os.O_RDWR)
             os.ftruncate(descriptor, self.position)
             os.close(descriptor)
-
-
-def object_of(text: bytes) -> dict[str, Any] | None:
-    """The object of a line; None if it is none."""
-    try:
-        line = parse_json(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
 
 
 def line_of_update(text: bytes) -> dict[str, Any] | None:

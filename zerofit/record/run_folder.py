@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, open_without_links, remove, sync, temporary_path
-from zerofit.recipe.parsing import BoundedLoader, read_record
-from zerofit.record.jsonl import JsonlFile, object_of
+from zerofit.recipe.parsing import BoundedLoader, object_of, read_record
+from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import line_of_metrics
 from zerofit.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
 

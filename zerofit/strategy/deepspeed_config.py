@@ -64,7 +64,8 @@ class OptionResolver(Problems):
 
     def leave_out(self, key: str, stated: Any, option: str) -> None:
         """A flag wins: note that what the configuration states has no effect."""
-        self.recipe.leave_out(f"{self.source}: {key} = {json.dumps(stated)} is left out: --{option} says otherwise")
+        note = f"{self.source}: {key} = {json.dumps(stated)} is left out: --{option} says otherwise"
+        self.recipe.remember_left_out([note])
 
     def fill(self, key: str, value: Any, what: str, follows_from: Sequence[str] = ()) -> None:
         """Set `key` where it is absent or "auto"; anything else than `value` is a contradiction, unless the value

@@ -27,13 +27,7 @@ def offload_inputs(model: torch.nn.Module, saved: Saved) -> None:
             module._gradient_checkpointing_func = saving  # type: ignore[assignment]  # a Module's setter wants tensors
 
 
-def _checkpoint(
-    checkpoint: Any,
-    saved: Callable[[], AbstractContextManager[Any]],
-    layer: torch.nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _checkpoint(checkpoint: Any, saved: Saved, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """torch.utils.checkpoint of a layer."""
     with saved():
         return checkpoint(layer, *args, **kwargs)

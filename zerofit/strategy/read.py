@@ -172,9 +172,8 @@ def _agreed_precision(
     if flags and len({each.value for each in flags}) == 1:  # a flag wins
         for each in stated:
             if each.value != flags[0].value:
-                recipe.leave_out(
-                    f"precision {each.value} ({each.source}) is left out: {flags[0].source} says otherwise"
-                )
+                note = f"precision {each.value} ({each.source}) is left out: {flags[0].source} says otherwise"
+                recipe.remember_left_out([note])
         stated = [each for each in stated if each.value == flags[0].value]
     if len({each.value for each in stated}) > 1:
         sides = " and ".join(f"{each.value} ({each.source})" for each in stated)

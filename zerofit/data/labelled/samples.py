@@ -110,11 +110,11 @@ def encode_parts(
     held = []
     for name in held_out:
         if name in parts:
-            held.append(HeldOut(sets[name], _kept(parts[name], labels), name.removeprefix("validation")))
+            held.append(HeldOut(sets[name], _kept(parts[name]), name.removeprefix("validation")))
     return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)
 
 
-def _kept(part: Part, labels: Labels) -> Dataset:
+def _kept(part: Part) -> Dataset:
     """All columns of the records for predictions.jsonl, where the label is a name, also where the data has numbers."""
     label = part.reader.label
     own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))

@@ -25,7 +25,7 @@ from zerofit.recipe.inference_options import OF_MODEL
 from zerofit.recipe.tasks import Seq2SeqRecipe
 
 COLUMNS = ("input_ids", "labels")
-NUMBERS = ("record", "truncated", "source_tokens", "target_tokens")
+NUMBERS = ("truncated", "source_tokens", "target_tokens")
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
 )
@@ -265,7 +265,7 @@ class PairEncoder:
         """Columns input_ids, labels, target (the full text), truncated (tokens cut), and the numbers of tokens of the
         full source and target."""
         if not pairs:
-            return {name: [] for name in TABLE if name != "record"}
+            return {name: [] for name in TABLE}
         sources, lost = self.sources([pair.source for pair in pairs])
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)
@@ -323,7 +323,6 @@ class PairEncoder:
 
 def _encode(part: Part, encoder: PairEncoder, cache: TableCache) -> Dataset:
     def encode(records: list[list[Pair]], places: list[int]) -> dict:
-        of_each = [place for place, pairs in zip(places, records) for _ in pairs]
-        return {**encoder.encode([pair for pairs in records for pair in pairs]), "record": of_each}
+        return encoder.encode([pair for pairs in records for pair in pairs])
 
     return part.encode(encode, TABLE, encoder.key, cache)

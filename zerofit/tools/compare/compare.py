@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     options, cls = read_with_recipe(CompareOptions, argv, prog="zerofit compare")
     candidates = read_candidates(options.names)
-    source = options.source("config")
-    output = Path(options.output or Path("outputs") / f"compare-{name_of_recipe(source) if source else options.task}")
+    name = name_of_recipe(options.source("config"), options.task)
+    output = Path(options.output or Path("outputs") / f"compare-{name}")
     check_folder_of(output, JOURNAL, "comparison")
     check_paths(options, output, "output")
     trial_recipe = make_recipe(options, cls)
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     (output / RECIPE).write_text(trial_recipe.to_yaml(), encoding="utf-8")
     (output / JOURNAL).touch()
     say(
-        f"recipe    {source or 'from flags'}",
+        f"recipe    {options.source('config') or 'from flags'}",
         f"compared  {', '.join(candidate.name for candidate in candidates)}",
         f"machine   {machine.describe()}",
         f"folder    {output}",

@@ -46,7 +46,7 @@ class ComparisonReport:
         self.finished: list[Finished] = []  # the runs of --finish
         self.simulated = bool(self.machine.simulated)  # its times mean nothing
         self.variable = comparison.variable
-        title = name_of_recipe(self.options.source("config") or self.options.task)
+        title = name_of_recipe(self.options.source("config"), self.options.task)
         self.title = f"{self.variable.size.capitalize()}s{', simulated' * self.simulated}: {title}"
 
     @property

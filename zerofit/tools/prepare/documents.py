@@ -13,12 +13,12 @@ import pyarrow
 from pyarrow import parquet
 
 from zerofit.data.delimited_files import with_delimiter, with_quoting
-from zerofit.data.encodings import as_utf8
+from zerofit.data.encodings import as_utf8, encoding_of_mark
 from zerofit.data.file_formats import BUILDERS, FORMATS, unreadable
 from zerofit.data.megatron.corpus import INDICES
 from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import DAMAGED, PACKED, marked_encoding, open_bytes, unpacked
+from zerofit.recipe.files import DAMAGED, PACKED, open_bytes, unpacked
 from zerofit.recipe.parsing import parse_json
 from zerofit.tools.prepare.encode import InputPart
 
@@ -141,18 +141,12 @@ def tasks_of(
 
 def _blocks(path: Path, encoding: str | None) -> Iterator[tuple[bytes, int]]:
     """The bytes of a file, unpacked and as UTF-8, in blocks, each with the bytes on disk that are read by then."""
-    encoding = encoding or marked_encoding(_start(path))
+    encoding = encoding or encoding_of_mark(path)
     with path.open("rb") as raw:
         file = unpacked(raw, path)
         blocks = as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PART), b"")
         for block in blocks:
             yield block, raw.tell()
-
-
-def _start(path: Path) -> bytes:
-    """The first bytes of a file, which may be a byte-order mark."""
-    with open_bytes(path) as file:
-        return file.read(4)
 
 
 def _is_list(path: Path, encoding: str | None) -> bool:
@@ -178,7 +172,7 @@ def _table(file: InputFile, keys: tuple[str, ...], encoding: str | None) -> Iter
             for batch in table.iter_batches(ROWS, columns=list(keys)):
                 yield from batch.to_pylist()
             return
-        marked = marked_encoding(_start(file.path))
+        marked = encoding_of_mark(file.path)
         kwargs = {
             **BUILDERS[file.kind][1],
             "encoding": encoding or ("utf-8-sig" if marked in (None, "utf-8") else marked),

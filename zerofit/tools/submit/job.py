@@ -115,6 +115,6 @@ def _refused(program: list[str], strategy: str, processes: int, local_processes:
 def _name_of(program: list[str]) -> str:
     """Of the recipe, for DNS: letters, digits and -, a letter first."""
     script, *words = program
-    recipe = words[words.index("--config") + 1] if "--config" in words[:-1] else script
-    name = re.sub(r"[^a-z0-9]+", "-", name_of_recipe(recipe).lower())[:NAME_LENGTH].strip("-")
+    recipe = words[words.index("--config") + 1] if "--config" in words[:-1] else None
+    name = re.sub(r"[^a-z0-9]+", "-", name_of_recipe(recipe, Path(script).stem).lower())[:NAME_LENGTH].strip("-")
     return name if name[:1].isalpha() else f"run-{name}"

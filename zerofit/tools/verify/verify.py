@@ -29,15 +29,15 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
 def main(argv: list[str] | None = None) -> int:
     options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
     configs = find_strategies([ONE_PROCESS, *options.names])
-    source = options.source("config")
-    output = Path(options.output or Path("outputs") / f"verify-{name_of_recipe(source) if source else options.task}")
+    name = name_of_recipe(options.source("config"), options.task)
+    output = Path(options.output or Path("outputs") / f"verify-{name}")
     check_folder_of(output, RECIPE, "proof")
     check_paths(options, output, "output")
     short = shorten(options, cls)
     precision = precision_of(options)
     options.tolerance = options.tolerance or TOLERANCES[precision]
     say(
-        f"recipe    {source or 'of flags'}",
+        f"recipe    {options.source('config') or 'of flags'}",
         *(f"changed   {change}" for change in short.notes),
         f"compared  to {options.tolerance:g}, in {precision}",
         f"folder    {output}",
