@@ -204,7 +204,7 @@ def _is_valid(settings: GenerationConfig) -> bool:
 
 def _copy_sentencepiece_model(source: Path, folder: Path) -> None:
     """Copy the tokenizer.model that the tokenizer was converted from: it cannot be converted back, and other programs
-    (Meta's code, `zerofit convert hf-to-meta`) read it."""
+    (llama.cpp, Meta's code) read it."""
     for name in ("tokenizer.model", "original/tokenizer.model"):
         if (source / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
