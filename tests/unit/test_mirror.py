@@ -297,7 +297,7 @@ def test_a_mirror_without_a_whole_one_is_not_overwritten_in_silence(lost):
     assert not list(lost.folder.path.glob("checkpoints/*"))
 
 
-def lost_to_another(is_last: bool) -> None:
+def lost_to_another(*_: object) -> None:
     raise mirroring.MirrorLost
 
 
@@ -317,7 +317,8 @@ def test_what_a_kill_leaves_is_never_used(scene, faults, monkeypatch):
         while len(faults.calls) < number + 6 and scene.there() != [1, 2]:
             pass
         mirror.finish(limit_s=0.0)
-        monkeypatch.setattr(mirror, "copy", lost_to_another)  # its thread ends
+        for method in ("_call", "copy"):  # its thread ends, and changes nothing more
+            monkeypatch.setattr(mirror, method, lost_to_another)
         faults.dead_after = None
         mirror._thread.join()
         kept = MirrorStore(scene.address)
