@@ -124,7 +124,7 @@ class Bench:
 
     def launch(self, case: Case, run: Path) -> Seen:
         """Launch with real launchers, all at once."""
-        from zerofit.tools.launches import launched
+        from zerofit.launch.runs import launched
 
         place, flags = run.parent, case.flags.format(case=run.parent, done=self.folder / "done")
         program = place / "clm.py"

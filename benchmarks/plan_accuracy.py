@@ -44,13 +44,13 @@ from pathlib import Path
 import yaml
 from provenance import provenance
 
+from zerofit.launch.runs import LaunchedRun, launched
 from zerofit.record.jsonl import LineReader
 from zerofit.record.terminal import table
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.compare.trial_files import ANSWERS, TrialRequest
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
-from zerofit.tools.launches import LaunchedRun, launched
 from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

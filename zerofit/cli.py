@@ -43,7 +43,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("launch", "Start a run on all accelerators and machines.", "zerofit.tools.launch.launch:main"),
+    Command("launch", "Start a run on all accelerators and machines.", "zerofit.launch.command:main"),
     Command("submit", "Write a job for Slurm, Kubernetes or SkyPilot.", "zerofit.tools.submit.submit:main"),
     Command("show", "Runs side by side, in one table.", "zerofit.tools.show.show:main"),
     Command("prepare", "Text to corpora in Megatron's format; merge them.", "zerofit.tools.prepare.prepare:main"),

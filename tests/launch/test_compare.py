@@ -13,8 +13,8 @@ import pytest
 import yaml
 from helpers import ROOT, environment
 
+from zerofit.launch.runs import MARK
 from zerofit.tools.compare.finish import read_finished
-from zerofit.tools.launches import MARK
 from zerofit.tools.simulate.build import missing
 
 TINY = {

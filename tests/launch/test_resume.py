@@ -57,9 +57,6 @@ class Run:
             self.launcher.wait(timeout=60)
         finally:
             self.launcher.terminate()
-        waiting = [process for process in psutil.process_iter(["cmdline"]) if {str(self.launcher.pid)} < set(
-            process.info["cmdline"] or ()) and "last_message.py" in " ".join(process.info["cmdline"])]  # fmt: skip
-        psutil.wait_procs(waiting, timeout=10)  # prints the last words below the launcher's
         return self.log.read_text()
 
 

@@ -10,6 +10,7 @@ from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
 from zerofit.cli import COMMANDS
+from zerofit.launch.command import read_options
 from zerofit.recipe import parse_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
@@ -18,7 +19,6 @@ from zerofit.tools.convert.convert_options import FromMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
 from zerofit.tools.evaluate.evaluate_options import EvaluateOptions
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.launch.launch import read_options
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions

@@ -5,17 +5,16 @@ import socket
 import pytest
 from helpers import at_once, refusal
 
-from zerofit.strategy import meeting as meetings
-from zerofit.tools.launch import machine_group
-from zerofit.tools.launch.machine_group import MachineGroup
-from zerofit.tools.launch.restart_rule import code_of_run
+from zerofit.launch import machine_group, rendezvous
+from zerofit.launch.machine_group import MachineGroup
+from zerofit.launch.restart_rule import code_of_run
 
 
 @pytest.fixture
 def port(monkeypatch) -> int:
     for name, seconds in (("SILENT_S", 3.0), ("GRACE_S", 0.1), ("BEAT_S", 0.1)):
         monkeypatch.setattr(machine_group, name, seconds)
-    monkeypatch.setattr(meetings, "KNOWN_S", 2.0)
+    monkeypatch.setattr(rendezvous, "KNOWN_S", 2.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

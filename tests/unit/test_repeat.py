@@ -23,23 +23,16 @@ raise SystemExit(main())
 """
 
 
-def command_of(folder, error: str, variables: dict[str, str]) -> tuple[list, dict[str, str]]:
-    """(command, environment) of a launcher, named as accelerate's, that runs a program which fails."""
-    (folder / "accelerate").write_text(LAUNCHER)
+def lines_of(folder, error: str, on_screen: bool, **variables: str) -> list[str]:
+    """The lines that a launcher and its program print, which fails; on a terminal or not."""
+    (folder / "launcher").write_text(LAUNCHER)
     (folder / "run.py").write_text(RUN.format(error=error))
-    command = [sys.executable, folder / "accelerate", "launch", folder / "run.py"]
-    return command, environment(PYTHONPATH=str(ROOT), **variables)
-
-
-def screen(folder, error: str, **variables: str) -> list[str]:
-    """The lines of a terminal."""
-    command, ours = command_of(folder, error, variables)
-    return on_a_terminal(command, env=ours)[1].split("\r\n")
-
-
-def shown(folder, error: str, **variables: str) -> list[str]:
-    """The same lines without a terminal."""
-    command, ours = command_of(folder, error, variables)
+    command, ours = (
+        [sys.executable, folder / "launcher", folder / "run.py"],
+        environment(PYTHONPATH=str(ROOT), **variables),
+    )
+    if on_screen:
+        return on_a_terminal(command, env=ours)[1].split("\r\n")
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ours)
     return done.stdout.splitlines()
 
@@ -49,27 +42,30 @@ LAST = [
     ("ValueError('no')", "ValueError: no (its traceback is above)"),
     ("KeyboardInterrupt()", "interrupted while the run was starting: its folder is unchanged"),
 ]
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="who the launcher is, is read from /proc")
+ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO"}
 
 
-@on_linux
-@pytest.mark.parametrize("lines_of", [screen, shown])
 @pytest.mark.parametrize(("error", "last"), LAST)
-def test_the_message_comes_once_below_the_launchers_traceback(tmp_path, lines_of, error, last):
-    lines = lines_of(tmp_path, error)
+def test_at_a_terminal_the_message_comes_below_the_traceback_of_accelerate(tmp_path, error, last):
+    lines = lines_of(tmp_path, error, True, **ACCELERATE)
     assert any(line.startswith("subprocess.CalledProcessError: Command") for line in lines)
     assert [line for line in lines if line][-1] == last
-    assert lines.count(last) == 1
 
 
-@on_linux
-@pytest.mark.parametrize("lines_of", [screen, shown])
 @pytest.mark.parametrize(("error", "last"), LAST)
-def test_of_several_processes_torchruns_summary_has_it_or_it_comes_below(tmp_path, lines_of, error, last):
+@pytest.mark.parametrize("on_screen", [True, False])
+def test_of_several_processes_torchruns_summary_has_it(tmp_path, error, last, on_screen):
     file = tmp_path / "error.json"
-    lines = lines_of(tmp_path, error, TORCHELASTIC_ERROR_FILE=str(file))
-    content = json.loads(file.read_text())["message"]["message"]
-    is_below = lines_of is screen or error.startswith("Keyboard")  # the launcher gets Ctrl-C itself
-    assert content == ("its message is the last one below" if is_below else last)
-    assert lines.count(last) == is_below
-    assert [line for line in lines if line][-1] == last or not is_below
+    lines = lines_of(tmp_path, error, on_screen, TORCHELASTIC_ERROR_FILE=str(file), **ACCELERATE)
+    if error.startswith("Keyboard"):  # the launcher gets Ctrl-C itself
+        assert lines.count(last) == 1
+        assert not file.exists()
+    else:
+        assert json.loads(file.read_text())["message"]["message"] == last
+        assert last not in lines
+
+
+def test_a_log_and_a_launch_without_a_traceback_have_the_message_once(tmp_path):
+    error, last = LAST[0]
+    for on_screen, variables in ((False, ACCELERATE), (True, {"ZEROFIT_LAUNCHER": "1"}), (True, {})):
+        assert lines_of(tmp_path, error, on_screen, **variables).count(last) == 1

@@ -18,20 +18,20 @@ from helpers import ROOT, refusal
 from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror_store import files_of
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
+from zerofit.launch.command import program_of
+from zerofit.launch.exit_code import ExitCode
+from zerofit.launch.restart_rule import Restarts, queue_again_refused
+from zerofit.launch.supervisor import exit_code_of
 from zerofit.model.adapter_folder import AdapterFolder, recorded_base
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.paths import name_of_recipe, output_folder, why_no_model
 from zerofit.recipe.tasks import TASKS, task_of_recipe
-from zerofit.record.exit_code import ExitCode
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import UpdateMetrics, fields_table, line_of_metrics
 from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
-from zerofit.tools.launch.launch import program_of
-from zerofit.tools.launch.restart_rule import Restarts, queue_again_refused
-from zerofit.tools.launch.supervise import exit_code_of
 from zerofit.tools.show.table import table_of_runs
 from zerofit.tools.show.watched_run import WatchedRuns
 from zerofit.tools.tool_recipe import join_with_recipe

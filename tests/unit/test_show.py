@@ -12,9 +12,9 @@ import yaml
 from helpers import ROOT, recipe_of
 
 from zerofit.cli import main
+from zerofit.launch.exit_code import ExitCode
 from zerofit.recipe import UserError
 from zerofit.recipe.paths import check_paths
-from zerofit.record.exit_code import ExitCode
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import columns_of
 from zerofit.tools.show.table import HEAD, short_duration, short_number, table_of_runs

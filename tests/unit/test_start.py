@@ -9,11 +9,11 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, refusal
 
+from zerofit.launch import command as start
+from zerofit.launch.restart_rule import Restarts
+from zerofit.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
+from zerofit.launch.supervisor import exit_code_of
 from zerofit.strategy import gpus
-from zerofit.tools.launch import launch as start
-from zerofit.tools.launch.restart_rule import Restarts
-from zerofit.tools.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
-from zerofit.tools.launch.supervise import exit_code_of
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}

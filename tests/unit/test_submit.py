@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, refusal
 from job_files import documents, head, problems, variables, words_of, words_of_script
 
-from zerofit.tools.launch import launch as start
+from zerofit.launch import command as start
 from zerofit.tools.plan import plan
 from zerofit.tools.submit import submit
 

@@ -10,10 +10,10 @@ from random import Random
 import pytest
 from helpers import ROOT, refusal
 
+from zerofit.launch.runs import RunningLaunch, failure, launched, mistake
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
-from zerofit.tools.launches import RunningLaunch, failure, launched, mistake
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify import killing
 from zerofit.tools.verify.killing import Killed

@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 import psutil
 
-from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, decided_code, leave, record_code
-from zerofit.recipe.last_message import print_last
+from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, decided_code, leave, print_last, record_code
 
 EXIT_TO_BE_RESUMED = 85
 EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end: an anomaly, a full disk

@@ -3,16 +3,16 @@
 import contextlib
 import difflib
 import functools
+import json
 import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-
-from zerofit.recipe.last_message import print_last, repeat_last
 
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
@@ -77,6 +77,49 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def first_line(error: Exception) -> str:
     """The first line of an exception's message; its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+OUR_LAUNCHER = "ZEROFIT_LAUNCHER"  # a variable of the processes of zerofit/launch/agent.py
+# Waits for the end of a process (two minutes at most), and prints a text on the terminal.
+PRINT_BELOW = """
+import os, select, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+try:
+    ended = select.poll()
+    ended.register(os.pidfd_open(int(sys.argv[1])), select.POLLIN)
+    ended.poll(120_000)
+except OSError:
+    pass
+os.write(2, f"\\n{sys.argv[2]}\\n".encode())
+"""
+
+
+def print_last(text: str, after_signal: bool = False, file=None, is_printed: bool = False) -> None:
+    """Print a message, and let it stand below the traceback that a launcher prints when its process fails.
+
+    torchrun, and `accelerate launch` with several processes, end theirs with the content of the process's error file.
+    After `accelerate launch` of one process the message comes once more, at a terminal. `zerofit launch` prints no
+    traceback.
+
+    Args:
+        after_signal: the launcher got the same signal, and ends without the content of error files.
+        is_printed: it is on the screen already, above the traceback.
+    """
+    variables = os.environ
+    error_file = variables.get("TORCHELASTIC_ERROR_FILE")
+    traceback_follows = OUR_LAUNCHER not in variables
+    with contextlib.suppress(OSError):
+        if traceback_follows and error_file and not after_signal:
+            message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+            with open(error_file, "w", encoding="utf-8") as opened:
+                json.dump({"message": message}, opened)
+            return
+        # of the variables that `accelerate launch` sets: the one that --strategy does not set
+        if traceback_follows and not error_file and "ACCELERATE_DYNAMO_BACKEND" in variables and os.isatty(2):
+            words = [sys.executable, "-I", "-S", "-c", PRINT_BELOW, str(os.getppid()), text]
+            subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    if not is_printed:
+        print(text, file=file or sys.stderr, flush=True)
 
 
 _HOOKS: dict[str, Callable] = {
@@ -170,7 +213,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             record_code(EXIT_FAILED if code is None else code, named)
             _HOOKS["tell"](named, EXIT_FAILED if code is None else code)
             if code is None:
-                repeat_last(f"{named} (its traceback is above)")
+                print_last(f"{named} (its traceback is above)", is_printed=True)
                 raise
             return code
         except KeyboardInterrupt:

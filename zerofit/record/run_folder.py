@@ -194,7 +194,7 @@ class RunFolder:
     def _describe(self, options: dict, strategy: dict, environment: dict) -> None:
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
-        earlier = self.environment()  # another rank may have failed meanwhile (zerofit/record/exit_code.py)
+        earlier = self.environment()  # another rank may have failed meanwhile (zerofit/launch/exit_code.py)
         failure = {name: earlier[name] for name in ("exit_code", "exit_reason") if name in earlier}
         self.write_environment({**environment, **failure})
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.last_message import is_accelerate_launch
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
@@ -145,6 +144,16 @@ def launcher_process() -> Any:
             if is_accelerate_launch(words):
                 return parent
     return None
+
+
+def is_accelerate_launch(words: list[str]) -> bool:
+    """Whether a command is `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch`, or what
+    `zerofit launch` runs it with."""
+    names = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py", "launch/agent.py")
+    first = words[:3]  # Python, -m and the program at most
+    return any(word.endswith(names) for word in first) or (
+        "launch" in words and any("accelerate" in word for word in words)
+    )
 
 
 def default_config() -> str | None:

@@ -18,8 +18,6 @@ from zerofit.strategy.devices import bf16_slowdown, bind_to_numa_node, faster_pr
 from zerofit.strategy.disk import check_async_io, keeps_optimizer_on_disk
 from zerofit.strategy.gpus import idle_devices
 from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
-from zerofit.strategy.meeting import serve_store
-from zerofit.strategy.named import RENDEZVOUS
 from zerofit.strategy.strategy import Strategy
 
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
@@ -76,7 +74,6 @@ def start_processes(
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     for name in ("FSDP", "PARALLELISM_CONFIG"):  # the engine shards, and transformers would load on one rank only
         os.environ.pop(f"ACCELERATE_USE_{name}", None)
-    store = store_of_one_process()  # noqa: F841 - it serves until the process group has taken it over
     accelerator = Accelerator(
         cpu=on_cpu and strategy.deepspeed is None,
         mixed_precision={"fp32": "no"}.get(strategy.precision, strategy.precision),
@@ -99,16 +96,6 @@ def start_processes(
     if on_cpu and strategy.precision == "bf16" and (times := bf16_slowdown()):
         notes.append(f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32")
     return accelerator, notes
-
-
-def store_of_one_process() -> Any:
-    """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
-    store, or it is another's."""
-    environment = os.environ
-    alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
-    if not alone or environment.get("MASTER_ADDR") != RENDEZVOUS["MASTER_ADDR"]:
-        return None
-    return serve_store(int(environment["MASTER_PORT"]), everywhere=False)
 
 
 def _share_devices(num_devices: int) -> bool:

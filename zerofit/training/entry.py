@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from zerofit.health.shutdown import StartingRank, listen
 from zerofit.health.watchdog import Watchdog
+from zerofit.launch.exit_code import ExitCode, find_folder
+from zerofit.launch.ranks import RANKS
 from zerofit.recipe.errors import EXIT_FAILED, before_leaving, leave, record_codes_with, tell_others_with
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import outlive_the_terminal, say
 from zerofit.record.timeline import Timeline
 from zerofit.strategy.builds import check_compiled_code
-from zerofit.training.rank_meeting import MEETING
 
 if TYPE_CHECKING:
     from zerofit.training.session import Measurement, Session
@@ -32,7 +32,7 @@ def run_program(task: str, main: Callable[[], int]) -> None:
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
         exit_code.forget()
         record_codes_with(exit_code.write)
-        tell_others_with(MEETING.stop)
+        tell_others_with(RANKS.stop)
         listen(StartingRank(exit_code.write).leave)
     try:
         code = main()
@@ -61,12 +61,12 @@ def open_session(
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()
-    watchdog = Watchdog(MEETING.rank, 60 * recipe.watchdog_minutes or None, machine=MEETING.machines[0])
+    watchdog = Watchdog(RANKS.rank, 60 * recipe.watchdog_minutes or None, machine=RANKS.machines[0])
     watchdog.start()
     before_leaving(watchdog.leave)
     from zerofit.training.session import Session
 
-    MEETING.start(60 * recipe.rendezvous_minutes)
+    RANKS.start(60 * recipe.rendezvous_minutes)
     stored = None
     if not recipe.trains:
         from zerofit.training.stored_model import StoredModel
@@ -78,6 +78,6 @@ def open_session(
 
         watchdog.phase("mirror", patience=math.inf)
         folder = RunFolder(output_folder(task, recipe))
-        mirror, notes = MEETING.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
+        mirror, notes = RANKS.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
         say(*notes)
     return Session.open(task, recipe, timeline, watchdog, stored, measurement, mirror)

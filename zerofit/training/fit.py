@@ -27,10 +27,10 @@ from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
 from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
+from zerofit.launch.ranks import RANKS
 from zerofit.model.export import Weights, write_beside
-from zerofit.recipe.errors import UserError, decide, first_line
+from zerofit.recipe.errors import UserError, decide, first_line, print_last
 from zerofit.recipe.files import is_of_the_disk
-from zerofit.recipe.last_message import print_last
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import describe_environment
 from zerofit.record.meters import MemoryMeter, ThroughputMeter
@@ -48,7 +48,6 @@ from zerofit.training.evaluation import timed_evaluation
 from zerofit.training.loop import train
 from zerofit.training.prepare import Prepared, check_output_folder
 from zerofit.training.profiling import profiled
-from zerofit.training.rank_meeting import MEETING
 from zerofit.training.run import Run, Stop
 from zerofit.training.session import LONG
 from zerofit.training.step import Signals, TrainStep
@@ -199,7 +198,7 @@ def _run(
     slow = SlowRanks(
         engine.layout,
         recipe.logging_steps,
-        lambda rank: MEETING.place_of(rank, engine.device.type),
+        lambda rank: RANKS.place_of(rank, engine.device.type),
         step.clock.measures,
     )
     return Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, session.phase, slow)

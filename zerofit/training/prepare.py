@@ -20,6 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 from zerofit.data.sources import files_and_sizes
 from zerofit.data.token_updates import TokenUpdates
 from zerofit.health.flight import FOLDER, PREFIX
+from zerofit.launch.ranks import RANKS
+from zerofit.launch.rendezvous import store_of_one_process
 from zerofit.model.adapter_folder import check_resized
 from zerofit.model.adapter_loading import continue_adapter
 from zerofit.model.compilation import blocks_of, compile_model
@@ -42,7 +44,6 @@ from zerofit.strategy.offloaded_inputs import offload_inputs, saved_on_host
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
 from zerofit.training.configuration import RunConfiguration
-from zerofit.training.rank_meeting import MEETING
 from zerofit.training.session import LONG, Session
 from zerofit.training.stream import RunLength, run_length
 from zerofit.training.summary import about_the_model
@@ -159,10 +160,11 @@ def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
         of_loading.addFilter(lambda line: not is_of_a_new_head(line.getMessage()))
     watchdog = session.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
-    met = MEETING.wait()
+    met = RANKS.wait()
     watchdog.phase("process group", patience=2.0)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((session.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
     silence = timedelta(minutes=session.recipe.watchdog_minutes)
+    store = store_of_one_process()  # noqa: F841 - it serves until the process group has taken it over
     accelerator, notes = start_processes(
         session.strategy,
         max(COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the watchdog is to speak first
@@ -171,7 +173,7 @@ def _start_processes(session: Session) -> tuple[Accelerator, list[str]]:
     )
     if distributed.is_initialized():
         size, backend = distributed.get_world_size(), distributed.get_backend()
-        watchdog.record_collectives(session.folder.path, size, backend, MEETING.machines)
+        watchdog.record_collectives(session.folder.path, size, backend, RANKS.machines)
     session.facts.program_bytes = resident_bytes()
     watchdog.phase("load", patience=LONG)
     check_machines(session.config)

@@ -14,6 +14,7 @@ from zerofit.health.failure import explain_failure
 from zerofit.health.out_of_memory import RunFacts, host_advice
 from zerofit.health.shutdown import ShutdownHandler
 from zerofit.health.watchdog import Watchdog
+from zerofit.launch.ranks import RANKS
 from zerofit.model.adapter_folder import trained_on_configuration
 from zerofit.recipe.errors import explain_failures_with
 from zerofit.recipe.tasks import TaskRecipe
@@ -22,7 +23,6 @@ from zerofit.record.terminal import say
 from zerofit.record.timeline import Timeline
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
-from zerofit.training.rank_meeting import MEETING
 
 if TYPE_CHECKING:
     from zerofit.training.stored_model import StoredModel
@@ -89,7 +89,7 @@ class Session:
         hub, repository = None, config.recipe.push_to_hub
         if repository and config.recipe.trains and measurement is None:
             watchdog.phase("hub", patience=math.inf)
-            hub = MEETING.first_on_rank_0("hub", partial(HubRepository.open, repository))
+            hub = RANKS.first_on_rank_0("hub", partial(HubRepository.open, repository))
         shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.stop_requested)
         session = cls(
             config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement, mirror, hub
@@ -159,6 +159,4 @@ class Session:
         if self.measurement is not None and (code := self.measurement.explain(error, phase)) is not None:
             return code
         watchdog = self.watchdog
-        return explain_failure(
-            error, watchdog.at, MEETING.named, watchdog.waits_for, self.task, self.recipe, self.facts
-        )
+        return explain_failure(error, watchdog.at, RANKS.named, watchdog.waits_for, self.task, self.recipe, self.facts)

@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
@@ -35,7 +36,6 @@ from zerofit.tools.compare.trial_machine import (
     simulated_machine,
     without_weights,
 )
-from zerofit.tools.launches import ending_in_order
 from zerofit.tools.lengths_option import SizesOptions, length_problems, read_lengths
 from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, ToolRecipe, read_with_recipe
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, rounded, say
@@ -19,7 +20,6 @@ from zerofit.tools.compare.search import SearchState, Step, next_step
 from zerofit.tools.compare.trial_files import NOT_MEASURED_WITH, TrialJournal, TrialRequest, key_of, peak_of
 from zerofit.tools.compare.trial_launch import TrialLaunch, TrialOutcome
 from zerofit.tools.compare.trial_machine import Limits, Timer, TrialMachine
-from zerofit.tools.launches import LaunchedRun
 
 MIB = 2**20
 LARGEST = 4096  # no larger batch is tried, unless it is named

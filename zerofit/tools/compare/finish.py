@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.launch.runs import LaunchedRun, failure, launched, mistake
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
@@ -20,7 +21,6 @@ from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
 from zerofit.tools.compare.results import StrategyRow
 from zerofit.tools.compare.trial_files import key_of
 from zerofit.tools.compare.trial_machine import launch_environment
-from zerofit.tools.launches import LaunchedRun, failure, launched, mistake
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"

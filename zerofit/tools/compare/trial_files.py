@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.launch.runs import RunningLaunch
 from zerofit.record.jsonl import LineReader, add_line
-from zerofit.tools.launches import RunningLaunch
 
 REQUEST, ANSWERS, FAILURES = "request.json", "answers.jsonl", "failures.jsonl"
 NOT_MEASURED_WITH = (  # code that a trial does not run

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.health.out_of_memory_errors import memory_in
+from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, launched, mistake
 from zerofit.record.jsonl import LineReader
 from zerofit.record.terminal import duration, say
 from zerofit.tools.compare.candidates import Candidate
 from zerofit.tools.compare.trial_files import ANSWERS, FAILURES, TrialJournal, TrialRequest
 from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment
-from zerofit.tools.launches import LaunchedRun, RunningLaunch, failure, launched, mistake
 
 POLL_S = 0.1
 PROGRESS_S = 60.0  # without an answer, after which a line says that the launch is still at work

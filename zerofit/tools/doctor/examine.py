@@ -13,6 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
 from zerofit.estimate.planned_strategy import plan_strategy
 from zerofit.estimate.read_model import read_planned_model
+from zerofit.launch.schedulers import read_machines
 from zerofit.model.adapter_folder import on_its_base
 from zerofit.model.configuration import known_architectures
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
@@ -31,7 +32,6 @@ from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Needs, check_machine, inspect_installation
 from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, Value, error, note, warning
 from zerofit.tools.doctor.launcher import ExaminedLaunch, look_at_launch, look_at_torchrun, shown_command
-from zerofit.tools.launch.schedulers import read_machines
 from zerofit.tools.rank_environment import environment_of_a_rank
 from zerofit.training.configuration import check_model, resolve
 

@@ -12,12 +12,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from zerofit.launch.runs import LAUNCHER
 from zerofit.model.folders import model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import configs
 from zerofit.tools.evaluate.evaluate_options import ENDINGS, EvaluateOptions
-from zerofit.tools.launches import LAUNCHER
 
 VERSION = "0.4.13"  # that the tests have run with
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from zerofit.launch.command import program_of
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import rounded, size
-from zerofit.tools.launch.launch import program_of
 from zerofit.tools.plan.layouts import labelled, read_pair
 from zerofit.tools.plan.prediction import Prediction
 

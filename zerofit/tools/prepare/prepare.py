@@ -10,11 +10,11 @@ encode these (encode.py). The answers are written here, in the order of the inpu
 
 import sys
 
+from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
-from zerofit.tools.launches import ending_in_order
 from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
 
 MORE = "\nAlso: zerofit prepare merge   several corpora, one after another, as one"

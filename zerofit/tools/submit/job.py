@@ -5,13 +5,13 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerofit.launch.command import read_options
+from zerofit.launch.options import LaunchOptions, option_named, take_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.paths import name_of_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.launch.launch import read_options
-from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
 from zerofit.tools.submit.submit_options import GRACE_S, SubmitOptions
 
 # torch's agent kills processes that have not ended so long after the first one has

@@ -4,9 +4,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from zerofit.launch.command import read_options
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import size
-from zerofit.tools.launch.launch import read_options
 from zerofit.tools.plan.layouts import read_pair
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan import prepare

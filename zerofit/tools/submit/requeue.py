@@ -4,9 +4,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-from zerofit.record.exit_code import ExitCode
-from zerofit.tools.launch.restart_rule import queue_again_refused
-from zerofit.tools.launch.supervise import exit_code_of
+from zerofit.launch.exit_code import ExitCode
+from zerofit.launch.restart_rule import queue_again_refused
+from zerofit.launch.supervisor import exit_code_of
 
 KILLED = 128  # above it a shell's code names a signal
 

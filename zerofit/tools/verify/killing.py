@@ -6,8 +6,8 @@ from itertools import chain, count
 from pathlib import Path
 from random import Random
 
+from zerofit.launch.runs import TRACEBACK, LaunchedRun, RunningLaunch, failure, launched
 from zerofit.recipe.words import counted
-from zerofit.tools.launches import TRACEBACK, LaunchedRun, RunningLaunch, failure, launched
 
 Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
 

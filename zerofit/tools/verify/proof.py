@@ -9,12 +9,12 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from zerofit.launch.runs import LaunchedRun, failure, launched, mistake
 from zerofit.recipe import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, say, table
-from zerofit.tools.launches import LaunchedRun, failure, launched, mistake
 from zerofit.tools.verify.killing import Killed, alternating, run_and_kill, spread_moments
 from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 

@@ -12,12 +12,12 @@ launches.
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.fields import option
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.record.terminal import say, screen_width
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.launches import ending_in_order
 from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, read_with_recipe
 from zerofit.tools.verify.proof import ONE_PROCESS, Proof
 from zerofit.tools.verify.shorten import precision_of, shorten

@@ -16,7 +16,7 @@ import psutil
 
 from zerofit.recipe.places import PACKAGE, script
 
-LAUNCHER = (sys.executable, "-P", str(PACKAGE / "tools" / "launch" / "agent.py"))  # `accelerate launch`
+LAUNCHER = (sys.executable, "-P", str(PACKAGE / "launch" / "agent.py"))  # `accelerate launch`
 MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
 TRACEBACK = "Traceback (most recent call last)"
 UPDATE = re.compile(rb"^update +(\d+)/", re.MULTILINE)

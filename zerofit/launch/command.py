@@ -14,6 +14,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from zerofit.launch.options import LaunchOptions, option_named, take_words
+from zerofit.launch.schedulers import PORT, Machines, given_machines, read_machines, without_machines
+from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
@@ -22,9 +25,6 @@ from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.recipe.words import counted
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.launch.launch_options import LaunchOptions, option_named, take_words
-from zerofit.tools.launch.schedulers import PORT, Machines, given_machines, read_machines, without_machines
-from zerofit.tools.launch.supervise import Supervisor
 
 WHAT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.py --config FILE"
 

@@ -1,6 +1,6 @@
 """What the launchers of all machines of a run tell each other, from the first start of their processes to the end.
 
-They meet before each start (zerofit/strategy/meeting.py): in round 0, and in one more for each restart. A launcher
+They meet before each start (zerofit/launch/rendezvous.py): in round 0, and in one more for each restart. A launcher
 whose processes have failed comes to the next round; the others see it, end their processes and come too. One that does
 not restart says so there, and all end. A machine that a scheduler has started again takes part from the next round on.
 At the end all agree on one exit code.
@@ -20,9 +20,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
+from zerofit.launch.rendezvous import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+from zerofit.launch.restart_rule import code_of_run
 from zerofit.recipe.errors import EXIT_FAILED, UserError, first_line
-from zerofit.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
-from zerofit.tools.launch.restart_rule import code_of_run
 
 SILENT_S = 10.0  # a launcher that gives no sign of life for so long is gone
 GRACE_S = 15.0  # processes of this machine end by themselves within it, and say why, when others have

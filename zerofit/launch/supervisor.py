@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 
 from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS, heard_signals
+from zerofit.launch.exit_code import ExitCode, find_folder
+from zerofit.launch.options import LaunchOptions, take_words
+from zerofit.launch.runs import LAUNCHER
+from zerofit.launch.schedulers import RANK_VARIABLES
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, task_of_recipe
-from zerofit.record.exit_code import ExitCode, find_folder
 from zerofit.record.terminal import outlive_the_terminal
-from zerofit.tools.launch.launch_options import LaunchOptions, take_words
-from zerofit.tools.launch.schedulers import RANK_VARIABLES
-from zerofit.tools.launches import LAUNCHER
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 

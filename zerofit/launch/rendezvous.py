@@ -2,11 +2,12 @@
 
 A process group waits for its members for hours, and names none. So each member says in the store of the rendezvous
 that it is there, and again every second; one that ends before all are ready says why, and all end with it. The first
-member watches all others, these watch the first. `zerofit launch` lets machines meet (tools/launch/agent.py), a
-run on several machines its ranks (zerofit/training/rank_meeting.py).
+member watches all others, these watch the first. `zerofit launch` lets machines meet (zerofit/launch/agent.py), a
+run on several machines its ranks (zerofit/launch/ranks.py).
 """
 
 import json
+import os
 import platform
 import socket
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError, first_line
 from zerofit.recipe.places import digest_of_code
+from zerofit.strategy.named import RENDEZVOUS
 
 BEAT_S = 1.0
 KNOWN_S = 30.0  # the machine with the store waits so long until others know why it ends: they may still be importing
@@ -239,6 +241,16 @@ def open_store(address: str, port: int) -> Any:
             f"what listens at {address}:{port} is not the store of machine 0 ({first_line(error)}). Check "
             "--main_process_ip and --main_process_port"
         ) from error
+
+
+def store_of_one_process() -> Any:
+    """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
+    store, or it is another's."""
+    environment = os.environ
+    alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
+    if not alone or environment.get("MASTER_ADDR") != RENDEZVOUS["MASTER_ADDR"]:
+        return None
+    return serve_store(int(environment["MASTER_PORT"]), everywhere=False)
 
 
 def serve_store(port: int, everywhere: bool) -> Any:

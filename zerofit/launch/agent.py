@@ -1,6 +1,6 @@
 """`accelerate launch`, as `zerofit launch` starts it: torchrun's agent, whose machines meet and say who is missing.
 
-    python -P zerofit/tools/launch/agent.py --config_file accelerate_configs/zero3.yaml ... train/clm.py ...
+    python -P zerofit/launch/agent.py --config_file accelerate_configs/zero3.yaml ... train/clm.py ...
 
 torchrun lets machines wait 15 minutes for each other and then prints a traceback; here they meet in machine_group.py.
 On one machine the store listens on the loopback interface only.
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # started alone: the package's folder is not on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
 import yaml
@@ -31,12 +31,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.launcher import api as launcher
 
-from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, first_line
+from zerofit.launch.machine_group import MachineGroup
+from zerofit.launch.rendezvous import Ended, serve_store
+from zerofit.launch.restart_rule import Restarts
+from zerofit.launch.restarts import RestartingAgent, folder_of_run, recorded_code
+from zerofit.recipe.errors import EXIT_USER_ERROR, OUR_LAUNCHER, UserError, first_line
 from zerofit.record.terminal import outlive_the_terminal
-from zerofit.strategy.meeting import Ended, serve_store
-from zerofit.tools.launch.machine_group import MachineGroup
-from zerofit.tools.launch.restart_rule import Restarts
-from zerofit.tools.launch.restarts import RestartingAgent, folder_of_run, recorded_code
 
 PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -66,6 +66,7 @@ class MeetingRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
 
 def main() -> int:
     """Launch, and return the exit code: of several machines, that of the run."""
+    os.environ[OUR_LAUNCHER] = "1"
     end_with_parent()
     outlive_the_terminal()
     if "LOGLEVEL" not in os.environ:  # torchrun's variable

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from zerofit.launch.machine_group import MachineGroup
+from zerofit.launch.restart_rule import Restarts, code_of_run, have_saved
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.launch.machine_group import MachineGroup
-from zerofit.tools.launch.restart_rule import Restarts, code_of_run, have_saved
 
 RUN = "ZEROFIT_RUN"  # the run's folder, for the agent
 

@@ -1,4 +1,4 @@
-"""The ranks of a run on several machines meet before they have a process group (zerofit/strategy/meeting.py).
+"""The ranks of a run on several machines meet before they have a process group (zerofit/launch/rendezvous.py).
 
 The launcher of a machine ends its ranks when one of them has failed, and knows nothing of the other machines. While a
 rank prepares its data, a thread of it gives signs of life, and ends the rank when one on another machine has ended.
@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from zerofit.recipe.errors import UserError, leave, printable, record_code
-from zerofit.recipe.last_message import LAUNCHER, print_last
-from zerofit.strategy.meeting import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+from zerofit.launch.rendezvous import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+from zerofit.recipe.errors import UserError, leave, print_last, printable, record_code
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 T = TypeVar("T")
+LAUNCHER = os.getppid()
 CONNECT_S = 20.0  # to say why this rank ends before it has come
 ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore print them
 LAUNCHER_S = 40.0  # within which a launcher ends the ranks of its machine
 
 
-class RankMeeting:
+class RankRendezvous:
     """This rank's part; nothing happens where all ranks are on one machine."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
@@ -179,4 +179,4 @@ class RankMeeting:
         leave(end.code)
 
 
-MEETING = RankMeeting()
+RANKS = RankRendezvous()

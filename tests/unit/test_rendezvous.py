@@ -14,10 +14,9 @@ from torch.distributed import DistStoreError, HashStore, PrefixStore
 from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.utils.store import barrier
 
-from zerofit.strategy import meeting as meetings
-from zerofit.strategy.meeting import Meeting, open_store, serve_store
-from zerofit.training import rank_meeting
-from zerofit.training.rank_meeting import RankMeeting
+from zerofit.launch import ranks, rendezvous
+from zerofit.launch.ranks import RankRendezvous
+from zerofit.launch.rendezvous import Meeting, open_store, serve_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
@@ -27,7 +26,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 @pytest.fixture
 def members(monkeypatch):
     """Runs members of a meeting, as threads, each on its own machine: what each has seen at the end."""
-    monkeypatch.setattr(meetings, "KNOWN_S", 5.0)
+    monkeypatch.setattr(rendezvous, "KNOWN_S", 5.0)
 
     def run(*acts, count: int | None = None, numbers=None, limit_s: float = 30.0) -> list:
         store = HashStore()
@@ -58,7 +57,7 @@ def stops(meeting: Meeting) -> None:
 
 def test_all_meet_and_know_each_others_machines(members, monkeypatch):
     codes = iter(["aaaa", "bbbb", "bbbb"])
-    monkeypatch.setattr(meetings, "digest_of_code", lambda: next(codes))
+    monkeypatch.setattr(rendezvous, "digest_of_code", lambda: next(codes))
     met = members(comes, comes, comes)
     for meeting in met:
         assert sorted(meeting.machines) == ["0", "1", "2"]
@@ -123,19 +122,19 @@ def test_a_rank_whose_launcher_was_killed_ends_the_wait_of_the_other_launcher(mo
     """torchrun's launchers wait for each other at the end, for 5 minutes."""
     store = serve_store(0, everywhere=False)
     theirs = PrefixStore("none", open_store("127.0.0.1", store.port))
-    rank = RankMeeting({**TORCHRUN, "MASTER_PORT": str(store.port)})
+    rank = RankRendezvous({**TORCHRUN, "MASTER_PORT": str(store.port)})
     rank.is_open, rank.store = False, open_store("127.0.0.1", store.port)
     rank.stop("exit code 0", 0)
     with pytest.raises(DistStoreError):  # the launcher is alive, and has not come
         barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=0.1)
     theirs.delete_key(f"{_TERMINAL_STATE_SYNC_ID}/num_members")
-    monkeypatch.setattr(rank_meeting, "LAUNCHER", -1)
+    monkeypatch.setattr(ranks, "LAUNCHER", -1)
     rank.stop("exit code 0", 0)
     barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=10)
 
 
 def test_a_lost_peer_is_named_by_its_machine():
-    rank = RankMeeting(TORCHRUN)
+    rank = RankRendezvous(TORCHRUN)
     said = "[pair.cc:552] Connection closed by peer [10.0.0.2]:38716"
     assert rank.named(said) == said, "they have not met"
     rank.meeting = Meeting(HashStore(), "rank", 0, 2, 1, 0, 1.0)
@@ -151,16 +150,15 @@ def test_a_lost_peer_is_named_by_its_machine():
 RANK = """
 import sys, time
 from zerofit.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
-from zerofit.strategy.processes import store_of_one_process
-from zerofit.training.rank_meeting import MEETING
-tell_others_with(MEETING.stop)
+from zerofit.launch.ranks import RANKS
+tell_others_with(RANKS.stop)
 
 @reports_user_errors
 def main(argv):
     if argv[0] == "early":
         raise UserError("train_file is missing")
-    MEETING.start(float(argv[1]))
-    MEETING.wait()
+    RANKS.start(float(argv[1]))
+    RANKS.wait()
     print("met")
     return 0
 

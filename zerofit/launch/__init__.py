@@ -1,0 +1,14 @@
+"""Who starts the processes of a run, how they meet, when they are started again, and with which exit code they end.
+
+`zerofit launch` (command.py) reads the machines from the scheduler's variables (schedulers.py). Its process is the
+supervisor: it passes signals on. It starts the agent (agent.py), which is `accelerate launch` with torch's elastic
+agent; the agents of several machines meet (machine_group.py), and start their ranks again (restart_rule.py). The ranks
+of several machines meet before they have a process group (ranks.py), also under torchrun and `accelerate launch`.
+
+Which process writes `exit_code` to environment.json, and when: the supervisor and rank 0 remove the code of the launch
+before, as they start. A rank that fails writes the code of its own failure, unless one is there: the first failure is
+the cause of the others. Rank 0 writes how all ranks left together, at the end of a run or after the update at which a
+signal stopped it; the signal that ends a rank while it starts is written by rank 0 as well. Machine 0's supervisor
+writes what happens without a rank: a mistake in its own options, a launcher that refuses, a signal before there are
+ranks. Nobody writes for a process that was killed: then there is no code. (exit_code.py)
+"""

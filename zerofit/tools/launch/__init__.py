@@ -1,1 +1,0 @@
-"""`zerofit launch`: a run on all accelerators and machines."""
