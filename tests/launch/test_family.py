@@ -1,4 +1,4 @@
-"""A model family under every strategy that its file in zerofit/model/families says it can: one command a family.
+"""A model family under every strategy that its entry in zerofit/model/families.py says it can: one command a family.
 
     pytest tests/launch/test_family.py --family olmo2
 
@@ -18,8 +18,7 @@ from helpers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit.model.families import BY_MODEL_TYPE
-from zerofit.model.families.family import ALL_LINEAR
+from zerofit.model.families import ALL_LINEAR, BY_MODEL_TYPE
 from zerofit.recipe import ClmRecipe, parse_recipe
 
 UPDATES, RTOL = 8, 1e-5

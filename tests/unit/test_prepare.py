@@ -19,8 +19,7 @@ from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 from zerofit.cli import main
 from zerofit.data.megatron import corpus as corpus_files
 from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
-from zerofit.model.families.gpt2 import END_OF_TEXT
-from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
+from zerofit.model.tokenizer import END_OF_TEXT, TokenizerOptions, load_tokenizer
 from zerofit.tools.prepare import documents, encode
 from zerofit.tools.prepare.encode import Memo, Mismatch, open_native
 from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts

@@ -37,9 +37,9 @@ def test_every_document_is_in_the_navigation_once():
 def test_links_to_code_lead_to_pages(tmp_path):
     script.copy_pages(tmp_path)
     text = (tmp_path / "docs" / "porting-a-model.md").read_text(encoding="utf-8")
-    assert "(../zerofit/model/families/llama.py.md)" in text
-    page = (tmp_path / "zerofit" / "model" / "families" / "llama.py.md").read_text(encoding="utf-8")
-    assert (ROOT / "zerofit" / "model" / "families" / "llama.py").read_text(encoding="utf-8").rstrip() in page
+    assert "(../zerofit/model/families.py.md)" in text
+    page = (tmp_path / "zerofit" / "model" / "families.py.md").read_text(encoding="utf-8")
+    assert (ROOT / "zerofit" / "model" / "families.py").read_text(encoding="utf-8").rstrip() in page
     assert "`full|selective`" in (tmp_path / "docs" / "options.md").read_text(encoding="utf-8")
 
 

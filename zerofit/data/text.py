@@ -23,8 +23,7 @@ from zerofit.data.tables import (
     worded_columns,
 )
 from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
-from zerofit.model.families.gpt2 import END_OF_TEXT
-from zerofit.model.tokenizer import padding_token
+from zerofit.model.tokenizer import END_OF_TEXT, padding_token
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_bytes
 

@@ -12,7 +12,7 @@ import torch
 from zerofit.estimate.operations import EXCHANGES
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import Weights, number_of
-from zerofit.model.families.family import StagePlan
+from zerofit.model.families import StagePlan
 from zerofit.model.stages import cut_layers
 from zerofit.strategy.layout import ParallelLayout
 

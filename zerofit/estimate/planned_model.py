@@ -20,8 +20,7 @@ from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.configuration import has_head
-from zerofit.model.families import family_of
-from zerofit.model.families.family import ALL_LINEAR
+from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.lora import split_targets
 from zerofit.model.parameters import hidden_matrices
 from zerofit.model.rows import ends_of

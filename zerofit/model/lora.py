@@ -26,8 +26,7 @@ from zerofit.model.adapter_folder import (
     sample_weights,
 )
 from zerofit.model.export import save_generation_settings, write_beside
-from zerofit.model.families import family_of
-from zerofit.model.families.family import ALL_LINEAR
+from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.model_options import LoraOptions

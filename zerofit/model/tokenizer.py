@@ -1,7 +1,10 @@
 """The tokenizer: loaded, or trained on the training text and cached."""
 
 import hashlib
+import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +15,15 @@ from tokenizers.processors import TemplateProcessing
 
 from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, overrides_of
 from zerofit.model.families import family_of
-from zerofit.model.families.gpt2 import END_OF_TEXT, find_vocabulary_files, tokenizer_from_vocabulary_files
+from zerofit.model.folders import has_tokenizer
 from zerofit.model.languages import first_target_tokens
 from zerofit.recipe.cache import cache_root
-from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import is_there, put_in_place, temporary_path
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import is_there, put_in_place, read_text, temporary_path
 from zerofit.recipe.model_options import ModelOptions
 
 START = "decoder_start_token_id"
+END_OF_TEXT = "<|endoftext|>"  # GPT-2's only special token
 PAIR_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -104,6 +108,42 @@ def load_tokenizer(options: TokenizerOptions, config):
         _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
     return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=options.trust_remote_code)
+
+
+def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:
+    """A folder's only vocabulary and only merges, where they are not called vocab.json and merges.txt: Megatron's
+    scripts name gpt2-vocab.json and gpt2-merges.txt. None: there are no such two, or the folder has a tokenizer."""
+    names = [] if has_tokenizer(folder) else sorted(path.name for path in folder.iterdir())
+    vocabularies = [name for name in names if name.endswith(("vocab.json", "encoder.json"))]
+    merges = [name for name in names if name.endswith(("merges.txt", ".bpe"))]
+    if len(vocabularies) != 1 or len(merges) != 1:
+        return None
+    return str(folder / vocabularies[0]), str(folder / merges[0])
+
+
+def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str):
+    """The tokenizer in GPT-2's two files, whatever they are called.
+
+    Raises:
+        UserError: the files hold something else.
+    """
+    from transformers import GPT2Tokenizer
+
+    try:
+        vocabulary = json.loads(read_text(Path(vocab_file).expanduser()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"vocab_file = {vocab_file!r} is no JSON file: {first_line(error)}") from None
+    if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:
+        raise UserError(f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}. Name a folder with a tokenizer.json")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(Path(vocab_file).expanduser(), Path(folder) / "vocab.json")
+        shutil.copyfile(Path(merge_file).expanduser(), Path(folder) / "merges.txt")
+        try:
+            tokenizer = GPT2Tokenizer.from_pretrained(folder)
+        except Exception as error:  # tokenizers raises nothing but Exception
+            raise UserError(f"merge_file = {merge_file!r} is not of vocab_file: {first_line(error)}") from None
+    tokenizer.name_or_path = vocab_file
+    return tokenizer
 
 
 def _check_reads_words(tokenizer, option: str, name: str, kind: str) -> None:

@@ -27,7 +27,8 @@ def check_split(config, size: int, source: str) -> None:
     otherwise = "Use a pair without it, such as zero3"
     if plan is None:
         raise UserError(f"{degree}: tensor parallelism does not support {config.model_type}. {otherwise}")
-    widths = plan.widths(config)
+    # GPT-2's n_inner may be None: then it is four times the hidden size
+    widths = {name: getattr(config, name) or 4 * config.hidden_size for name in plan.widths}
     uneven = {name: width for name, width in widths.items() if width % size}
     if not uneven:
         return

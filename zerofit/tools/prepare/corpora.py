@@ -12,8 +12,8 @@ import numpy as np
 from zerofit import __version__
 from zerofit.data.encodings import proposal
 from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
-from zerofit.model.families.gpt2 import END_OF_TEXT, tokenizer_from_vocabulary_files
 from zerofit.model.pretrained_io import silence_libraries
+from zerofit.model.tokenizer import END_OF_TEXT, tokenizer_from_vocabulary_files
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.words import counted
 from zerofit.record.terminal import StatusLine, duration, size

@@ -6,9 +6,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from zerofit.model.families.gpt2 import find_vocabulary_files, tokenizer_from_vocabulary_files
 from zerofit.model.folders import model_folder
-from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
+from zerofit.model.tokenizer import (
+    TokenizerOptions,
+    find_vocabulary_files,
+    load_tokenizer,
+    tokenizer_from_vocabulary_files,
+)
 from zerofit.recipe.errors import UserError
 from zerofit.tools.meta_tokenizer import LLAMA_3, convert_tokenizer, tiktoken_ranks
 

@@ -1,0 +1,235 @@
+"""Model families: all that is special about one is in the table here; the rest of the code asks family_of(config).
+
+A new family is an entry of FAMILIES; a model of no listed family has the defaults of `Family`, which work for every
+model of transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the head
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How tensor parallelism cuts the layers of a family: each rank has some of the attention heads, and some of the
+    MLP's channels. The vocabulary is cut in every family.
+
+    Args:
+        columns: linear layers that are cut by their outputs: {last part of the name: matrices side by side in it}.
+        rows: linear layers that are cut by their inputs, which are outputs of the former.
+        widths: names in the configuration of what the number of ranks must divide.
+        own_widths: attributes of modules that hold a number of channels of this rank.
+        norms: RMS norms over all outputs of a layer that is cut by them; last part of the name.
+    """
+
+    columns: Mapping[str, int]
+    rows: tuple[str, ...]
+    widths: tuple[str, ...]
+    own_widths: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where the parts of a decoder are, so that the stages of a pipeline can have some of them each.
+
+    Args:
+        layers: the list of layers, an attribute of the body (`model.base_model`).
+        before: attributes of the body that work on tokens, or on hidden states before the first layer.
+        added: those of them whose output is added to the hidden states.
+        after: attributes of the body that work on hidden states behind the last layer.
+    """
+
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family, or those members of one that have the same properties.
+
+    Args:
+        model_types: the `model_type` of the configurations in transformers.
+        lora_targets: the layers that get a LoRA adapter where the recipe names none.
+        classifier_heads: modules at the end of a classification model; one of them has a row for each label.
+        bare_tokenizer_options: options of the tokenizer's class where the folder has vocabulary files only.
+        decoder_starts_with_padding: a decoder from scratch begins with the padding token, not with bos.
+        overflows_fp16: activations exceed fp16's range (65,504); train/seq2seq.py then takes bf16.
+        turn_separator: the text between two turns of a conversation; None: the tokenizer's separator token.
+        usable_positions: (configuration) -> the longest row that the model has positions for; None: no limit.
+        attention_width: (configuration) -> the number of channels in all attention heads together.
+        splits_rows: sequence parallelism is proven with the family.
+        derive_sizes: (configuration, overrides) sets those fields of the configuration that its class derives from
+            other fields, after the overrides changed these.
+        has_experts: its layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py).
+        tensor_plan: how tensor parallelism cuts the layers; None: it does not.
+        stage_plan: how a pipeline's stages share the layers; None: they do not.
+    """
+
+    model_types: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    classifier_heads: tuple[str, ...] = ("score", "classifier", "classifier.out_proj", "classification_head.out_proj")
+    bare_tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
+    decoder_starts_with_padding: bool = False
+    overflows_fp16: bool = False
+    turn_separator: str | None = None
+    usable_positions: Callable[[Any], int | None] = lambda config: getattr(config, "max_position_embeddings", None)
+    attention_width: Callable[[Any], int] = lambda config: config.hidden_size
+    splits_rows: bool = False
+    derive_sizes: Callable[[Any, Mapping[str, Any]], None] = lambda config, overrides: None
+    has_experts: bool = False
+    tensor_plan: TensorPlan | None = None
+    stage_plan: StagePlan | None = None
+
+
+# --------------------------------------------------------------------------------------------------------------- GPT
+
+GPT2 = Family(  # Radford et al. 2019
+    model_types=("gpt2",),
+    lora_targets=("c_attn",),
+    classifier_heads=("score",),
+    splits_rows=True,
+    tensor_plan=TensorPlan(
+        columns={"c_attn": 3, "c_fc": 1},  # c_attn: query, key and value side by side
+        rows=("c_proj",),
+        widths=("n_head", "n_inner"),
+        own_widths=("split_size",),
+    ),
+    stage_plan=StagePlan(layers="h", before=("wte", "wpe", "drop"), after=("ln_f",), added=("wpe",)),
+)
+FUSED_BY_HEADS = Family(
+    model_types=("bloom", "falcon"),
+    lora_targets=("query_key_value",),  # one layer; each head has its own query, key and value side by side in it
+    classifier_heads=("score",),
+)
+GPT_NEOX = replace(  # Black et al. 2022; Pythia, OpenCALM
+    FUSED_BY_HEADS,
+    model_types=("gpt_neox",),
+    splits_rows=True,
+    tensor_plan=TensorPlan(
+        columns={"query_key_value": 1, "dense_h_to_4h": 1},
+        rows=("dense", "dense_4h_to_h"),
+        widths=("num_attention_heads", "intermediate_size"),
+    ),
+    stage_plan=StagePlan(layers="layers", before=("embed_in", "emb_dropout"), after=("final_layer_norm",)),
+)
+
+# ------------------------------------------------------------- Llama (Touvron et al. 2023), and what has its layers
+
+LLAMA_LIKE = Family(  # some have norms within their attention, or factors before and behind their layers
+    model_types=("gemma", "gemma2", "gemma3_text", "olmo", "granite", "smollm3"),
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    classifier_heads=("score",),
+)
+QWEN3 = replace(LLAMA_LIKE, model_types=("qwen3",), splits_rows=True)
+MISTRAL = replace(
+    LLAMA_LIKE,
+    model_types=("mistral", "qwen2"),
+    splits_rows=True,
+    tensor_plan=TensorPlan(
+        columns=dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
+        rows=("o_proj", "down_proj"),
+        widths=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    ),
+    stage_plan=StagePlan(layers="layers", before=("embed_tokens",), after=("norm",)),
+)
+# Meta's own code and published folders begin every text with the beginning-of-text token.
+LLAMA = replace(MISTRAL, model_types=("llama",), bare_tokenizer_options={"add_bos_token": True})
+# OLMo et al. 2025: norms behind attention and MLP, and over all queries, all keys.
+OLMO2 = replace(MISTRAL, model_types=("olmo2",), tensor_plan=replace(MISTRAL.tensor_plan, norms=("q_norm", "k_norm")))
+# Mixtral (Jiang et al. 2024), Qwen, OLMoE (Muennighoff et al. 2024): transformers keeps the experts of a layer in two
+# parameters, and a router chooses for each token.
+EXPERTS = Family(
+    model_types=("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+    lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    classifier_heads=("score",),
+    has_experts=True,
+)
+
+# ---------------------------------------------------------------------- BERT (Devlin et al. 2019) and other encoders
+
+
+def positions_after_padding(config) -> int | None:
+    """The positions of a RoBERTa, which begin after the padding token's id: 514 rows are 512 positions."""
+    rows = getattr(config, "max_position_embeddings", None)
+    return rows - config.pad_token_id - 1 if rows else rows
+
+
+def absolute_positions(config) -> int | None:
+    """The positions of a DeBERTa: no limit without absolute ones, where max_position_embeddings is the range of the
+    relative ones' buckets."""
+    return getattr(config, "max_position_embeddings", None) if getattr(config, "position_biased_input", True) else None
+
+
+def derive_head_and_pooler(config, overrides: Mapping[str, Any]) -> None:
+    """Let the pooler be as wide as the hidden states, and the heads of a published configuration follow both."""
+    if "hidden_size" in overrides and "pooler_hidden_size" not in overrides:
+        config.pooler_hidden_size = config.hidden_size
+    changed = {"hidden_size", "num_attention_heads"} & overrides.keys()
+    if hasattr(config, "attention_head_size") and changed and "attention_head_size" not in overrides:
+        config.attention_head_size = config.hidden_size // config.num_attention_heads
+
+
+BERT = Family(model_types=("bert",), lora_targets=("query", "key", "value"), classifier_heads=("classifier",))
+ELECTRA = replace(BERT, model_types=("electra",), classifier_heads=("classifier.out_proj",))
+ROBERTA = replace(  # Liu et al. 2019
+    ELECTRA, model_types=("roberta", "xlm-roberta", "camembert"), usable_positions=positions_after_padding
+)
+LONGFORMER = replace(ROBERTA, model_types=("longformer", "mpnet"), lora_targets=(ALL_LINEAR,))
+DEBERTA = Family(  # He et al. 2021
+    model_types=("deberta",),
+    lora_targets=("in_proj",),  # query, key and value in one layer
+    classifier_heads=("classifier",),
+    usable_positions=absolute_positions,
+    derive_sizes=derive_head_and_pooler,
+)
+DEBERTA_V2 = replace(DEBERTA, model_types=("deberta-v2",), lora_targets=("query_proj", "key_proj", "value_proj"))
+
+# ------------------------------------------------------------------------------------------------- encoder-decoders
+
+
+def derive_decoder_layers(config, overrides: Mapping[str, Any]) -> None:
+    """Give the decoder as many layers as the encoder, unless the overrides say otherwise."""
+    if "num_layers" in overrides and "num_decoder_layers" not in overrides:
+        config.num_decoder_layers = config.num_layers
+
+
+BART = Family(  # Lewis et al. 2020
+    model_types=("bart", "mbart", "m2m_100"),
+    lora_targets=("q_proj", "k_proj", "v_proj", "out_proj"),
+    classifier_heads=("classification_head.out_proj",),
+)
+PEGASUS = replace(BART, model_types=("pegasus",), decoder_starts_with_padding=True)
+BLENDERBOT = Family(  # Roller et al. 2020: trained by ParlAI, whose delimiter of turns is two spaces
+    model_types=("blenderbot", "blenderbot-small"), lora_targets=BART.lora_targets, turn_separator="  "
+)
+OPT = Family(  # Zhang et al. 2022: a decoder with BART's layers
+    model_types=("opt",), lora_targets=BART.lora_targets, classifier_heads=("score",)
+)
+SWITCH = Family(
+    model_types=("switch_transformers",),
+    overflows_fp16=True,
+    attention_width=lambda config: config.num_heads * config.d_kv,  # the heads' width is their own
+    derive_sizes=derive_decoder_layers,
+)
+T5 = replace(  # Raffel et al. 2020: trained in bf16; the larger sizes exceed fp16's range
+    SWITCH,
+    model_types=("t5", "mt5", "umt5", "longt5"),
+    lora_targets=("q", "k", "v", "o"),
+    classifier_heads=BART.classifier_heads,
+    decoder_starts_with_padding=True,
+)
+
+FAMILIES = (GPT2, FUSED_BY_HEADS, GPT_NEOX, LLAMA_LIKE, QWEN3, MISTRAL, LLAMA, OLMO2, EXPERTS, BERT, ELECTRA, ROBERTA,
+            LONGFORMER, DEBERTA, DEBERTA_V2, BART, PEGASUS, BLENDERBOT, OPT, SWITCH, T5)  # fmt: skip
+BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
+DEFAULT = Family()
+
+
+def family_of(config) -> Family:
+    """The family of a model with this configuration of transformers."""
+    return BY_MODEL_TYPE.get(config.model_type, DEFAULT)
