@@ -23,9 +23,9 @@ from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, install_loss
 from zerofit.model.preflight import check_mask_support
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
-from zerofit.recipe.cache import cache_root
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import ClmRecipe
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")

@@ -15,8 +15,8 @@ from zerofit.data.megatron.corpus import INDICES
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import read_config, read_model
 from zerofit.recipe import paths
-from zerofit.recipe.cache import cache_root
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.tools.doctor.doctor import read_options

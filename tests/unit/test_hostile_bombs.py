@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from tests.helpers import refusal
 from zerofit.data.text import tokenize_texts
 from zerofit.data.token_tables import TableCache
+from zerofit.model import chat
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.chat import apply_template
 from zerofit.model.folders import read_json
 from zerofit.model.pretrained_io import read_config
-from zerofit.recipe import limits
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.run_folder import RunFolder
@@ -70,8 +70,8 @@ def tokenizer():
     "{% set x = namespace(a='aaaaaaaa') %}{% for b in range(99) %}{% set x.a = x.a + x.a %}{% endfor %}",
 ])  # fmt: skip
 def test_a_template_that_takes_all_time_or_memory(tokenizer, monkeypatch, template):
-    monkeypatch.setattr(limits, "LONGEST_S", 0.3)
-    monkeypatch.setattr(limits, "LARGEST_BYTES", 300 * 2**20)
+    monkeypatch.setattr(chat, "LONGEST_S", 0.3)
+    monkeypatch.setattr(chat, "LARGEST_BYTES", 300 * 2**20)
     before, tokenizer.chat_template = resource.getrlimit(resource.RLIMIT_DATA), template
     assert "--chat_template" in refusal(apply_template, tokenizer, [{"role": "user", "content": "a"}])
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

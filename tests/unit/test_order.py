@@ -5,7 +5,7 @@ import pytest
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.order import MicroBatches, SampleOrder, Shortened, shortened
-from zerofit.recipe.growth import Growth
+from zerofit.recipe.batch_options import Growth
 from zerofit.strategy.batches import BatchSizes
 
 LAYOUTS = [

@@ -10,7 +10,7 @@ from helpers import ROOT, environment
 
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.tracking_options import TRACKERS
+from zerofit.recipe.options import TRACKERS
 from zerofit.record.trackers import RESUMED, is_installed, tracker_options, wanted_trackers
 
 # Where each tracker keeps what this test does, without a login or a server.

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, CheckpointDirectory
 from zerofit.checkpoint.mirror_store import RESULTS, MirrorStore, files_of, reason
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.record.written_files import CHECKPOINTS, MODEL, files_below
 
 RETRY_S = 30.0  # between two attempts while the store fails

@@ -12,8 +12,7 @@ from zerofit.checkpoint.writer import named_checkpoint_problem
 from zerofit.data.pack import SampleSet
 from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import read_record
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted, read_record
 from zerofit.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity, is_count
 from zerofit.record.written_files import CHECKPOINTS
 from zerofit.strategy.batches import RESUMED

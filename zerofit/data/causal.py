@@ -25,10 +25,9 @@ from zerofit.data.windows import LAG_UPDATES, StreamedSamples, WindowStore
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.inference_options import OF_MODEL
-from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.parsing import counted, parse_bytes
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import ClmRecipe
-from zerofit.recipe.words import counted
 
 OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
 

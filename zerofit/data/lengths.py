@@ -3,8 +3,8 @@
 import numpy as np
 
 from zerofit.model.configuration import usable_positions
+from zerofit.recipe.batch_options import Growth, read_growth
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.growth import Growth, read_growth
 
 DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
 LENGTHS = {  # {task: {option of a length: what is used where it is not set}}; of most tasks the option has a default

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zerofit.data.token_tables import TableCache
 from zerofit.model.tokenizer import TokenizerOptions
-from zerofit.recipe.cache import cache_root
+from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import TaskRecipe
 
 PREDICT = "predict"  # the part of predict_file, without labels

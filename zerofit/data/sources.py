@@ -19,9 +19,9 @@ from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
 from zerofit.recipe.columns import DELIMITERS, ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.recipe.words import counted
 
 SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk has written
 HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets

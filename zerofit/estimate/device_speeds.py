@@ -24,7 +24,7 @@ from zerofit.estimate.time_constants import (
     OF_PCIE,
     OPERATION_S,
 )
-from zerofit.recipe.cache import cache_root
+from zerofit.recipe.places import cache_root
 from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
 from zerofit.strategy.host_memory import cpu_model, usable_cores
 

@@ -20,9 +20,9 @@ from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import nearest_recipe, recipe_file, script
 from zerofit.recipe.tasks import TASKS, task_of_recipe
-from zerofit.recipe.words import counted
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.named import find_strategies
 

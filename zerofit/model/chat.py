@@ -7,9 +7,12 @@ itself: each answer, and the mark at its end.
 import inspect
 import json
 import re
+import resource
+import signal
+import threading
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,6 @@ from jinja2 import TemplateSyntaxError
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import read_text
-from zerofit.recipe.limits import BeyondLimits, limited
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "\ue0f1{}\ue0f2"  # for an answer: private-use characters, which no template compares or strips
@@ -516,3 +518,48 @@ def _end_mark(ending: str, after: str, tokenizer) -> str:
 def _in_common(first: str, second: str) -> int:
     """The number of characters that two texts have in common at their beginning."""
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+
+
+# A template is code that others wrote: it gets so much time of this process' cores, and memory beside what it has.
+LONGEST_S = 10.0
+LARGEST_BYTES = 2 << 30
+
+
+class BeyondLimits(Exception):
+    """The code took more time or memory than it may; the message says which."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """End the block once it takes too much. Raises BeyondLimits.
+
+    Time is limited in the main thread only, where Python handles signals, and memory on Linux only.
+    """
+    is_main, statm = threading.current_thread() is threading.main_thread(), Path("/proc/self/statm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if statm.exists():
+        used = int(statm.read_text().split()[5]) * resource.getpagesize()
+        limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([used + LARGEST_BYTES, *limits]), hard))
+    if is_main:
+        handler = signal.signal(signal.SIGVTALRM, _stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S, LONGEST_S)
+    try:
+        yield
+    except _Stop:
+        raise BeyondLimits(f"takes longer than {LONGEST_S:g} s") from None
+    except MemoryError:
+        raise BeyondLimits(f"takes more than {LARGEST_BYTES / 2**30:g} GiB of memory") from None
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+class _Stop(BaseException):
+    """No Exception, which the code might catch."""
+
+
+def _stop(*_) -> None:
+    raise _Stop

@@ -17,10 +17,10 @@ from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, overrid
 from zerofit.model.families import family_of
 from zerofit.model.folders import has_tokenizer
 from zerofit.model.languages import first_target_tokens
-from zerofit.recipe.cache import cache_root
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import is_there, put_in_place, read_text, temporary_path
 from zerofit.recipe.model_options import ModelOptions
+from zerofit.recipe.places import cache_root
 
 START = "decoder_start_token_id"
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's only special token

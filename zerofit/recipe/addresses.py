@@ -15,10 +15,10 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.cache import cache_root
 from zerofit.recipe.errors import Problems, UserError, first_line
 from zerofit.recipe.files import put_in_place, temporary_path
 from zerofit.recipe.paths import FILE_OPTIONS, is_address
+from zerofit.recipe.places import cache_root
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 

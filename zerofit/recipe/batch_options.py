@@ -1,10 +1,10 @@
 """Options of batches and of the length of the run; what tokens_per_batch means for the other sizes."""
 
+import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
-from zerofit.recipe.growth import growth_problems
 
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
 # Options whose sum is the length of a full row, of the tasks that have them.
@@ -13,6 +13,39 @@ OTHER_SAMPLES = (  # options that decide which samples an update has
     "global_batch_warmup", "block_size_warmup", "data_path", "mixture_temperature",
     "pad_to_max_length", "length_grouping",
 )  # fmt: skip
+FORM = "START@UPDATES"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The first update has the size `first`. It grows in steps of as much until, after `updates` updates, it is
+    `last`, which is a multiple of `first`."""
+
+    first: int
+    last: int
+    updates: int
+
+    def __call__(self, update: int) -> int:
+        """The size of an update, counted from 1."""
+        steps = self.last // self.first - 1
+        return self.first * (1 + min(update - 1, self.updates) * steps // self.updates)
+
+
+def read_growth(text: str) -> tuple[int, int] | None:
+    """(first size, updates that grow) of `START@UPDATES`; None: it is no such text."""
+    found = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
+    return found and (int(found[1]), int(found[2]))
+
+
+def growth_problems(recipe, name: str, example: str) -> list[str]:
+    """What is wrong with the text of an option that has the form of a growth."""
+    text = getattr(recipe, name)
+    if text is None or read_growth(text):
+        return []
+    return [
+        f"{name} = {text!r}: say {FORM}, the size in the first update and the number of updates in which it "
+        f"grows, e.g. {example}"
+    ]
 
 
 @dataclass

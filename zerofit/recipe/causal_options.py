@@ -1,13 +1,14 @@
-"""Options of causal language modelling: text, corpora, chats, and what the model writes."""
+"""Options of causal language modelling: text, corpora, chats, pairs of answers, a teacher, streams, and samples."""
 
 import math
 import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
+from zerofit.recipe.batch_options import growth_problems
 from zerofit.recipe.fields import option
-from zerofit.recipe.growth import growth_problems
-from zerofit.recipe.parsing import parse_number
+from zerofit.recipe.parsing import parse_bytes, parse_number
+from zerofit.recipe.paths import is_weight
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
 TEXT_OPTIONS = (  # options of text data, without effect on corpora
@@ -243,6 +244,92 @@ class PreferenceOptions(Recipe):
                 "training. Evaluate while it trains (eval_steps)"
             )
         return problems
+
+
+DIVERGENCES = ("forward", "reverse")
+
+
+@dataclass
+class DistillationOptions(Recipe):
+    """Distillation"""
+
+    distill_divergence: str | None = option(
+        None,
+        "Train on a teacher's distribution, too: forward, KL(teacher || student), or reverse, KL(student || teacher). "
+        "See teacher.",
+        choices=DIVERGENCES,
+    )
+    teacher: str | None = option(
+        None,
+        "The teacher, a folder or a hub name, held by each process beside the student: all of its weights, in the "
+        "precision of the run.",
+    )
+    distill_weight: float = option(
+        0.5, "What the divergence weighs; the loss of the next token itself weighs 1 - X.", minimum=0
+    )
+    distill_temperature: float = option(
+        1.0, "Temperature of both distributions; the divergence is multiplied by its square.", positive=True
+    )
+
+    def problems(self) -> list[str]:
+        problems, divergence = super().problems(), self.distill_divergence
+        if divergence is None:
+            names = ("teacher", "distill_weight", "distill_temperature")
+            return problems + [
+                f"{name} has no effect without distill_divergence. Set that to {' or '.join(DIVERGENCES)}"
+                for name in names
+                if self.is_changed(name)
+            ]
+        stated = f"distill_divergence = {divergence}"
+        if self.distill_weight > 1:
+            problems.append(f"distill_weight = {self.distill_weight:g}: it is at most 1, such as 0.5")
+        if self.preference_loss:
+            problems.append(f"{stated} and preference_loss = {self.preference_loss}: keep one of the two")
+        if self.trains and not self.teacher:
+            problems.append(f"{stated}: name the teacher with --teacher, a folder or a hub name")
+        return problems
+
+
+NOT_STREAMED = (  # options that need all records, or a tokenizer that is not there yet
+    "dataset_name", "data_path", "encoding", "delimiter", "field", "validation_split_percentage", "max_train_samples",
+    "preprocessing_num_workers", "tokens_per_batch", "train_tokenizer_vocab_size",
+    "document_separator", "mixture_temperature", "preference_loss",
+)  # fmt: skip
+NO_HELD_OUT = "nothing is held out of a stream. Name the data to evaluate with validation_file"
+
+
+@dataclass
+class StreamOptions(Recipe):
+    """Streaming"""
+
+    streaming: str | None = option(
+        None,
+        "Size, as 256MiB: read train_file (.parquet, .jsonl, .tar of WebDataset; paths, globs, or addresses such as "
+        "s3://bucket/*.parquet) while training goes on, in windows of about so many bytes of records, which are "
+        "shuffled together. For data that do not fit the disk.",
+    )
+
+    def problems(self) -> list[str]:
+        problems, stated = super().problems(), f"streaming = {self.streaming}"
+        if self.streaming is None:
+            return problems
+        if not self.trains:
+            return problems if self.validation_file or self.predict_file else [*problems, f"{stated}: {NO_HELD_OUT}"]
+        try:
+            parse_bytes(self.streaming)
+        except ValueError:
+            problems.append(f"{stated}: expected a size such as 256MiB")
+        if not self.train_file:
+            problems.append(f"{stated}: name the shards with train_file")
+        if any(map(is_weight, self.train_file or [])):
+            problems.append(f"{stated}: shards have no weights. Remove them, or stream one source")
+        if not self.max_train_steps:
+            problems.append(f"{stated}: nobody has counted the records. Say max_train_steps, the updates of the run")
+        return problems + [
+            f"{name} ({self.source(name)}) is not supported with {stated}: the records are read as they come"
+            for name in NOT_STREAMED
+            if hasattr(self, name) and self.is_changed(name)
+        ]
 
 
 @dataclass

@@ -11,9 +11,10 @@ from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
-from zerofit.recipe.tracking_options import TrackingOptions
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
+# All trackers of accelerate 1.15.
+TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adafactor")
 
 
@@ -297,6 +298,18 @@ class AnomalyOptions(Recipe):
         if getattr(self, "save_only_model", False) and self.on_anomaly == "rewind":
             problems.append("save_only_model = true and on_anomaly = rewind: there would be nothing to go back to")
         return problems
+
+
+@dataclass
+class TrackingOptions(Recipe):
+    """Trackers"""
+
+    with_tracking: bool = option(False, "Send the metrics to a tracker (report_to).", common=True)
+    report_to: str = option(
+        "all", "Tracker: one of accelerate's, all (those installed) or none.", choices=("all", *TRACKERS, "none")
+    )
+    report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the name of the task.")
+    run_name: str | None = option(None, "Name of the run at the tracker; by default that of the output folder.")
 
 
 @dataclass

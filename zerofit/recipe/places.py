@@ -1,7 +1,11 @@
-"""Where the scripts, strategies and recipes lie: beside the package in a clone, within it where it is installed."""
+"""The folders of the program's scripts, strategies and recipes, and of prepared data.
+
+The program's lie beside the package in a clone, and within it where it is installed.
+"""
 
 import functools
 import hashlib
+import os
 from pathlib import Path
 
 from zerofit.recipe.errors import nearest
@@ -53,3 +57,12 @@ def recipe_file(name: str) -> str:
     its folder and ending; else what was given."""
     found = (file for folder in (RECIPES, place(RECIPES)) for file in sorted(folder.glob(f"*/{name}.yaml")))
     return name if Path(name).is_file() else str(next(found, name))
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """The folder of prepared data: the recipe's cache_dir, else a folder in the cache of the datasets library."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    # the cache of the datasets library, without importing it, which takes a second (datasets/config.py)
+    hub = os.environ.get("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
+    return Path(os.environ.get("HF_DATASETS_CACHE", f"{hub}/datasets")).expanduser() / "zerofit"

@@ -8,19 +8,19 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.causal_options import (
     ChatOptions,
     CorpusOptions,
+    DistillationOptions,
     PreferenceOptions,
     SampleOptions,
+    StreamOptions,
     TextOptions,
     WritingOptions,
 )
 from zerofit.recipe.data_options import MixtureOptions, PaddingOptions, RecordOptions
-from zerofit.recipe.distillation_options import DistillationOptions
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import parse_number, read_yaml
-from zerofit.recipe.stream_options import StreamOptions
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 GLUE_ON_THE_HUB = "nyu-mll/glue"

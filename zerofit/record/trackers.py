@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.tracking_options import TRACKERS, TrackingOptions
+from zerofit.recipe.options import TRACKERS, TrackingOptions
 from zerofit.record.run_folder import RunFolder
 
 # {tracker: (what reads the id of its run, the options that continue a run)}

@@ -6,9 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from zerofit.recipe.batch_options import BatchOptions
+from zerofit.recipe.batch_options import BatchOptions, Growth, read_growth
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.growth import Growth, read_growth
 
 RESUMED = "the run that resumes"  # the source of a size that follows from its global batch
 NUMBERS_SHOWN = 12  # in a message

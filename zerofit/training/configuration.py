@@ -16,9 +16,9 @@ from zerofit.model.stages import check_stages
 from zerofit.model.tensor_parallel.split import check_split
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.idle import idle_options
+from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.recipe.words import counted
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.trackers import wanted_trackers
 from zerofit.strategy.batches import RESUMED

@@ -9,7 +9,7 @@ import time
 from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
 from zerofit.health.shutdown import StopReason
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.training.evaluation import timed_evaluation
 from zerofit.training.run import Run, Stop

@@ -14,8 +14,8 @@ from zerofit.data.collate import Batch
 from zerofit.data.order import FILLER, FixedOrder
 from zerofit.model.folders import weights_key
 from zerofit.model.preference import BETA, PreferenceLoss, log_probabilities
-from zerofit.recipe.cache import cache_root
 from zerofit.recipe.files import atomic_file
+from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import duration
 from zerofit.strategy.engine import Engine

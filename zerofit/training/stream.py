@@ -8,9 +8,9 @@ from typing import NamedTuple
 from zerofit.data.collate import Batch
 from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
-from zerofit.recipe.growth import Growth
+from zerofit.recipe.batch_options import Growth
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import rounded
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import pins_memory

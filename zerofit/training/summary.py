@@ -9,7 +9,7 @@ from zerofit.checkpoint.run_state import RunState
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.lora import Adapter
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.record.meters import ThroughputMeter
 from zerofit.record.metrics import EvaluationTime
 from zerofit.record.run_folder import RunFolder

@@ -11,7 +11,7 @@ from zerofit.data.order import Order
 from zerofit.data.pack import SampleSet
 from zerofit.model.experts import Routing
 from zerofit.model.preference import PreferenceLoss
-from zerofit.recipe.growth import Growth
+from zerofit.recipe.batch_options import Growth
 from zerofit.recipe.tasks import TaskRecipe
 
 

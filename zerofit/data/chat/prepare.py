@@ -31,7 +31,7 @@ from zerofit.model.chat import (
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),

@@ -9,9 +9,9 @@ from zerofit.data.megatron.corpus import INDICES, Corpus, open_corpus, tokenizer
 from zerofit.data.order import FixedOrder, samples_of_run
 from zerofit.data.pack import TextData
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer, producible_tokens
-from zerofit.recipe.cache import cache_root
 from zerofit.recipe.causal_options import RESETS
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import ClmRecipe
 
 LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card

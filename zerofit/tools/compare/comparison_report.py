@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import printable
+from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import name_of_recipe
-from zerofit.recipe.words import counted
 from zerofit.record.terminal import decimals, duration, rounded, screen_width, size, table
 from zerofit.tools.compare.finish import Finished, agreement, finished_table
 from zerofit.tools.compare.plots import memory_plot, png, svg, throughput_plot

@@ -9,7 +9,7 @@ import torch
 
 from zerofit.estimate.memory_constants import PROGRAM_BYTES
 from zerofit.recipe.files import is_shared
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import size
 from zerofit.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE, gpus_of_the_machine
 from zerofit.tools.doctor.doctor_report import Finding, error, note, warning

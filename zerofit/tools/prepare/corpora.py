@@ -15,7 +15,7 @@ from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.model.tokenizer import END_OF_TEXT, tokenizer_from_vocabulary_files
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import StatusLine, duration, size
 from zerofit.tools.prepare.corpus_writer import ENDINGS, PARTIAL, CorpusWriter, check_free
 from zerofit.tools.prepare.documents import InputFile, find_input, tasks_of

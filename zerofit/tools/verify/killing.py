@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 from zerofit.launch.runs import TRACEBACK, LaunchedRun, RunningLaunch, failure, launched
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 
 Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
 

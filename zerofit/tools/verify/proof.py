@@ -11,7 +11,7 @@ from statistics import median
 
 from zerofit.launch.runs import LaunchedRun, failure, launched, mistake
 from zerofit.recipe import UserError
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, say, table

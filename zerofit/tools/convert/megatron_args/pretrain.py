@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from zerofit.recipe.megatron_flags import SELECTIVE, TYPED, shapes_the_model
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.convert_options import MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.calls import SEARCH, Call
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger

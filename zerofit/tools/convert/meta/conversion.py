@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from zerofit.model.pretrained_io import atomic_folder
-from zerofit.recipe.words import counted
+from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.convert_options import FromMetaOptions
 from zerofit.tools.convert.meta.config import config_of, scaling_factor, version_of
 from zerofit.tools.convert.meta.folder import INDEX, HfFolder, MetaFolder
