@@ -5,15 +5,13 @@ import json
 import time
 from typing import Any
 
-import yaml
-
 from zerofit.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.mirror_store import RESULTS, MirrorStore, reason
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import BoundedLoader
+from zerofit.recipe.parsing import object_of
 from zerofit.record.run_folder import RunFolder, differences
 from zerofit.record.terminal import say
 from zerofit.record.written_files import CHECKPOINTS
@@ -71,7 +69,7 @@ def restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> li
     candidates = [(name, files) for name, files in store.complete() if newest is None or name > newest.name]
     if not candidates:
         return []
-    differing = _differing(recipe, _parsed(store.read("recipe.yaml")))
+    differing = _differing(recipe, object_of(store.read("recipe.yaml") or b"", is_yaml=True) or {})
     if recipe.resume != "auto" or differing:
         if newest is None and not recipe.overwrite_output_dir:
             what = f"a different run: {'; '.join(differing[:5])}" if differing else "checkpoints of this run"
@@ -131,13 +129,6 @@ def _bring_best(store: MirrorStore, directory: CheckpointDirectory, name: str) -
     files = next((files for there, files in store.complete() if there == wanted), None)
     if wanted and (wanted == name or (files and _bring(store, directory, wanted, files) is None)):
         directory.point_to_the_best(best)
-
-
-def _parsed(text: bytes | None) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, yaml.YAMLError):
-        options = yaml.load(text or b"", BoundedLoader)
-        return options if isinstance(options, dict) else {}
-    return {}
 
 
 def _differing(recipe: TrainingRecipe, recorded: dict[str, Any]) -> list[str]:

@@ -14,12 +14,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from zerofit.launch.options import LaunchOptions, option_named, take_words
+from zerofit.launch.options import LaunchOptions
 from zerofit.launch.schedulers import PORT, Machines, given_machines, read_machines, without_machines
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parse import option_named, parse_recipe, take_words
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import nearest_recipe, recipe_file, script
 from zerofit.recipe.tasks import TASKS, task_of_recipe

@@ -1,6 +1,5 @@
-"""The options of `zerofit launch`, and how they are told from those of the run."""
+"""The options of `zerofit launch`."""
 
-import dataclasses
 from dataclasses import dataclass
 
 from zerofit.recipe.fields import option
@@ -41,24 +40,3 @@ class LaunchOptions(Recipe):
         minimum=0,
     )
     dry_run: bool = option(False, "Print the command line, and do not run it.")
-
-
-def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]], list[str]]:
-    """([an option of `options` and its value], the other words), each in the order of the command line."""
-    kinds = {field.name: field.type for field in dataclasses.fields(options)}
-    taken, rest, words = [], [], list(argv)
-    while words:
-        word = words.pop(0)
-        name = option_named(word)
-        if name not in kinds:
-            rest.append(word)
-            continue
-        is_switch = kinds[name] is bool and words[:1] not in (["true"], ["false"])
-        stands_alone = "=" in word or is_switch or not words or words[0].startswith("--")
-        taken.append([word] if stands_alone else [word, words.pop(0)])
-    return taken, rest
-
-
-def option_named(word: str) -> str | None:
-    """--num-machines=2 -> num_machines; None: it is not an option."""
-    return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else None

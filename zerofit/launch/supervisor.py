@@ -6,18 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
 from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS, heard_signals
 from zerofit.launch.exit_code import ExitCode, find_folder
-from zerofit.launch.options import LaunchOptions, take_words
+from zerofit.launch.options import LaunchOptions
 from zerofit.launch.runs import LAUNCHER
 from zerofit.launch.schedulers import RANK_VARIABLES
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
+from zerofit.recipe.parse import flag_value, take_words
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.terminal import outlive_the_terminal
@@ -34,8 +34,7 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     task = next((task for task in TASKS if task in (named, path.stem)), None)
     task = task or (task_of_recipe(str(path)) if is_recipe else None) or "clm"
     number = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-    for word, following in pairwise(argv):
-        number = following if word == "--machine_rank" else number
+    number = flag_value(argv, "machine_rank") or number
     recipe = ["--config", str(path)] if is_recipe and "--config" not in argv else []
     return ExitCode(find_folder(task, [*recipe, *words[bool(named) :]]), {"RANK": number})
 

@@ -160,6 +160,35 @@ def is_flag(word: str) -> bool:
     return word.startswith("--") and not re.fullmatch(r"-+[\d.]+(e[+-]?\d+)?", word)
 
 
+def option_named(word: str) -> str | None:
+    """--num-machines=2 -> num_machines; None: it is not an option."""
+    return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else None
+
+
+def flag_value(words: list[str], name: str) -> str | None:
+    """The text behind `--name` in a command line that is not checked yet; None: it is not there."""
+    for word, following in zip(words, [*words[1:], ""]):
+        if option_named(word) == name:
+            return word.partition("=")[2] if "=" in word else following
+    return None
+
+
+def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]], list[str]]:
+    """([an option of `options` and its value], the other words), each in the order of the command line."""
+    kinds = _annotations(options)
+    taken, rest, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        name = option_named(word)
+        if name not in kinds:
+            rest.append(word)
+            continue
+        is_switch = kinds[name] is bool and words[:1] not in (["true"], ["false"])
+        stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
+        taken.append([word] if stands_alone else [word, words.pop(0)])
+    return taken, rest
+
+
 def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems: list[str]) -> None:
     kind = kinds[name]
     if not texts and issubclass(kind.base, (bool, FlagOrValue)):

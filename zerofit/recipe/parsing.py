@@ -66,20 +66,20 @@ def has_half_pair(value: Any) -> bool:
     return False
 
 
-def object_of(text: bytes) -> dict[str, Any] | None:
-    """The object that a JSON text is; None if it is none, or damaged."""
+def object_of(text: bytes, is_yaml: bool = False) -> dict[str, Any] | None:
+    """The object that a text of JSON or YAML is; None if it is another value, or damaged."""
     try:
-        found = parse_json(text)
-    except ValueError:
+        found = yaml.load(text, BoundedLoader) if is_yaml else parse_json(text)
+    except (ValueError, yaml.YAMLError):
         return None
     return found if isinstance(found, dict) else None
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a record, which a kill, a full disk or a hand may have damaged: empty if it is
-    missing, cannot be read, or holds something else."""
+    """The object in a .json or .yaml file of a record, which a kill, a full disk or a hand may have damaged: empty if
+    the file is missing, cannot be read, or holds something else."""
     try:
-        return object_of(path.read_bytes()) or {}
+        return object_of(path.read_bytes(), is_yaml=path.suffix == ".yaml") or {}
     except OSError:
         return {}
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, open_without_links, remove, sync, temporary_path
-from zerofit.recipe.parsing import BoundedLoader, object_of, read_record
+from zerofit.recipe.parsing import object_of, read_record
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import line_of_metrics
 from zerofit.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
@@ -61,10 +61,10 @@ class RunFolder:
         made no update of its own, or recipe.yaml cannot be read."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
-        options = read_yaml(self.path / "recipe.yaml")
+        options = read_record(self.path / "recipe.yaml")
         if not options or not self.has_updates():
             return None
-        laid_out = read_yaml(self.path / "strategy.yaml")
+        laid_out = read_record(self.path / "strategy.yaml")
         return {**options, **{name: laid_out[name] for name in GIVEN_FOR if is_count(laid_out.get(name))}}
 
     def refuse_foreign_files(self, in_checkpoints: Iterable[str], overwrite: bool) -> None:
@@ -343,15 +343,6 @@ def _is_in_the_way(name: str) -> bool:
     """Whether a run would have to replace this file, or write behind this link."""
     is_checkpoint = re.match(rf"{CHECKPOINTS}/(update_\d{{8}}|(best|latest)$)", name)
     return name in {*NAMES, LOCK, CHECKPOINTS} or name.partition("/")[0] == MODEL or bool(is_checkpoint)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A file of the record; empty if it is missing or damaged."""
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), BoundedLoader)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def is_count(value: Any) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.parse import flag_value
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
@@ -52,7 +53,7 @@ class Launch:
     @property
     def states_precision_by_flag(self) -> bool:
         """Whether `precision` is not the YAML's: a flag goes before the file."""
-        return not self.config_file or bool(_option(self.command, "--mixed_precision"))
+        return not self.config_file or bool(flag_value(self.command, "mixed_precision"))
 
 
 def find_launch(named: StrategyFlag | None = None, config_file: str | None = None) -> Launch:
@@ -127,8 +128,8 @@ def _launcher() -> tuple[list[str], str | None, bool]:
                 threads = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
         return [], None, threads
     words = launcher.cmdline()
-    named = _option(words, "--config_file") or default_config()
-    threads = bool(_option(words, "--num_cpu_threads_per_process"))
+    named = flag_value(words, "config_file") or default_config()
+    threads = bool(flag_value(words, "num_cpu_threads_per_process"))
     with contextlib.suppress(psutil.Error):
         threads = threads or "OMP_NUM_THREADS" in launcher.environ()
     return words, named if named and Path(named).is_file() else None, threads
@@ -162,15 +163,6 @@ def default_config() -> str | None:
     home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
     files = (home / "accelerate" / f"default_config.{ending}" for ending in ("json", "yaml"))
     return next((str(file) for file in files if file.is_file()), None)
-
-
-def _option(words: list[str], name: str) -> str | None:
-    for word, following in zip(words, [*words[1:], ""]):
-        if word == name:
-            return following
-        if word.startswith(name + "="):
-            return word.partition("=")[2]
-    return None
 
 
 def _yaml_problems(launch: Launch) -> list[str]:

@@ -11,7 +11,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parse import flag_value, parse_recipe
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.terminal import say_aside
@@ -106,8 +106,8 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
         UserError: the task is unknown.
         SystemExit: code 0 after `--help`, which shows the options of a task where one is named.
     """
-    config = _given(argv, "config")
-    task = _given(argv, "task") or (task_of_recipe(recipe_file(config)) if config else None)
+    config = flag_value(argv, "config")
+    task = flag_value(argv, "task") or (task_of_recipe(recipe_file(config)) if config else None)
     if task not in TASKS:
         if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)
@@ -121,12 +121,3 @@ def recipe_values(options, cls: type[TrainingRecipe], omit: set[str], replace: d
     names = [field.name for field in dataclasses.fields(cls)]
     values = {name: getattr(options, name) for name in names if options.source(name) and name not in omit}
     return values | {name: value for name, value in replace.items() if name in names}
-
-
-def _given(argv: list[str], name: str) -> str | None:
-    for word, following in zip(argv, [*argv[1:], ""]):
-        if word == f"--{name}":
-            return following
-        if word.startswith(f"--{name}="):
-            return word.partition("=")[2]
-    return None

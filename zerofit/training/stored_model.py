@@ -20,9 +20,10 @@ from zerofit.model.configuration import work_offline_without_network
 from zerofit.model.folders import TRAINED_WITH, is_adapter, model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.inference_options import DATA_OPTIONS
+from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.run_folder import RunFolder, differences, read_yaml
+from zerofit.record.run_folder import RunFolder, differences
 from zerofit.strategy.strategy import Strategy
 
 NAMED_WITH = "adapter_config.json"
@@ -147,7 +148,7 @@ def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
     if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
         return  # nothing was answered
     asked = ("model_name_or_path", "predict_file", *DATA_OPTIONS)
-    recorded = read_yaml(folder.path / "recipe.yaml")
+    recorded = read_record(folder.path / "recipe.yaml")
     earlier = {name: value for name, value in recorded.items() if name in asked}
     if differing := differences(recipe, 0, earlier):
         folder.refuse_a_different_run(differing)

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate, one_batch
@@ -277,7 +276,7 @@ class Comparison:
 
     def pair_of(self, candidate: Candidate) -> dict[str, Any]:
         """The contents of the candidate's YAML and JSON."""
-        pair = {"yaml": yaml.safe_load(candidate.config.read_text()) or {}}
+        pair = {"yaml": read_yaml(candidate.config) or {}}
         json_file = (pair["yaml"].get("deepspeed_config") or {}).get("deepspeed_config_file")
         if json_file and Path(json_file).is_file():
             pair["json"] = Path(json_file).read_text()

@@ -8,10 +8,9 @@ It reads the folders of the runs, and writes nothing there.
 
 from dataclasses import dataclass
 
-from zerofit.launch.options import take_words
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
-from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parse import parse_recipe, take_words
 from zerofit.tools.show.table import show
 from zerofit.tools.show.watched_run import WatchedRuns
 

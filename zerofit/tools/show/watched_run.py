@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import why_no_model
 from zerofit.record.jsonl import LineReader
 from zerofit.record.metrics import line_of_metrics
-from zerofit.record.run_folder import RunFolder, is_count, read_yaml
+from zerofit.record.run_folder import RunFolder, is_count
 
 RECENT = 20  # updates whose median is the speed
 SILENT_S, SILENT_UPDATES = 60, 10  # a run without a new line for longer than both is silent
@@ -48,7 +49,8 @@ class WatchedRun:
         if self._reader is None or file != self._file or size < self._reader.position:  # a resume replaces the record
             self._reader = LineReader(self.folder.metrics.path, line_of_metrics)
             self._file, self.lines = file, {}
-            self.recipe, self.strategy = read_yaml(self.path / "recipe.yaml"), read_yaml(self.path / "strategy.yaml")
+            self.recipe = read_record(self.path / "recipe.yaml")
+            self.strategy = read_record(self.path / "strategy.yaml")
         self.lines |= {line["update"]: line for line in self._reader.poll()}
         self.environment = self.folder.environment()
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.launch.command import read_options
-from zerofit.launch.options import LaunchOptions, option_named, take_words
+from zerofit.launch.options import LaunchOptions
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parse import option_named, parse_recipe, take_words
 from zerofit.recipe.paths import name_of_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies

@@ -20,10 +20,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
-from zerofit.launch.options import option_named
 from zerofit.launch.restart_rule import FINAL
 from zerofit.recipe.addresses import PACKAGES
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parse import option_named
 from zerofit.tools.submit.job import VARIABLES, Job
 from zerofit.tools.submit.submit_options import GRACE_S, KubernetesOptions, SkyPilotOptions, SlurmOptions
 

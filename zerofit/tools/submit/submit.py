@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.launch.options import take_words
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parse import parse_recipe, take_words
 from zerofit.tools.submit import requeue
 from zerofit.tools.submit.job import Job, make_job
 from zerofit.tools.submit.schedulers import jobset, skypilot_notes, skypilot_task, slurm_script, trainjob

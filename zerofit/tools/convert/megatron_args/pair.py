@@ -9,7 +9,7 @@ import yaml
 
 from zerofit.recipe.files import read_text
 from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.recipe.places import place
 from zerofit.strategy.deepspeed_json import HERE, KNOWN_KEYS, PROJECTS, REFUSED_KEYS, monitors_in_use
 from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
@@ -257,7 +257,7 @@ def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> None:
 def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
     files = {}
-    settings = yaml.safe_load(place(f"accelerate_configs/{layout.strategy}.yaml").read_text())
+    settings = read_yaml(place(f"accelerate_configs/{layout.strategy}.yaml"))
     settings |= {"num_machines": layout.machines, "num_processes": layout.world}
     if layout.machines > 1:
         settings |= {"main_process_ip": layout.address, "main_process_port": int(layout.port)}
