@@ -116,8 +116,7 @@ def check_tool(words: list[str]) -> None:
         read_show(words[1:])
         return
     if words[0] == "doctor":
-        _, _, problems = read_doctor(words[1:])
-        assert not problems
+        assert not read_doctor(words[1:])[-1]
         return
     name = next((name for name in TOOLS if tuple(words[: len(name)]) == name), None)
     if name is None:  # it takes a script, not options

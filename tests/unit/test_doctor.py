@@ -10,19 +10,18 @@ import yaml
 from helpers import ROOT, environment, tiny_model
 
 from zerofit.cli import main
-from zerofit.tools.doctor.check import Disk, Installation, Needs, check_machine
+from zerofit.tools.doctor.check import Installation, check_machine
 from zerofit.tools.doctor.doctor import make_report, read_options
-from zerofit.tools.doctor.doctor_report import DoctorReport
+from zerofit.tools.doctor.report import DoctorReport
 from zerofit.tools.machine import Device
 
 GIB = 2**30
 A100 = Device("A100", 40 * GIB, 39 * GIB, has_bf16=True)
 T4 = Device("T4", 16 * GIB, 15 * GIB, has_bf16=False)
-OUTPUT = Disk("outputs/x", free=100 * GIB)
 HOST = {"cores": 8, "memory_free": 60 * GIB, "memory": 64 * GIB, "shm": 32 * GIB}
-HEALTHY = Installation(**HOST, kind="cuda", devices=(A100, A100), present={"NVIDIA": 2}, output=OUTPUT)
+OUTPUT = {"output": "outputs/x", "disk_free": 100 * GIB}
+HEALTHY = Installation(**HOST, **OUTPUT, kind="cuda", devices=(A100, A100), present={"NVIDIA": 2})
 CPU = dataclasses.replace(HEALTHY, devices=(), kind="cpu", present={})
-NEEDS = Needs(processes=2, precision="bf16")
 RECIPE = """
 config_name: gpt2
 config_overrides: n_layer=2,n_head=2,n_embd=32,n_positions=64
@@ -34,8 +33,8 @@ output_dir: out
 """
 
 
-def check(machine: Installation = HEALTHY, needs: Needs = NEEDS, **variables: str) -> list[tuple[str, str]]:
-    return [(found.level, f"{found.what}. {found.remedy}") for found in check_machine(machine, needs, variables)]
+def check(machine: Installation = HEALTHY, variables=None, **needs) -> list[tuple[str, str]]:
+    return list(check_machine(machine, variables or {}, **{"processes": 2, "precision": "bf16", **needs}))
 
 
 def change(machine=HEALTHY, **changes) -> Installation:
@@ -44,9 +43,9 @@ def change(machine=HEALTHY, **changes) -> Installation:
 
 def test_a_healthy_machine():
     assert check() == []
-    assert check(CPU, Needs(processes=8, precision="fp32")) == []
-    assert check(change(devices=(T4, T4)), dataclasses.replace(NEEDS, precision="fp16")) == []
-    assert check(change(CPU, bf16_slowdown=12.4), Needs(precision="fp32")) == []
+    assert check(CPU, processes=8, precision="fp32") == []
+    assert check(change(devices=(T4, T4)), precision="fp16") == []
+    assert check(change(CPU, bf16_slowdown=12.4), processes=1, precision="fp32") == []
 
 
 BUSY = dataclasses.replace(A100, free=10 * GIB)
@@ -56,18 +55,20 @@ BUSY = dataclasses.replace(A100, free=10 * GIB)
     ("changes", "needs", "level", "words"),
     [
         ({}, {"processes": 4}, "error", ["4 processes", "2 devices", "--num_processes 2"]),
+        ({}, {"processes": 1}, "note", ["2 devices", "--num_processes 2 for all of them"]),
+        ({**vars(CPU), "present": {"NVIDIA": 2}}, {}, "warning", ["CUDA_VISIBLE_DEVICES = ''", "2 NVIDIA GPUs"]),
+        ({**vars(CPU), "cores": 1}, {}, "warning", ["2 processes oversubscribe 1 core", "--num_processes 1"]),
         ({**vars(CPU), "bf16_slowdown": 12.4}, {}, "warning", ["12 times", "--precision fp32"]),
         ({"devices": (T4, T4)}, {}, "warning", ["a T4", "--precision fp16"]),
         ({"devices": (A100, BUSY)}, {}, "warning", ["device 1 (A100): 30.00 GiB of 40.00 GiB"]),
-        ({}, {"state_bytes": 100 * GIB}, "error", ["100.00 GiB of each device", "40.00 GiB"]),
-        ({}, {"host_bytes": 100 * GIB}, "error", ["100.00 GiB for the state", "64.00 GiB"]),
+        ({"memory_free": 2**20}, {}, "warning", ["of host memory", "1.0 MiB are free"]),
         ({"shm": 64 * 2**20}, {}, "warning", ["/dev/shm has 64.0 MiB", "--shm-size"]),
-        ({}, {"checkpoint_bytes": 101 * GIB}, "error", ["a checkpoint takes 101.00 GiB"]),
+        ({"disk_free": 2**20}, {}, "warning", ["outputs/x: only 1.0 MiB free", "--output_dir"]),
         ({}, {"num_machines": 2}, "warning", ["file system", "--output_dir"]),
     ],
 )
 def test_what_is_wrong_with_a_machine(changes, needs, level, words):
-    ((found, said),) = check(change(**changes), dataclasses.replace(NEEDS, **needs))
+    ((found, said),) = check(change(**changes), {"CUDA_VISIBLE_DEVICES": ""}, **needs)
     assert found == level
     assert all(word in said for word in words), said
 
@@ -91,13 +92,12 @@ def examined(*words: str) -> DoctorReport:
     return make_report(*read_options(list(words)), dict(os.environ))
 
 
-def texts(report: DoctorReport, *levels: str) -> list[str]:
-    levels = levels or ("error",)
-    return [f"{found.what}. {found.remedy}" for found in report.sorted_findings if found.level in levels]
+def texts(report: DoctorReport, level: str = "error") -> list[str]:
+    return report.messages(level)
 
 
 def values(report: DoctorReport) -> dict[str, tuple]:
-    return {value.name: (value.value, value.source) for value in report.values}
+    return {name: (value, source) for name, value, source in report.values}
 
 
 def edit(file: Path, **changes) -> Path:
@@ -113,7 +113,7 @@ MINE = ("--config", "clm/mine.yaml", "--num_processes", "2")
 ZERO2 = ("--strategy", "zero2")
 
 
-def test_a_sound_run(folder, capsys):
+def test_a_sound_run(folder):
     report = examined(*MINE, *ZERO2, "--global_batch_size", "32")
     assert report.exit_code == 0, texts(report)
     assert report.command.startswith("accelerate launch --config_file accelerate_configs/zero2.yaml")
@@ -126,7 +126,7 @@ def test_a_sound_run(folder, capsys):
     assert found["num_machines"] == (1, "accelerate_configs/zero2.yaml")
 
 
-def test_contradictions_of_three_files_at_once(folder, capsys):
+def test_contradictions_of_three_files_at_once(folder):
     edit(folder / "accelerate_configs/zero2.yaml", mixed_precision="bf16")
     contradictions = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
     edit(folder / "ds_configs/zero2.json", **contradictions, bf16={"enabled": False}, fp16={"enabled": False})
@@ -146,7 +146,7 @@ def test_contradictions_of_three_files_at_once(folder, capsys):
         assert words in said
 
 
-def test_what_a_flag_takes_out_is_noted(folder, capsys):
+def test_what_a_flag_takes_out_is_noted(folder):
     (folder / "clm/mine.yaml").write_text(RECIPE + "sample_tokens: 5\nsample_prompt: x\n")
     edit(folder / "ds_configs/zero2.json", gradient_clipping=0.5)
     report = examined(*MINE, *ZERO2, "--sample_tokens", "0", "--max_grad_norm", "1")
@@ -156,23 +156,23 @@ def test_what_a_flag_takes_out_is_noted(folder, capsys):
     assert "gradient_clipping = 0.5 is left out: --max_grad_norm says otherwise" in said
 
 
-def test_a_broken_recipe_and_a_broken_pair_at_once(folder, capsys):
-    (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\nstrategy: zero1\n")
+def test_a_broken_recipe_and_a_broken_pair_at_once(folder):
+    (folder / "clm/mine.yaml").write_text(RECIPE + "learning_rat: 1\nseed: -1\nlora_r: 4\nnum_processes: 3\n")
     edit(folder / "accelerate_configs/zero2.yaml", deepspeed_confg={})
     report = examined(*MINE, *ZERO2)
     assert report.exit_code == 2
     said = "\n".join(texts(report))
     for words in (
         "learning_rat is not an option. Did you mean learning_rate?",
+        "num_processes is not an option",
         "seed = -1",
         "no effect without --lora",
-        "strategy = 'zero1'",
         "deepspeed_confg",
     ):
         assert words in said
 
 
-def test_checks_of_a_run_before_its_data(folder, capsys):
+def test_checks_of_a_run_before_its_data(folder):
     """The model's positions, its layout, its template and its adapter, all in one go; nothing is read or loaded."""
     (folder / "model").mkdir()
     tiny_model("llama", vocab_size=300, max_position_embeddings=512).config.save_pretrained(folder / "model")
@@ -189,31 +189,65 @@ def test_checks_of_a_run_before_its_data(folder, capsys):
     assert report.exit_code == 2
 
 
-def test_variables_that_an_earlier_launch_has_left(folder, capsys):
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
+def test_a_strategy_is_no_part_of_a_recipe(folder):
+    (folder / "clm/mine.yaml").write_text(RECIPE + "strategy: zero1\n")
+    said = "\n".join(texts(examined(*MINE)))
+    assert "clm/mine.yaml, line 9: strategy = 'zero1'" in said
+    assert "Use the flag --strategy zero1" in said
+
+
+def test_variables_that_an_earlier_launch_has_left(folder):
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "RANK": "0"}
     report = examined("--strategy", "ddp", "--num_processes", "2")
-    assert "unset ACCELERATE_USE_FSDP" in "\n".join(texts(report, "warning"))
-    assert "fsdp_version = 1 is not supported" in "\n".join(texts(report))
+    (warning,) = texts(report, "warning")
+    assert "unset ACCELERATE_USE_FSDP" in warning
+    assert "keep one of them" in "\n".join(texts(report))
+    del os.environ["ACCELERATE_USE_FSDP"]
+    assert "unset RANK" in "\n".join(texts(examined("--strategy", "single"), "warning"))
 
 
-def test_accelerates_own_refusals(folder, capsys):
+def test_what_no_launch_would_accept(folder):
     said = texts(examined("--strategy", "single", "--num_processes", "4"))[0]
-    assert "starts one process, and num_processes = 4" in said
+    assert "is for one process, not for 4. Use --strategy ddp" in said
     edit(folder / "accelerate_configs/ddp.yaml", num_procesess=2)
     (said,) = texts(examined("--strategy", "ddp", "--num_processes", "2"))
     assert said.startswith("accelerate launch refuses accelerate_configs/ddp.yaml: ")
     assert "num_procesess" in said
 
 
-def test_weights_that_are_elsewhere(folder, capsys):
+def test_what_accelerate_reads_without_a_strategy(folder, monkeypatch):
+    """The user's own file, as for a launch without --config_file; else ddp for several processes."""
+    report = examined(*MINE)
+    assert values(report)["strategy"] == ("ddp", "accelerate_configs/ddp.yaml")
+    (folder / "hf/accelerate").mkdir(parents=True)
+    file = folder / "hf/accelerate/default_config.yaml"
+    file.write_text(
+        (folder / "accelerate_configs/zero1.yaml").read_text().replace("ds_configs", f"{folder}/ds_configs")
+    )
+    report = examined("--config", "clm/mine.yaml")
+    assert f"{file}: accelerate launch reads it" in "\n".join(texts(report, "note"))
+    assert values(report)["num_processes"] == (2, str(file))
+    assert report.command.startswith(f"accelerate launch --config_file {file} --num_processes 2 ")
+
+
+def test_a_json_as_under_torchrun(folder):
+    report = examined(*MINE, "--deepspeed_config", "ds_configs/zero1.json", "--max_grad_norm", "2")
+    assert report.exit_code == 0, texts(report)
+    assert report.command.startswith("torchrun --nproc_per_node 2 ")
+    assert report.command.endswith(
+        "train/clm.py --config clm/mine.yaml --max_grad_norm 2.0 --deepspeed_config ds_configs/zero1.json"
+    )
+    assert values(report)["strategy"] == ("zero1", "ds_configs/zero1.json")
+
+
+def test_weights_that_are_elsewhere(folder):
     words = ("--task", "clm", "--model_name_or_path", "someone/model", "--train_file", "text.txt", "--strategy", "ddp")
     report = examined(*words)
     assert report.exit_code == 1
     assert "unset HF_HUB_OFFLINE" in "\n".join(texts(report))
-    report = examined(*words)
 
 
-def test_several_machines(folder, capsys):
+def test_several_machines(folder):
     report = examined("--strategy", "zero2", "--num_processes", "3", "--num_machines", "2")
     assert "num_processes = 3 on 2 machines" in "\n".join(texts(report))
 

@@ -96,8 +96,8 @@ def test_what_only_predicts_asks_on_the_command_line_before_it_runs_code_of_othe
     plan = ["--config", str(recipe), "--gpu", "h100-80gb"]
     assert "--trust_remote_code" in refusal(read_with_recipe, PlanOptions, plan, "zerofit plan")
     assert read_with_recipe(PlanOptions, [*plan, "--trust_remote_code"], "zerofit plan")[0].trust_remote_code
-    assert "--trust_remote_code" in " ".join(read_options(plan[:2])[2])
-    assert not read_options([*plan[:2], "--trust_remote_code"])[2]
+    assert "--trust_remote_code" in " ".join(read_options(plan[:2])[-1])
+    assert not read_options([*plan[:2], "--trust_remote_code"])[-1]
     assert parse_recipe(ClmRecipe, plan[:2]).trust_remote_code  # a run asks for what its recipe says
 
 

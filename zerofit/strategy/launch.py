@@ -56,12 +56,11 @@ class Launch:
         return not self.config_file or bool(flag_value(self.command, "mixed_precision"))
 
 
-def find_launch(named: StrategyFlag | None = None, config_file: str | None = None) -> Launch:
+def find_launch(named: StrategyFlag | None = None) -> Launch:
     """Read the environment that `accelerate launch` made, and the YAML file behind it; check_launch checks them.
 
     Args:
         named: what the program's own command line names: the environment is made of it here.
-        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
 
     Raises:
         UserError: the launcher and the program name different strategies.
@@ -70,7 +69,7 @@ def find_launch(named: StrategyFlag | None = None, config_file: str | None = Non
     # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
     # run ten times slower as soon as another process wants the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    command, config_file, threads_are_the_users = ([], config_file, False) if config_file else _launcher()
+    command, config_file, threads_are_the_users = _launcher()
     if named is not None:
         export_environment(named, config_file)
         config_file = named.config_file or config_file

@@ -28,22 +28,19 @@ FLAG_OF_LAUNCHER = "accelerate launch --mixed_precision"
 OnLayout = Callable[[ParallelLayout], bool]
 
 
-def read_strategy(
-    recipe: TrainingRecipe, config_file: str | None = None, on_layout: OnLayout = lambda layout: False
-) -> Strategy:
+def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: False) -> Strategy:
     """Read the launcher's environment and the pair behind it, and see that recipe, YAML and JSON agree.
 
     Values that the recipe leaves open and the pair states are adopted into the recipe.
 
     Args:
-        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
         on_layout: is told the parallel layout before batches are resolved; the recipe may still adopt a global batch.
             Returns whether the global batch is that of a run that resumes, and stays.
 
     Raises:
         UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
     """
-    launch, problems = find_launch(take_named(recipe), config_file), Problems()
+    launch, problems = find_launch(take_named(recipe)), Problems()
     with problems.collected():
         check_launch(launch)
     with problems.collected():

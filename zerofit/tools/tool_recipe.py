@@ -37,15 +37,18 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass
-class StrategiesOptions(Recipe):
-    """Which strategies, and the task"""
+class TaskOption(Recipe):
+    """The task"""
 
     task: str | None = option(
-        None,
-        "The task; by default the name of the recipe's folder.",
-        choices=tuple(TASKS),
-        common=True,
+        None, "The task; by default the name of the recipe's folder.", choices=tuple(TASKS), common=True
     )
+
+
+@dataclass
+class StrategiesOptions(TaskOption):
+    """Which strategies"""
+
     strategies: list[str] = option(  # noqa: RUF009
         ["ddp", "zero2", "zero3"], "Names in accelerate_configs/, or .yaml files: zero2,zero3.", common=True
     )

@@ -54,11 +54,8 @@ class RunConfiguration:
     adapter: AdapterFolder | None = None
 
 
-def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> RunConfiguration:
+def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     """Check that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
-
-    Args:
-        config_file: the YAML of a launch that is only looked at; by default that of the launcher above this process.
 
     Raises:
         UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.
@@ -83,7 +80,7 @@ def resolve(task: str, recipe: TaskRecipe, config_file: str | None = None) -> Ru
     with problems.collected():
         check_installed(recipe)
     with problems.collected():
-        strategy = read_strategy(recipe, config_file, keep_global_batch)
+        strategy = read_strategy(recipe, keep_global_batch)
     problems.raise_found()
     if recipe.source("per_device_train_batch_size") == RESUMED:
         notes.append(

@@ -1,252 +1,204 @@
-"""One examination: the launch as accelerate would make it, the run as it would be resolved, the machine beneath."""
+"""What `zerofit doctor` looks at: the launch line, the run as its first process resolves it, the machine beneath."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
+from accelerate.commands.config.config_args import load_config_from_file
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
-from zerofit.estimate.planned_strategy import plan_strategy
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.launch.schedulers import read_machines
 from zerofit.model.adapter_folder import on_its_base
 from zerofit.model.configuration import known_architectures
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.errors import NothingToDo, UserError
-from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.errors import NothingToDo, UserError, first_line
+from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
+from zerofit.recipe.places import script
 from zerofit.recipe.schedule import make_schedule
-from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
 from zerofit.strategy.named import find_strategies
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
-from zerofit.tools.doctor.check import Needs, check_machine, inspect_installation
-from zerofit.tools.doctor.doctor_report import ERROR, NOTE, WARNING, DoctorReport, Finding, Value, error, note, warning
-from zerofit.tools.doctor.launcher import ExaminedLaunch, look_at_launch, look_at_torchrun, shown_command
-from zerofit.tools.rank_environment import environment_of_a_rank
+from zerofit.tools.doctor.check import Installation, check_machine
+from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorReport
+from zerofit.tools.rank_environment import RANKS, environment_of_a_rank
 from zerofit.training.configuration import check_model, resolve
 
+DEFAULT = "default"
 MODELS = ("model_name_or_path", "config_name", "model_type")
 TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads variables
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-class Examination:
-    """Fills in a report.
-
-    Args:
-        task: None: there is no recipe.
-        shell: the environment in which the launch would be typed.
-        is_sound: the recipe has no problem by itself.
-    """
-
-    def __init__(self, options: Any, task: str | None, report: DoctorReport, shell: dict[str, str], is_sound: bool):
-        self.options, self.task, self.report, self.shell, self.is_sound = options, task, report, shell, is_sound
-        self.recipe = recipe_of(options, TASKS[task] if task else TrainingRecipe)
-        self.launch: ExaminedLaunch | None = None
-        self.strategy: Strategy | None = None
-        self.looked_at_model, self.planned = False, None  # the model without weights
-        self.needs = Needs(processes=max(1, num_devices()), examined=False)
-
-    def of_launch(self, program: list[str]) -> None:
-        """Look at the launch, and resolve recipe and strategy in the environment that it would make."""
-        report = self.report
+def examine(report: DoctorReport, options: Any, task: str | None, recipe: Recipe, shell: dict[str, str]) -> None:
+    """Fill in a report on this machine, and on the run if a task or a strategy is named."""
+    with report.collected(WARNING, "zerofit launch: "):
+        machines = read_machines(shell)
+        if machines.count > 1:  # by a scheduler
+            where = f"machine {machines.rank} of {machines.count}, the first at {machines.address}"
+            report.add(NOTE, f"zerofit launch: {where}, read from {machines.source}")
+    processes, num_machines, precision = max(1, num_devices()), 1, None
+    if task or recipe.strategy or recipe.deepspeed_config:
+        report.examined = "this recipe" if task else "this strategy"
         try:
-            self.launch = launch = self._read_launch()
+            processes, num_machines, precision = _examine_run(report, options, task, recipe, shell)
         except UserError as refusal:
-            report.add(ERROR, refusal.problems)
+            report.add(ERROR, *refusal.problems)
             report.bad_input = True
-            return
-        report.findings += launch.findings
-        report.command = shown_command(launch, program)
-        report.values += launch_values(launch)
-        offline = {"HF_HUB_OFFLINE": "1"}
-        with environment_of_a_rank(launch.world_size, launch.local_world_size, launch.environment | offline):
-            self._resolve(launch)
-        if self.strategy is not None:
-            report.values += strategy_values(self.strategy)
-            report.findings += _sharded_too_late(self.strategy, launch)
-            report.add(NOTE, self.strategy.notes)
-        if self.task:
-            folder = output_folder(self.task, self.recipe)
-            report.values += recipe_values(self.recipe, self.strategy, folder)
-        self.needs = self._needs(launch)
+    else:
+        with report.collected():
+            check_devices()
+    machine = Installation.here(output_folder(task, recipe) if task else None)
+    report.findings += check_machine(machine, shell, processes, num_machines, precision)
+    report.facts += machine.facts()
 
-    def machines(self) -> list[Finding]:
-        """What `zerofit launch` reads of the scheduler's variables."""
+
+def _examine_run(
+    report: DoctorReport, options: Any, task: str | None, recipe: Recipe, shell: dict[str, str]
+) -> tuple[int, int, str | None]:
+    """Look at the launch line, then at recipe and strategy.
+
+    Returns:
+        (processes of this machine, machines, the precision where it is known).
+
+    Raises:
+        UserError: there is no such strategy, or its YAML cannot be read.
+    """
+    is_sound = not report.bad_input
+    processes, machines = _launch(report, options, task, recipe)
+    here = processes // machines or 1
+    for name, value in sorted(shell.items()):  # of an earlier launch
+        if name.startswith("ACCELERATE_") or (name in RANKS and processes == 1):
+            what = f"{name} = {value!r} is set in this shell, reaches the run and overrides the YAML"
+            report.add(WARNING, f"{what}. Type unset {name}")
+    if task:
+        with report.collected():
+            check_paths(recipe, output_folder(task, recipe))
+        with report.collected():
+            check_compiled_code()
+    strategy = None
+    with report.collected(), environment_of_a_rank(processes, here, shell | {"HF_HUB_OFFLINE": "1"}):
+        recipe, strategy = _resolve(report, task if is_sound else None, recipe)
+    if strategy is not None:
+        stated = strategy.stated[0].source if strategy.stated else DEFAULT
+        report.values += [("strategy", strategy.name, strategy.source), ("precision", strategy.precision, stated)]
+        report.add(NOTE, *strategy.notes)
+    needs = here, machines, strategy.precision if strategy else None
+    if task is None:
+        return needs
+    report.values += recipe_values(recipe, strategy)
+    level, downloads = _to_download(recipe, shell)
+    if recipe.trains and not downloads and any(getattr(recipe, name) for name in MODELS):
+        with report.collected():
+            _look_at_model(report, task, recipe, strategy)
+    if not is_sound:
+        return needs
+    report.add(level, *downloads)
+    flags = getattr(recipe, "without_effect", [])
+    report.add(WARNING, *(f"{flag} has no effect on a launch that does not train" for flag in flags))
+    with report.collected():
+        notes = make_schedule(recipe, recipe.max_train_steps)[1] if recipe.max_train_steps else []
+        report.add(WARNING, *(note for note in notes if "no effect" not in note))
+    return needs
+
+
+def _launch(report: DoctorReport, options: Any, task: str | None, recipe: Recipe) -> tuple[int, int]:
+    """Find out and report the launch line. Returns (processes, machines).
+
+    Raises:
+        UserError: there is no such strategy, or its YAML cannot be read.
+    """
+    devices, file, content, found = num_devices(), None, {}, {}
+    if not recipe.strategy and not recipe.deepspeed_config:
+        if name := default_config():
+            report.add(NOTE, f"{name}: accelerate launch reads it. Use --strategy NAME for another")
+        several = (options.num_processes or devices * (options.num_machines or 1)) > 1
+        recipe.adopt("strategy", name or ("ddp" if several else "single"), "--strategy")
+    if recipe.strategy:
+        file = str(find_strategies([recipe.strategy])[recipe.strategy])
+        content = read_yaml(Path(file)) or {}
         try:
-            machines = read_machines(self.shell)
-        except UserError as refusal:
-            return [warning(f"zerofit launch: {problem}") for problem in refusal.problems]
-        if machines.count == 1:
-            return []
-        where = f"machine {machines.rank} of {machines.count}, the first at {machines.address}"
-        return [note(f"zerofit launch: {where}, read from {machines.source}")]
+            load_config_from_file(file)
+        except Exception as refusal:  # whatever it is, the launch would end with it
+            what = f"accelerate launch refuses {file}: {first_line(refusal).rstrip('.')}"
+            report.add(ERROR, f"{what}. Name one of accelerate_configs/ with --strategy")
+    for name, default in (("num_machines", 1), ("num_processes", max(1, devices))):
+        given, of_file = getattr(options, name), content.get(name)
+        is_stated = isinstance(of_file, int) and of_file > 0
+        found[name] = given or (of_file if is_stated else default * found.get("num_machines", 1))
+        report.values.append((name, found[name], f"--{name}" if given else file if is_stated else DEFAULT))
+    machines, processes = found["num_machines"], found["num_processes"]
+    if processes % machines:
+        what = f"num_processes = {processes} on {machines} machines: each has the same number"
+        report.add(ERROR, f"{what}. Use --num_processes {machines * max(1, processes // machines)}")
+    if file is None:
+        words = ["torchrun", "--nproc_per_node", processes // machines]
+        words += ["--nnodes", machines] if machines > 1 else []
+    else:
+        words = ["accelerate", "launch", "--config_file", file, "--num_processes", processes]
+        address = content.get("main_process_ip") or "MACHINE_0"
+        several = ["--num_machines", machines, "--machine_rank", 0, "--main_process_ip", address]
+        words += several if machines > 1 else []
+    program = ["train/TASK.py", "--config", "RECIPE"]
+    if task:
+        path, folder = script(task), Path.cwd()
+        path = path.relative_to(folder) if path.is_relative_to(folder) else path
+        program = [path, *recipe.flags_given(without=("strategy",) if file else ())]
+    report.command = shlex.join(map(str, [*words, *program]))
+    return processes, machines
 
-    def _read_launch(self) -> ExaminedLaunch:
-        """Raises UserError: there is no such strategy, or its YAML cannot be read."""
-        options, devices, shell = self.options, num_devices(), self.shell
-        chosen = {
-            name: (value, f"--{name}")
-            for name in ("num_processes", "num_machines")
-            if (value := getattr(options, name))
-        }
-        default = max(1, devices) * (options.num_machines or 1), "one for each device" if devices else "default"
-        if self.recipe.deepspeed_config and not options.strategy:
-            return look_at_torchrun({"num_processes": default, "num_machines": (1, "default"), **chosen}, shell)
-        name = options.strategy
-        if name is None and (file := default_config()):
-            self.report.findings.append(note(f"{file}: accelerate launch reads it. Use --strategy NAME for another"))
-            return look_at_launch(Path(file), chosen, devices, shell)
-        if name is None:
-            chosen = {"num_processes": default, **chosen}
-            name = "ddp" if chosen["num_processes"][0] > 1 else "single"
-        return look_at_launch(find_strategies([name])[name], chosen, devices, shell)
 
-    def _resolve(self, launch: ExaminedLaunch) -> None:
-        """The strategy, and with a sound recipe the whole run."""
-        report = self.report
-        if self.task:
-            with self._collected():
-                check_paths(self.recipe, output_folder(self.task, self.recipe))
-            with self._collected():
-                check_compiled_code()
-        if not launch.refused:
-            with self._collected():
-                self._resolve_strategy(launch)
-        downloads = _to_download(self.recipe, launch.environment) if self.task else []
-        if self.task and self.recipe.trains and not downloads and any(getattr(self.recipe, name) for name in MODELS):
-            with self._collected():
-                self._look_at_model()
-        if self.task and self.is_sound:
-            report.findings += [*_schedule_problems(self.recipe), *downloads]
-            flags = getattr(self.options, "without_effect", [])
-            report.add(WARNING, [f"{flag} has no effect on a launch that does not train" for flag in flags])
+def _resolve(report: DoctorReport, task: str | None, recipe: Recipe) -> tuple[Recipe, Strategy | None]:
+    """Resolve the whole run as its first process does; of a recipe with problems, or without training, the strategy.
 
-    @contextlib.contextmanager
-    def _collected(self) -> Iterator[None]:
-        """Report the problems of an error that ends this block, and continue behind it."""
+    Raises:
+        UserError: recipe, pair and earlier run contradict each other.
+    """
+    if task and recipe.trains:
         try:
-            yield
-        except UserError as refusal:
-            self.report.add(ERROR, refusal.problems)
-        except ImportError as missing:
-            self.report.findings.append(error(f"a package cannot be imported: {missing}. Run make setup"))
-
-    def _resolve_strategy(self, launch: ExaminedLaunch) -> None:
-        """Raises UserError: recipe, pair and earlier run contradict each other."""
-        try:
-            if self.task and self.is_sound and self.recipe.trains:
-                config = resolve(self.task, self.recipe, launch.config_file)
-                self.recipe, self.strategy = config.recipe, config.strategy
-                self.report.add(NOTE, config.notes)
-            else:
-                recipe = self.recipe.draft()
-                self.strategy, self.recipe = read_strategy(recipe, launch.config_file), recipe
-                self.strategy.check_precision()
+            config = resolve(task, recipe)
         except NothingToDo as message:
-            self.report.add(NOTE, [str(message)])
-            self.recipe = self.recipe.draft()
-            self.strategy = read_strategy(self.recipe, launch.config_file)
-
-    def _look_at_model(self) -> None:
-        """Raises UserError: the model, its layout, its lengths or its tokenizer are not what the recipe needs."""
-        self.looked_at_model, auto_class = True, getattr(transformers, AUTO_CLASSES[self.task])
-        recipe, config = on_its_base(self.recipe, self.task, auto_class)
-        with self._collected():
-            check_model(self.task, recipe, self.strategy, auto_class)
-        with self._collected():
-            self.planned = read_planned_model(self.recipe, self.task, num_devices() > 0)
-        if not recipe.train_tokenizer_vocab_size and (recipe.tokenizer_name or recipe.model_name_or_path):
-            check_vocabulary(config, load_tokenizer(TokenizerOptions.of(recipe), config), recipe)
-
-    def _needs(self, launch: ExaminedLaunch) -> Needs:
-        """What the launch asks of this machine."""
-        strategy = self.strategy
-        needs = Needs(
-            processes=launch.local_world_size,
-            num_machines=launch.num_machines,
-            visible=launch.devices,
-        )
-        if strategy is None:
-            return needs
-        on_gpu = num_devices() > 0
-        needs = dataclasses.replace(needs, precision=strategy.precision)
-        if not (self.task and self.is_sound and self.recipe.trains):
-            return needs
-        if self.looked_at_model and self.planned is None:
-            return needs
-        try:
-            planned = self.planned or read_planned_model(self.recipe, self.task, on_gpu)
-            states = plan_strategy(strategy.name, strategy, planned).states(planned, strategy.batches.accumulation > 1)
-        except UserError as refusal:
-            what = f"the model's size is not known here, so memory and disk are not checked: {refusal.problems[0]}"
-            self.report.findings.append(note(what))
-            return needs
-        weights, host = planned.weights, states.offloaded + (0 if on_gpu else states.held)
-        trained = f", {weights.trained / 1e6:,.1f} M of them are trained" if weights.frozen else ""
-        self.report.machine.append(("model", f"{(weights.trained + weights.frozen) / 1e6:,.1f} M parameters{trained}"))
-        saves = self.recipe.save_strategy != "no" or self.recipe.save_minutes
-        return dataclasses.replace(
-            needs,
-            state_bytes=states.held if on_gpu else None,
-            host_bytes=host * launch.local_world_size,
-            checkpoint_bytes=planned.checkpoint_bytes if saves and not self.recipe.save_only_model else None,
-        )
-
-    def of_machine(self) -> None:
-        """The machine, and whether it has what the launch asks for."""
-        report, needs = self.report, self.needs
-        if self.launch is None:
-            with self._collected():
-                check_devices()
-        machine = inspect_installation(output_folder(self.task, self.recipe) if self.task else None)
-        variables = self.launch.environment if self.launch else self.shell
-        report.findings += check_machine(machine, needs, variables)
-        report.machine += machine.lines()
+            report.add(NOTE, str(message))
+            return recipe, None
+        report.add(NOTE, *config.notes)
+        return config.recipe, config.strategy
+    recipe = recipe.draft()
+    strategy = read_strategy(recipe)
+    strategy.check_precision()
+    return recipe, strategy
 
 
-def recipe_of(options: Any, cls: type[Recipe]) -> Recipe:
-    """The recipe alone: what the doctor's options set is no part of a run."""
-    fields = [field.name for field in dataclasses.fields(cls)]
-    recipe = cls(**{name: getattr(options, name) for name in fields if hasattr(options, name)})
-    sources = {name: options.source(name) for name in (*fields, "config")}
-    recipe.strategy = sources["strategy"] = None
-    recipe.remember_sources({name: source for name, source in sources.items() if source})
-    recipe.remember_left_out(options.left_out)
-    return recipe
+def _look_at_model(report: DoctorReport, task: str, recipe: Recipe, strategy: Strategy | None) -> None:
+    """Check model, layout, lengths, adapter and tokenizer; no weights are read.
+
+    Raises:
+        UserError: they are not what the recipe needs.
+    """
+    auto_class = getattr(transformers, AUTO_CLASSES[task])
+    on_base, config = on_its_base(recipe, task, auto_class)
+    with report.collected():
+        check_model(task, on_base, strategy, auto_class)
+    with report.collected():
+        read_planned_model(recipe, task, num_devices() > 0)
+    if not on_base.train_tokenizer_vocab_size and (on_base.tokenizer_name or on_base.model_name_or_path):
+        check_vocabulary(config, load_tokenizer(TokenizerOptions.of(on_base), config), on_base)
 
 
-def _sharded_too_late(strategy: Strategy, launch: ExaminedLaunch) -> list[Finding]:
-    section = launch.content.get("deepspeed_config") or {}
-    if not strategy.launch.json_path or strategy.stage != 3 or section.get("zero3_init_flag") is not False:
-        return []
-    what = f"{launch.config_file}: zero3_init_flag = false: each process loads the whole model before sharding"
-    return [warning(f"{what}. Write zero3_init_flag: true")]
-
-
-def _schedule_problems(recipe: Any) -> list[Finding]:
-    """What the schedule says of a run whose length is known."""
-    if not recipe.max_train_steps:
-        return []
-    try:
-        return [warning(text) for text in make_schedule(recipe, recipe.max_train_steps)[1] if "no effect" not in text]
-    except UserError as refusal:
-        return [error(problem) for problem in refusal.problems]
-
-
-def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
-    """Weights and tokenizers that the recipe names and that are not here."""
-    findings = []
+def _to_download(recipe: Any, shell: Mapping[str, str]) -> tuple[str, list[str]]:
+    """(how bad it is, messages on the weights and tokenizers that the recipe names and that are not here)."""
+    messages = []
+    offline = next((each for each in OFFLINE if shell.get(each, "").upper() in TRUE), None)
     files = {"model_name_or_path": "config.json", "config_name": "config.json"}
     for option, file in {**files, "tokenizer_name": "tokenizer_config.json"}.items():
         name = getattr(recipe, option)
@@ -257,69 +209,27 @@ def _to_download(recipe: Any, variables: Mapping[str, str]) -> list[Finding]:
         with contextlib.suppress(HFValidationError):
             if isinstance(try_to_load_from_cache(name, file), str):
                 continue
-        what = f"{option} = {name!r} is not on this machine"
-        if offline := next((each for each in OFFLINE if variables.get(each, "").upper() in TRUE), None):
-            findings.append(error(f"{what}, and {offline} forbids the download. Type unset {offline}"))
-        else:
-            findings.append(note(f"{what}: the run downloads it. To have it before: hf download {name}"))
-    return findings
+        remedy = f"the run downloads it. To have it before: hf download {name}"
+        if offline:
+            remedy = f"{offline} forbids the download. Type unset {offline}"
+        messages.append(f"{option} = {name!r} is not on this machine: {remedy}")
+    return ERROR if offline else NOTE, messages
 
 
-# Options that are shown whoever has set them; of the others those that somebody has set.
-COMMON = tuple(
-    (
-        "model_name_or_path config_name per_device_train_batch_size gradient_accumulation_steps "
-        "global_batch_size learning_rate lr_scheduler_type weight_decay max_grad_norm gradient_checkpointing "
-        "output_dir"
-    ).split()
-)
-DEFAULT = "default"
-
-
-def launch_values(launch: ExaminedLaunch) -> list[Value]:
-    """Of the launcher: processes and machines."""
-    sizes = {"num_processes": launch.world_size, "num_machines": launch.num_machines}
-    return [Value(name, value, launch.sources[name]) for name, value in sizes.items()]
-
-
-def recipe_values(recipe: Any, strategy: Strategy | None, folder: Path) -> list[Value]:
-    """The options of the recipe that are common or set, with the values that hold."""
-    batches, values = strategy.batches if strategy else None, {}
+def recipe_values(recipe: Any, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
+    """The options of the recipe that somebody has set, and its batch, with the values that hold and who set them."""
+    values = {}
     for field in dataclasses.fields(recipe):
-        name = field.name
-        if name == "precision" and strategy:
-            continue  # of the strategy, with all who state it
-        value, source = getattr(recipe, name), recipe.source(name)
-        is_set = bool(source)
-        source = "this machine" if source == "" else (source or DEFAULT)
-        if name == "gradient_accumulation_steps" and batches and value is None:
-            value = batches.accumulation
-            source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
-        if name == "global_batch_size" and batches and value is None:
-            value = batches.global_batch
-            source = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} (see above)"
-        if name == "output_dir" and value is None:
-            value = str(folder)
-        if is_set or (name in COMMON and value is not None and recipe.trains):
-            values[name] = Value(name, value, source)
-    first = [values.pop(name) for name in COMMON if name in values]
-    return [*first, *values.values()]
-
-
-def strategy_values(strategy: Strategy) -> list[Value]:
-    """The strategy, its precision and its layout."""
-    stated = strategy.stated[0].source if strategy.stated else DEFAULT
-    values = [
-        Value("strategy", strategy.name, strategy.source),
-        Value("precision", strategy.precision, stated),
-    ]
-    if strategy.deepspeed is not None and strategy.layout.replica_size > 1:
-        degrees = {
-            "data": strategy.layout.data_size,
-            "tensor": strategy.layout.tensor,
-            "pipeline": strategy.layout.pipeline,
-            "sequence": strategy.layout.sequence,
-        }
-        shown = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-        values.append(Value("layout", shown, strategy.source))
-    return values
+        source = recipe.source(field.name)
+        if source is not None and field.name not in ("precision", "strategy"):  # they are the launch's
+            values[field.name] = (field.name, getattr(recipe, field.name), source or "this machine")
+    if strategy and recipe.trains:
+        batches = strategy.batches
+        source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
+        made = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} replicas"
+        for name, value, why in (
+            ("gradient_accumulation_steps", batches.accumulation, source),
+            ("global_batch_size", batches.global_batch, made),
+        ):
+            values.setdefault(name, (name, value, why))
+    return list(values.values())

@@ -1,0 +1,87 @@
+"""The report of `zerofit doctor`: findings, the values that hold with who set them, the machine."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import counted
+from zerofit.record.terminal import shortened
+
+ERROR, WARNING, NOTE = LEVELS = ("error", "warning", "note")  # the run would stop; it may; good to know
+EXIT_CANNOT_RUN, EXIT_BAD_INPUT = 1, 2
+VALUE = 18  # columns of a value, at most
+
+
+@dataclass
+class DoctorReport:
+    """What the doctor has found.
+
+    Attributes:
+        examined: what was looked at, in words; None: only the machine.
+        command: the launch line.
+        findings: (level, a message whose first sentence says what is wrong, and the rest what to do).
+        values: (option, the value that holds, who set it).
+        facts: (what, in words) of the machine.
+        bad_input: a file or an option cannot be read as it is.
+    """
+
+    examined: str | None = None
+    command: str | None = None
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    values: list[tuple[str, Any, str]] = field(default_factory=list)
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    bad_input: bool = False
+
+    def add(self, level: str, *messages: str) -> None:
+        self.findings += [(level, message) for message in messages]
+
+    @contextlib.contextmanager
+    def collected(self, level: str = ERROR, prefix: str = "") -> Iterator[None]:
+        """Report the problems of an error that ends this block, and continue behind it."""
+        try:
+            yield
+        except UserError as refusal:
+            self.add(level, *(prefix + problem for problem in refusal.problems))
+        except ImportError as missing:
+            self.add(ERROR, f"a package cannot be imported: {missing}. Run make setup")
+
+    def messages(self, level: str) -> list[str]:
+        """The messages of a level, each once."""
+        return list(dict.fromkeys(message for found, message in self.findings if found == level))
+
+    @property
+    def exit_code(self) -> int:
+        if self.bad_input:
+            return EXIT_BAD_INPUT
+        return EXIT_CANNOT_RUN if self.messages(ERROR) else 0
+
+    def text(self) -> str:
+        """The report for a terminal: what is wrong, then the launch line, the values and the machine."""
+        found = [(level, message) for level in LEVELS for message in self.messages(level)]
+        counts = ", ".join(counted(len(self.messages(level)), level) for level in LEVELS if self.messages(level))
+        verdict = counts or "nothing is wrong"
+        if self.examined:
+            verdict += f": {self.examined} {'would not run' if self.exit_code else 'can run'} here"
+        values = [(name, shortened(shown_value(value), VALUE), source) for name, value, source in self.values]
+        launch = [f"  {self.command}"] if self.command else []
+        parts = [[verdict], [f"{level:<9}{message}" for level, message in found]]
+        titled = {"launch": launch, "values": _aligned(values), "machine": _aligned(self.facts)}
+        parts += [[title, *lines] for title, lines in titled.items() if lines]
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of cells as lines: all columns but the last are as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
+    return ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]
+
+
+def shown_value(value: Any) -> str:
+    """A value as a recipe or a JSON writes it."""
+    if isinstance(value, list):
+        return " ".join(map(shown_value, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
