@@ -35,23 +35,10 @@ ROWS, LENGTH, HIDDEN, INNER, VOCABULARY = 2, 64, 64, 192, 512
 LAYER = HIDDEN * (3 * HIDDEN + 3 * INNER + 2)  # weights, norms included; half as many heads of keys as of queries
 LLAMA = f"hidden_size={HIDDEN},intermediate_size={INNER},num_attention_heads=4,num_key_value_heads=2"
 COMMON = (
-    "--train_tokenizer_vocab_size",
-    str(VOCABULARY),
-    "--train_file",
-    "docs/options.md",
-    "--block_size",
-    str(LENGTH),
-    "--per_device_train_batch_size",
-    str(ROWS),
-    "--precision",
-    "bf16",
-    "--max_train_steps",
-    str(COUNTED + 1),
-    *(
-        "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false "
-        "--max_train_samples 200"
-    ).split(),
-)
+    f"--train_tokenizer_vocab_size {VOCABULARY} --train_file docs/options.md --block_size {LENGTH} "
+    f"--per_device_train_batch_size {ROWS} --precision bf16 --max_train_steps {COUNTED + 1} "
+    "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false --max_train_samples 200"
+).split()
 KINDS = {
     "allreduce": "all-reduce",
     "reduce_scatter": "reduce-scatter",

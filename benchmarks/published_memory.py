@@ -138,28 +138,11 @@ def main() -> None:
             shape = "llama-2-7b" if what.startswith("7B") else "llama-3-8b"
             pair = strategy if isinstance(strategy, str) else pair_of(strategy, folder)
             flags = [*flags, "--config_overrides", f"max_position_embeddings={length}", "--json", folder / "plan.json"]
-            words = [
-                "--task",
-                "clm",
-                "--config_name",
-                shape,
-                "--precision",
-                "bf16",
-                *H200,
-                "--gpu_memory",
-                "900GiB",
-                "--num_gpus",
-                gpus,
-                "--strategies",
-                pair,
-                "--block_size",
-                length,
-                "--batch_sizes",
-                micro_batch,
-                "--per_device_eval_batch_size",
-                1,
-                *flags,
-            ]
+            words = (
+                f"--task clm --config_name {shape} --precision bf16 --gpu_memory 900GiB --num_gpus {gpus} "
+                f"--block_size {length} --batch_sizes {micro_batch} --per_device_eval_batch_size 1"
+            ).split()
+            words += ["--strategies", pair, *H200, *flags]
             with ligers_functions(liger), contextlib.redirect_stdout(io.StringIO()):
                 if zerofit(["plan", *map(str, words)]):
                     raise SystemExit(f"{what}: no plan")

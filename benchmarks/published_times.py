@@ -69,30 +69,11 @@ def words_of(row: MeasuredRow) -> list[str]:
             },
         )
     overrides = ",".join(f"{key}={value}" for key, value in {**shape, "vocab_size": row.vocab}.items())
-    words = [
-        "--task",
-        "clm",
-        "--config_name",
-        name,
-        "--config_overrides",
-        overrides,
-        "--block_size",
-        row.length,
-        "--precision",
-        row.precision,
-        "--gpu",
-        row.gpu,
-        "--num_gpus",
-        row.gpus,
-        "--gpus_per_node",
-        row.gpus_per_node,
-        "--gpu_memory",
-        "900GiB",
-        "--strategies",
-        row.strategy,
-        "--gradient_accumulation_steps",
-        row.accumulation,
-    ]
+    words = (
+        f"--task clm --config_name {name} --config_overrides {overrides} --block_size {row.length} "
+        f"--precision {row.precision} --gpu {row.gpu} --num_gpus {row.gpus} --gpus_per_node {row.gpus_per_node} "
+        f"--gpu_memory 900GiB --strategies {row.strategy} --gradient_accumulation_steps {row.accumulation}"
+    ).split()
     if row.network:
         words += ["--network_bandwidth", row.network]
     if row.recomputed:

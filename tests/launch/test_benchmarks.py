@@ -11,15 +11,13 @@ LOOP = ["loop_speed", "--rounds", "1", "--updates", "2", "--warmup", "1", "--num
         "--block_size", "32", "--vocab_size", "300"]  # fmt: skip
 SMALL = {
     "the loop": LOOP,
-    "prepare_speed": ["prepare_speed", "--rounds", "1", "--workers", "1", "--megabytes", "1", "--memory", "1"],
-    "faults": ["faults", "--only", "metrics.jsonl|SIGKILL in|SIGTERM in phase save", "--folder", "{tmp}/faults"],
     "counts": ["counts", "single", "ddp", "--lines", "--output", "{tmp}/counts.md"],
     "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "published_memory": ["published_memory"],
     "published_times": ["published_times", "--only", "nanogpt", "--parts"],
 }  # fmt: skip
-LIBRARIES = {"candidates", "fault_cases", "provenance"}  # that others import
+LIBRARIES = {"provenance"}  # that others import
 
 
 def test_every_benchmark_is_run():
