@@ -183,7 +183,8 @@ class TimedLines(JsonlFile):
 
 def train_zerofit(work: Workload, laps: Laps) -> None:
     """What train/clm.py does between its data and its export, with the batches given."""
-    from transformers import AutoModelForCausalLM
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     recipe = work.recipe()
     session = Session.open("clm", recipe, Timeline(), Watchdog(0, None))
@@ -193,8 +194,9 @@ def train_zerofit(work: Workload, laps: Laps) -> None:
     install_chosen_loss(model, recipe)
     prepared = prepare(started, model, adapter=None)
     task = Task(session.recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # an export has one
     flops = flops_per_token(model, work.options.block_size)
-    fit(prepared, task, make_meter(prepared.engine, flops, recipe.peak_tflops), tokenizer=None)
+    fit(prepared, task, make_meter(prepared.engine, flops, recipe.peak_tflops), tokenizer)
 
 
 def train_trainer(work: Workload, laps: Laps) -> None:

@@ -105,8 +105,9 @@ LATE = {
     "resource": "not on every system",
 }
 OWN_LATE = {
-    ("zerofit.strategy.build_locks", "zerofit.strategy.host_memory"),  # the watchdog starts without site-packages
-    ("zerofit.strategy.build_locks", "zerofit.recipe.files"),  # modules of ours that load one of these
+    ("zerofit.strategy.builds", "zerofit.recipe.errors"),  # the watchdog starts without site-packages, and without
+    ("zerofit.strategy.builds", "zerofit.recipe.files"),  # modules of ours that load one of these
+    ("zerofit.strategy.builds", "zerofit.recipe.paths"),
     ("zerofit.data.rendering", "zerofit.data.pairs.prepare"),
     ("zerofit.model.configuration", "zerofit.model.attention"),
     ("zerofit.model.pretrained_io", "zerofit.model.parameters"),

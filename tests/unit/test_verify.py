@@ -13,7 +13,7 @@ from helpers import ROOT, refusal
 from zerofit.launch.runs import RunningLaunch, failure, launched, mistake
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
-from zerofit.strategy.build_locks import abandoned_locks, drop_abandoned_locks
+from zerofit.strategy.builds import drop_abandoned_locks, lock_files
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify import killing
 from zerofit.tools.verify.killing import Killed
@@ -252,13 +252,11 @@ def test_locks_that_nobody_holds(tmp_path, monkeypatch):
     held = os.open(tmp_path / "held" / "lock", os.O_CREAT | os.O_EXCL)
     (tmp_path / "left" / "lock").touch()
     try:
-        assert abandoned_locks() == [str(tmp_path / "left" / "lock")]
-        assert not abandoned_locks(since=time.time() + 60)
-        assert len(drop_abandoned_locks()) == 1
-        assert [path.parent.name for path in tmp_path.glob("*/lock")] == ["held"]
+        assert drop_abandoned_locks() == [str(tmp_path / "left" / "lock")]
+        assert lock_files() == [str(tmp_path / "held" / "lock")]
     finally:
         os.close(held)
-    assert len(abandoned_locks()) == 1
+    assert drop_abandoned_locks() == [str(tmp_path / "held" / "lock")]
 
 
 class Launches:

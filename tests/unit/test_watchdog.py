@@ -190,7 +190,7 @@ def test_a_lock_that_a_killed_build_has_left_is_named_once(tmp_path):
     done = run("watchdog.phase('model'); time.sleep(1.4)", locks=0.3, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 0
     assert done.stderr.count(str(lock)) == 1
-    assert done.stderr.count("Delete it") == 1
+    assert done.stderr.count("delete it") == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- causes

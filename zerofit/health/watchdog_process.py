@@ -21,7 +21,7 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
 
 from zerofit.health import flight
 from zerofit.health.rank_messages import RankMessages
-from zerofit.strategy.build_locks import compilers_running, lock_files, stale_locks
+from zerofit.strategy.builds import lock_files
 from zerofit.strategy.host_memory import GIB, cgroups, field, headroom, read
 
 TICK_S = 0.5
@@ -268,20 +268,16 @@ class Watch:
             )
 
     def look_for_locks(self, silent_s: float) -> None:
-        """Warn once of a lock that a killed build has left, while no update has begun."""
-        if silent_s < self.locks_after_s or self.messages.update:
+        """Warn once of the lock of a build, which a killed one leaves, while no update has begun."""
+        if silent_s < self.locks_after_s or self.messages.update or not (locks := lock_files()):
             return
-        files = lock_files()
-        compiling = bool(files) and compilers_running()
-        locks = stale_locks(files, self.began, time.time(), compiling)
-        if locks:
-            self.locks_after_s = math.inf
-            unless = " (something is being compiled on this host: unless that is what it waits for)" * compiling
-            say(
-                f"warning: rank {self.rank} has been silent for {silent_s:.0f} s in {self.messages.where}, and there "
-                f"is {' and '.join(locks)}: a build that was killed leaves such a file, and every run that needs this "
-                f"extension waits for it for good. Delete it{unless}, and start again"
-            )
+        self.locks_after_s = math.inf
+        say(
+            f"warning: rank {self.rank} has been silent for {silent_s:.0f} s in {self.messages.where}, and there is "
+            f"{' and '.join(locks)}: an extension is being compiled, which takes some minutes at most; or a build was "
+            "killed, and every run that needs this extension waits for that file for good. If nothing is being "
+            "compiled: delete it, and start again"
+        )
 
     def give_up(self, silent_s: float) -> bool:
         """Have the rank's stacks printed and end it; False if it has spoken meanwhile."""

@@ -1,4 +1,4 @@
-"""What a run trains on. A GPU that is there and that torch does not see is told of, not passed over.
+"""The GPUs of a machine. A run is refused where there is one that torch does not see.
 
 A CPU build of torch (chosen on a login node, say) or a driver that is too old leaves torch without the machine's GPU,
 and all else works: slowly, and without a word.
@@ -19,33 +19,19 @@ SMALLEST_AMD_BYTES = 6 * 2**30  # less has a processor's own graphics, which ROC
 
 
 def gpus_of_the_machine() -> dict[str, int]:
-    """How many GPUs of which maker the operating system has, whether or not a library for them is installed.
+    """Count the GPUs of each maker that the operating system has, whether or not a library for them is installed.
 
-    NVIDIA's driver lists its own under /dev and /proc (in WSL: /dev/dxg, with NVIDIA's library beside it). AMD's are
-    the nodes of the kernel's kfd topology that have compute units and memory of their own.
+    NVIDIA's driver lists its own under /dev and /proc (in WSL: /dev/dxg, with NVIDIA's library beside it). AMD's have
+    their memory in sysfs (Linux, amdgpu: mem_info_vram_total), and /dev/kfd where they compute.
     """
     nvidia = max(
         sum(file.name.removeprefix("nvidia").isdigit() for file in ROOT.glob("dev/nvidia*")),
         len(list(ROOT.glob("proc/driver/nvidia/gpus/*"))),
         int((ROOT / "dev/dxg").exists() and (ROOT / "usr/lib/wsl/lib/libcuda.so.1").exists()),
     )
-    amd = sum(map(_is_a_gpu, ROOT.glob("sys/class/kfd/kfd/topology/nodes/*"))) if (ROOT / "dev/kfd").exists() else 0
+    memories = ROOT.glob("sys/class/drm/card*/device/mem_info_vram_total") if (ROOT / "dev/kfd").exists() else ()
+    amd = sum(int(file.read_text()) >= SMALLEST_AMD_BYTES for file in memories)
     return {maker: count for maker, count in (("NVIDIA", nvidia), ("AMD", amd)) if count}
-
-
-def _is_a_gpu(node: Path) -> bool:
-    """Source: amdkfd/kfd_topology.c of Linux. simd_count is 0 for a CPU; heap_type 0 is the memory of the host."""
-    banks = [_properties(file) for file in node.glob("mem_banks/*/properties")]
-    own = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type", 0) > 0)
-    return _properties(node / "properties").get("simd_count", 0) > 0 and own >= SMALLEST_AMD_BYTES
-
-
-def _properties(file: Path) -> dict[str, int]:
-    try:
-        words = [line.split() for line in file.read_text().splitlines()]
-    except OSError:
-        return {}  # given to another container
-    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
 
 
 def check_devices() -> None:

@@ -12,8 +12,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwar
 from torch.distributed import distributed_c10d
 
 from zerofit.recipe.errors import UserError
-from zerofit.strategy.build_locks import drop_abandoned_locks
-from zerofit.strategy.builds import announce_builds
+from zerofit.strategy.builds import describe_build, drop_abandoned_locks
 from zerofit.strategy.devices import bf16_slowdown, bind_to_numa_node, faster_precisions, use_threads_of_share
 from zerofit.strategy.disk import check_async_io, keeps_optimizer_on_disk
 from zerofit.strategy.gpus import idle_devices
@@ -63,7 +62,7 @@ def start_processes(
     if strategy.deepspeed is not None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
-        announce_builds()
+            notes += filter(None, [describe_build("cpu_adam") if strategy.offloads_optimizer else None])
         spare_deepspeed_on_a_cpu()
         kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
         if keeps_optimizer_on_disk(strategy.deepspeed["zero_optimization"]):
