@@ -30,24 +30,11 @@ KNOWN_KEYS = {
 }  # fmt: skip
 _ONE_DIMENSION = "every process is a data-parallel one here, and would count samples that others count too"
 _DATA = "it belongs to DeepSpeed's own data loader, and the order of samples is this program's"
-REFUSED_KEYS = {  # keys that DeepSpeed knows, or has known, and why they cannot be used
+REFUSED_KEYS = {  # keys that DeepSpeed knows, and why they cannot be used
     "expert_parallel": _ONE_DIMENSION,
     "use_data_before_expert_parallelism": _ONE_DIMENSION,
     "data_efficiency": _DATA,
     "curriculum_learning": _DATA,
-    **dict.fromkeys(
-        (
-            "amp",
-            "compression_training",
-            "eigenvalue",
-            "elasticity",
-            "nebula",
-            "progressive_layer_drop",
-            "sparse_attention",
-            "sparse_gradients",
-        ),
-        "DeepSpeed 0.19 has removed it",
-    ),
 }
 # Keys that are taken out, with a note: results do not change.
 LEFT_OUT = {
@@ -135,37 +122,43 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
-    notes = [f"{path}: {note}" for note in read_quoted(config)]
+    notes, problems = _read_whole(config)
+    if problems:
+        has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
+        problems = [f"{path}: {problem}" for problem in problems]
+        if collected is None or not has_sections or "zero_optimization" not in config:
+            raise UserError(problems)
+        collected.found += problems
+    return config, str(path), [f"{path}: {note}" for note in notes]
+
+
+def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Put a file's content into the form that is used from here on. Returns (notes, problems)."""
+    notes = read_quoted(config)
     if config.get("activation_checkpointing"):
         notes.append(
-            f"{path}: activation_checkpointing has no effect on these models: say --gradient_checkpointing, "
-            "and for cpu_checkpointing --activation_offload"
+            "activation_checkpointing has no effect on these models: say --gradient_checkpointing, and for "
+            "cpu_checkpointing --activation_offload"
         )
     if config.get("scheduler"):
-        notes.append(f"{path}: scheduler: the recipe takes its values over, and sets the learning rate")
-    notes += [f"{path}: {note}" for note in _translate_old_forms(config)]
-    problems = [f"{path}: {problem}" for problem in [*_unknown_keys(config), *_trackers(config)]]
-    for name in EXAMPLES:
+        notes.append("scheduler: the recipe takes its values over, and sets the learning rate")
+    if "bfloat16" in config and config.setdefault("bf16", config["bfloat16"]) is not config.pop("bfloat16"):
+        notes.append("bfloat16 has no effect beside bf16, which DeepSpeed reads")
+    problems = [*_unknown_keys(config), *_trackers(config)]
+    for name, example in EXAMPLES.items():
         if not isinstance(config.get(name, {}), dict):
-            shown = json.dumps(config[name])
-            problems.append(f"{path}: {name} = {shown}: expected an object, e.g. {EXAMPLES[name]}")
+            problems.append(f"{name} = {json.dumps(config[name])}: expected an object, e.g. {example}")
     for name, model in models_of_sections().items():
         if isinstance(section := config.get(name), dict):
             translated, found = read_section(section, model, name)
-            notes += [f"{path}: {note}" for note in translated]
-            problems += [f"{path}: {problem}" for problem in found]
+            notes, problems = notes + translated, problems + found
             if name == "zero_optimization" and not found:
-                problems += [f"{path}: {problem}" for problem in _disk_problems(section)]
-    problems += [f"{path}: {problem}" for problem in _unusable(config)]
-    notes += [f"{path}: {note}" for note in _leave_out(config)]
+                problems += _disk_problems(section)
+    problems += _unusable(config)
+    notes += _leave_out(config)
     if "zero_optimization" not in config:
-        problems.append(f'{path}: there is no zero_optimization. Add it with the stage, e.g. {{"stage": 2}}')
-    has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
-    if problems and (collected is None or not has_sections or "zero_optimization" not in config):
-        raise UserError(problems)
-    if collected is not None:
-        collected.found += problems
-    return config, str(path), notes
+        problems.append('there is no zero_optimization. Add it with the stage, e.g. {"stage": 2}')
+    return notes, problems
 
 
 def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
@@ -304,107 +297,53 @@ def _unusable(config: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _translate_old_forms(config: dict[str, Any]) -> list[str]:
-    """Put sections into the place of older forms of them, as DeepSpeed does. Returns a note on each."""
-    notes = []
-    if config.get("zero_optimization") is True:
-        size = {"allgather_bucket_size": config.pop("allgather_size")} if "allgather_size" in config else {}
-        config["zero_optimization"] = {"stage": 1, **size}
-        notes.append(f"zero_optimization = true is an older form, read as {json.dumps(config['zero_optimization'])}")
-    if "bfloat16" in config and "bf16" not in config:
-        config["bf16"] = config.pop("bfloat16")
-    elif "bfloat16" in config:
-        del config["bfloat16"]
-        notes.append("bfloat16 has no effect beside bf16, which DeepSpeed reads")
-    return notes
-
-
 def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[str], list[str]]:
-    """Put a section into the form that DeepSpeed's model of it has: a setting's one name in the place of its others
-    and of deprecated ones, and values of its type. Returns (notes, problems)."""
+    """Put a section into the form that DeepSpeed's model of it has: each setting under its present name, with a value
+    of its type. Returns (notes, problems)."""
     from pydantic import ValidationError
 
-    notes: list[str] = []
-    problems: list[str] = []
-    for name, field in model.model_fields.items():
-        public = field.alias or name
-        if field.alias and name in section and _move(section, name, public, section[name]):
-            problems.append(f"{where}.{name} and {where}.{public} are one setting: keep one of the two")
-        old = field.json_schema_extra or {}
-        if name in section and old.get("deprecated"):
-            notes_of_old, found = _translate_deprecated(section, name, old, model, where)
-            notes, problems = notes + notes_of_old, problems + found
-    if problems:
-        return notes, problems
-    for name, field in model.model_fields.items():
-        nested, part = _nested(field.annotation), section.get(field.alias or name)
-        if nested is not None and isinstance(part, dict):
-            translated, found = read_section(part, nested, f"{where}.{field.alias or name}")
-            notes, problems = notes + translated, problems + found
-    if problems:
-        return notes, problems
     try:
-        read = model(**{key: value for key, value in section.items() if value != "auto"})
+        read = model(**section)  # without what is "auto"
     except ValidationError as error:
-        return notes, [_problem_of(detail, model, where) for detail in error.errors()]
-    for name, field in model.model_fields.items():
-        public = field.alias or name
-        value, held = section.get(public), getattr(read, name, None)
-        if isinstance(held, (bool, int, float)) and isinstance(value, (str, bool, int, float)) and value != "auto":
-            section[public] = bool(held) if isinstance(held, bool) else held
-            if isinstance(value, str) or isinstance(value, bool) != isinstance(held, bool):
-                notes.append(f"{where}.{public} = {json.dumps(value)} is read as {json.dumps(section[public])}")
+        return [], [_problem_of(detail, model, where) for detail in error.errors()]
+    except AssertionError as error:  # a deprecated name and the one that has replaced it
+        return [], [f"{where}: {error}. Remove the first"]
+    made, notes = read.model_dump(mode="json", by_alias=True, exclude_unset=True), []
+    for name, value in list(section.items()):
+        field = model.model_fields.get(name)  # None: the name is an alias
+        old = (field.json_schema_extra or {}) if field else {}
+        field = model.model_fields.get(old.get("new_param"), field)
+        public = (field.alias if field else None) or old.get("new_param", name)
+        shown = f"{where}.{name} = {json.dumps(value)}"
+        del section[name]
+        if value == "auto":
+            section |= {} if old.get("deprecated") else {public: value}
+        elif not old.get("set_new_param", True):
+            notes.append(f"{shown} has no effect: DeepSpeed has deprecated it. Write it within {public}")
+        else:
+            section |= {} if made[public] is None and value is not None else {public: made[public]}
+            if old.get("deprecated"):
+                notes.append(f"{shown} is deprecated, read as {public} = {json.dumps(made[public])}")
+            elif made[public] != value or isinstance(made[public], bool) != isinstance(value, bool):
+                notes.append(f"{shown} is read as {json.dumps(made[public])}")
     return notes, []
-
-
-def _move(section: dict[str, Any], old: str, new: str, value: Any) -> bool:
-    """Give a setting its new name and value. Returns whether the section says something else under the new name."""
-    del section[old]
-    if section.get(new, "auto") == "auto":
-        section[new] = value
-    return section[new] != value and value != "auto"
-
-
-def _translate_deprecated(
-    section: dict[str, Any], name: str, old: dict[str, Any], model: Any, where: str
-) -> tuple[list[str], list[str]]:
-    """The same of a deprecated name, whose replacement DeepSpeed's model states."""
-    value, new = section[name], old.get("new_param", "")
-    if value == "auto":
-        del section[name]
-        return [], []
-    shown, field = f"{where}.{name} = {json.dumps(value)}", model.model_fields.get(new)
-    if field is None or not old.get("set_new_param", True):
-        del section[name]
-        return [f"{shown} has no effect: DeepSpeed has deprecated it. Write it within {new}, if that has it"], []
-    value = old.get("new_param_fn", lambda same: same)(value)
-    if hasattr(value, "model_dump"):
-        value = value.model_dump(mode="json", exclude_unset=True)
-    public = field.alias or new
-    if public in section:
-        return [], [f"{shown} is deprecated, and {where}.{public} says it too. Remove the first"]
-    del section[name]
-    if value is not None:
-        section[public] = value
-    return [f"{shown} is deprecated, read as {public} = {json.dumps(value)}"], []
-
-
-def _nested(annotation: Any) -> Any:
-    """The model among the types of a field; None: there is none."""
-    from pydantic import BaseModel
-
-    kinds = (annotation, *typing.get_args(annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _problem_of(detail: Any, model: Any, where: str) -> str:
     """One of pydantic's findings in words; it may be about a field, or about the section as a whole."""
+    from pydantic import BaseModel
+
     path = [str(step) for step in detail["loc"]]
     full = ".".join((where, *path))
     if detail["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f'{full} = {json.dumps(detail["input"], default=str)}: expected an object, e.g. {{"device": "cpu"}}'
     if detail["type"] != "extra_forbidden":
         return f"{full} = {json.dumps(detail['input'], default=str)}: {detail['msg'].lower()}"
+    for name in path[:-1]:  # to the model of the section within
+        kinds = (model.model_fields[name].annotation, *typing.get_args(model.model_fields[name].annotation))
+        model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    if path[-1] in model.model_fields:
+        return f"{full} and {where}.{model.model_fields[path[-1]].alias} are one setting: keep one of the two"
     fields = {field.alias or name: field.json_schema_extra or {} for name, field in model.model_fields.items()}
     close = nearest(path[-1], fields)
     if close and fields[close].get("deprecated"):
@@ -413,8 +352,7 @@ def _problem_of(detail: Any, model: Any, where: str) -> str:
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    problems = []
-    problems += [f"{key} is not supported: {REFUSED_KEYS[key]}. Remove it" for key in config.keys() & REFUSED_KEYS]
+    problems = [f"{key} is not supported: {REFUSED_KEYS[key]}. Remove it" for key in config.keys() & REFUSED_KEYS]
     for key in config.keys() - KNOWN_KEYS - REFUSED_KEYS.keys():
         close = nearest(key, KNOWN_KEYS)
         remedy = f"Did you mean {close}?" if close else "Remove it"
