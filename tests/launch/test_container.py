@@ -19,7 +19,7 @@ import pytest
 from helpers import ROOT, environment, metrics
 from job_files import documents
 
-from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
+from zerofit.recipe.errors import EXIT_TO_BE_RESUMED
 
 pytestmark = pytest.mark.long
 PROGRAMS = ("podman", "runc", "mmdebstrap")

@@ -9,12 +9,11 @@ import sys
 import pytest
 from helpers import ROOT, environment
 
-from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.launch.exit_code import ExitCode, find_folder
-from zerofit.launch.restart_rule import queue_again_refused
-from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
+from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_TERMINATED, EXIT_USER_ERROR
 from zerofit.record.run_folder import RunFolder
+from zerofit.tools.submit.requeue import queue_again_refused
 
 TYPO = ["--learnin_rate", "1"]
 

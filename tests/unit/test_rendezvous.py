@@ -1,4 +1,4 @@
-"""Machines and ranks that meet before they have a process group: processes with a store, and short limits."""
+"""Machines and ranks that meet, restart and agree on a code: threads or processes with a store, and short limits."""
 
 import socket
 import subprocess
@@ -10,22 +10,26 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, at_once, environment, refusal
-from torch.distributed import DistStoreError, HashStore, PrefixStore
-from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
-from torch.distributed.elastic.utils.store import barrier
+from torch.distributed import HashStore, PrefixStore
 
-from zerofit.launch import ranks, rendezvous
+from zerofit.launch import machine_group, rendezvous
+from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.ranks import RankRendezvous
-from zerofit.launch.rendezvous import Meeting, open_store, serve_store
+from zerofit.launch.rendezvous import Rendezvous, open_store, serve_store
+from zerofit.launch.restart_rule import code_of_run
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 @pytest.fixture
 def members(monkeypatch):
-    """Runs members of a meeting, as threads, each on its own machine: what each has seen at the end."""
+    """Runs members of a rendezvous, as threads, each on its own machine: what each has seen at the end."""
     monkeypatch.setattr(rendezvous, "KNOWN_S", 5.0)
 
     def run(*acts, count: int | None = None, numbers=None, limit_s: float = 30.0) -> list:
@@ -34,74 +38,58 @@ def members(monkeypatch):
 
         def work(place: int):
             number = place if numbers is None else numbers[place]
-            meeting = Meeting(PrefixStore("test", store), "rank", number, count or len(acts), 1, number, limit_s)
-            return acts[place](meeting)
+            about = {"here": 1, "machine": number, "limit_s": limit_s, "again": False}
+            return acts[place](Rendezvous(PrefixStore("test", store), "rank", number, count or len(acts), **about))
 
         return at_once(*(partial(work, place) for place in range(len(acts))))
 
     return run
 
 
-def comes(meeting: Meeting) -> Meeting:
-    meeting.come()
-    meeting.ready()
-    while not meeting.poll():
+def comes(member: Rendezvous) -> Rendezvous:
+    member.come()
+    member.ready()
+    while not member.poll():
         time.sleep(0.01)
-    return meeting
+    return member
 
 
-def stops(meeting: Meeting) -> None:
-    meeting.come()
-    meeting.stop("error: train_file = 'a.txt': there is no such file")
+def stops(member: Rendezvous) -> None:
+    member.come()
+    member.stop("error: train_file = 'a.txt': there is no such file", 2)
 
 
-def test_all_meet_and_know_each_others_machines(members, monkeypatch):
-    codes = iter(["aaaa", "bbbb", "bbbb"])
-    monkeypatch.setattr(rendezvous, "digest_of_code", lambda: next(codes))
-    met = members(comes, comes, comes)
-    for meeting in met:
-        assert sorted(meeting.machines) == ["0", "1", "2"]
-        assert 1 <= len(meeting.notes) <= 2, "another code is said"
-        assert "aaaa" in meeting.notes[0]
-        assert "commit" in meeting.notes[0]
-        assert meeting.machine_at("127.0.0.1") is None, "each machine has that address"
-        meeting.machines["1"]["addresses"].append("192.0.2.9")
-        meeting.machines["1"]["host"] = "gpu01"
-        assert meeting.machine_at("192.0.2.9") == "machine 1 (gpu01)"
+def falls_silent(member: Rendezvous) -> None:
+    member.come()
+    member.poll()
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_one_that_stops_tells_all_others_why(members, place):
     acts = [comes, comes, comes]
     acts[place] = stops
-    said = members(*acts)
-    assert said.pop(place) is None
-    for end in said:
+    ends = members(*acts)
+    assert ends.pop(place) is None
+    for end in ends:
         assert f"rank {place} of machine {place}" in end.report()
         assert "no such file" in end.report()
         assert (end.code, end.machine) == (2, place)
 
 
-def test_one_that_never_comes_or_falls_silent_is_named(members):
-    def falls_silent(meeting: Meeting) -> None:
-        meeting.come()
-        meeting.poll()
-
-    never, silent = members(comes, count=2, limit_s=0.3), members(comes, falls_silent, limit_s=0.3)
-    assert "rank 1, which has never come" in never[0].report()
-    assert "rank 1 on host" in silent[0].report()
-    assert "--rendezvous_minutes" in silent[0].report()
-    assert "rank 0 on host" in members(falls_silent, comes, limit_s=0.3)[1].report()
-
-
-def test_a_number_that_is_given_twice_ends_all(members):
-    said = members(comes, comes, comes, count=3, numbers=(0, 1, 1))
-    for end in said:
-        assert "rank 1 is there twice" in end.report()
-        assert "--machine_rank" in end.report()
-
-
-# -------------------------------------------------------------------------------------------------------------- stores
+@pytest.mark.parametrize(
+    ("acts", "how", "named"),
+    [
+        ((comes,), {"count": 2}, "rank 1, which has never come"),
+        ((comes, falls_silent), {}, "rank 1 on host"),
+        ((falls_silent, comes), {}, "rank 0 on host"),
+        ((comes, comes, comes), {"numbers": (0, 1, 1), "limit_s": 30.0}, "rank 1 is there twice"),
+    ],
+)
+def test_who_is_missing_or_there_twice_is_named(members, acts, how, named):
+    for act, end in zip(acts, members(*acts, **{"limit_s": 0.3, **how})):
+        if act is comes:
+            assert named in end.report()
+            assert "--machine_rank" in end.report()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -109,7 +97,7 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
     store = serve_store(0, everywhere=False)
     listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"}
     assert f"0100007F:{store.port:04X}" in listening
-    again = open_store("127.0.0.1", store.port)
+    again = open_store("127.0.0.1", store.port, 5.0)
     again.set("a", "1")
     assert store.get("a") == b"1"
     assert "--main_process_port" in refusal(serve_store, store.port, everywhere=False)
@@ -118,46 +106,41 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 
-def test_a_rank_whose_launcher_was_killed_ends_the_wait_of_the_other_launcher(monkeypatch):
-    """torchrun's launchers wait for each other at the end, for 5 minutes."""
-    store = serve_store(0, everywhere=False)
-    theirs = PrefixStore("none", open_store("127.0.0.1", store.port))
-    rank = RankRendezvous({**TORCHRUN, "MASTER_PORT": str(store.port)})
-    rank.is_open, rank.store = False, open_store("127.0.0.1", store.port)
-    rank.stop("exit code 0", 0)
-    with pytest.raises(DistStoreError):  # the launcher is alive, and has not come
-        barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=0.1)
-    theirs.delete_key(f"{_TERMINAL_STATE_SYNC_ID}/num_members")
-    monkeypatch.setattr(ranks, "LAUNCHER", -1)
-    rank.stop("exit code 0", 0)
-    barrier(theirs, 2, _TERMINAL_STATE_SYNC_ID, barrier_timeout=10)
-
-
-def test_a_lost_peer_is_named_by_its_machine():
+def test_a_lost_peer_is_named_by_its_machine_and_other_code_is_noted():
     rank = RankRendezvous(TORCHRUN)
-    said = "[pair.cc:552] Connection closed by peer [10.0.0.2]:38716"
-    assert rank.named(said) == said, "they have not met"
-    rank.meeting = Meeting(HashStore(), "rank", 0, 2, 1, 0, 1.0)
-    rank.meeting.machines = {"0": {"machine": 0, "host": "gpu00", "addresses": ["127.0.0.1", "10.0.0.1"]},
-                             "1": {"machine": 1, "host": "gpu01", "addresses": ["127.0.0.1", "10.0.0.2"]}}  # fmt: skip
-    assert rank.named(said) == "[pair.cc:552] Connection closed by peer machine 1 (gpu01)"
+    lost = "[pair.cc:552] Connection closed by peer [10.0.0.2]:38716"
+    assert rank.named(lost) == lost, "they have not met"
+    rank.rendezvous = Rendezvous(HashStore(), "rank", 0, 2, here=1, machine=0, limit_s=1.0, again=False)
+    rank.rendezvous.machines = {
+        str(number): {
+            "machine": number,
+            "host": f"gpu0{number}",
+            "addresses": ["127.0.0.1", f"10.0.0.{number + 1}"],
+            "code": f"{number}",
+        }
+        for number in range(2)
+    }
+    assert rank.named(lost) == "[pair.cc:552] Connection closed by peer machine 1 (gpu01)"
     assert rank.named("remote=[::ffff:10.0.0.1]:29500") == "remote=machine 0 (gpu00)"
     assert rank.named("[127.0.0.1]:1") == "[127.0.0.1]:1"
     assert rank.machines == ["machine 0 (gpu00)", "machine 1 (gpu01)"]
     assert rank.place_of(rank.here, "cuda") == "machine 1 (gpu01), GPU 0"
+    rank._met.set()
+    (note,) = rank.wait()
+    assert note.startswith("machine 1 (gpu01) runs other code than machine 0 (gpu00)")
 
 
 RANK = """
-import sys, time
-from zerofit.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
+import sys
 from zerofit.launch.ranks import RANKS
+from zerofit.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
 tell_others_with(RANKS.stop)
 
 @reports_user_errors
 def main(argv):
     if argv[0] == "early":
         raise UserError("train_file is missing")
-    RANKS.start(float(argv[1]))
+    RANKS.start(30)
     RANKS.wait()
     print("met")
     return 0
@@ -168,21 +151,93 @@ leave(main(sys.argv[1:]))
 
 def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
     """The first has the store, and fails before it has imported torch."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
+    port, processes = str(free_port()), []
     for rank, act in enumerate(("early", "meets")):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}  # fmt: skip
+        variables = {**TORCHRUN, "RANK": str(rank), "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
         processes.append(subprocess.Popen(
-            [sys.executable, "-c", RANK, act, "30"], env=environment(**variables), text=True,
+            [sys.executable, "-c", RANK, act], env=environment(**variables), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ))  # fmt: skip
-    (_, failing), (out, other) = [process.communicate(timeout=60) for process in processes]
+    (_, first), (out, other) = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
-    assert failing == "error: train_file is missing\n"
     assert out == ""
-    (said,) = [line for line in other.splitlines() if line.startswith("error:")]
-    assert "rank 0 of machine 0" in said
-    assert "train_file is missing" in said
+    assert first == "error: train_file is missing\n"
+    (line,) = [line for line in other.splitlines() if line.startswith("error:")]
+    assert "rank 0 of machine 0" in line
+    assert "train_file is missing" in line
+
+
+# ----------------------------------------------------------------------------------------------------------- launchers
+
+
+@pytest.fixture
+def port(monkeypatch) -> int:
+    for name, seconds in (("SILENT_S", 3.0), ("GRACE_S", 0.1), ("BEAT_S", 0.1)):
+        monkeypatch.setattr(machine_group, name, seconds)
+    monkeypatch.setattr(rendezvous, "KNOWN_S", 2.0)
+    return free_port()
+
+
+def groups(port: int, count: int = 2) -> list[MachineGroup]:
+    """Launchers that have met once."""
+    made = [MachineGroup("127.0.0.1", port, number, count, 5.0) for number in range(count)]
+    assert {store.port for store in at_once(*(group.meet for group in made))} == {port}
+    return made
+
+
+def waits(group: MachineGroup) -> int:
+    while not (waiting := group.num_waiting()):
+        pass
+    return waiting
+
+
+def dies(group: MachineGroup) -> None:
+    group._beat_ends.set()
+    group._beats.join()
+
+
+def test_each_round_has_a_store_of_its_own_in_which_all_ranks_meet(port):
+    both = groups(port)
+    assert [group.num_waiting() for group in both] == [0, 0]
+    assert both[1].failures(True) == 1
+    other, (waiting, first) = at_once(both[1].meet, lambda: (waits(both[0]), both[0].meet()))
+    assert waiting == 1
+    assert first.port == other.port != port
+    assert [group.round for group in both] == [2, 2]
+    assert [group.failures() for group in both] == [1, 1]
+
+
+def test_a_machine_that_has_died_is_replaced_and_one_that_lives_is_not(port):
+    both = groups(port)
+    assert "machine 1 takes part in this run already" in refusal(MachineGroup, "127.0.0.1", port, 1, 2, 5.0)
+    assert both[0].num_waiting() == 0, "the run is not disturbed"
+    dies(both[1])
+    new = MachineGroup("127.0.0.1", port, 1, 2, 5.0)
+    assert new.round == 1
+    stores = at_once(new.meet, both[0].meet)
+    assert stores[0].port == stores[1].port != port
+
+
+def test_who_does_not_restart_tells_why_and_all_end_with_one_code(port):
+    both = groups(port)
+    both[1].end("rank 1 ended with exit code 2 after update 7", 2)
+    end = at_once(lambda: waits(both[0]))[0]
+    assert end.code == 2
+    assert "machine 1" in end.report()
+    assert "rank 1 ended with exit code 2" in end.report()
+    assert at_once(lambda: both[0].settle(143, None), lambda: both[1].settle(2, None)) == [2, 2]
+
+
+def test_a_machine_that_is_gone_is_not_waited_for_and_what_the_run_has_recorded_counts(port):
+    three = groups(port, 3)
+    dies(three[2])
+    assert at_once(lambda: three[0].settle(1, None), lambda: three[1].settle(85, None)) == [1, 1]
+    both = groups(free_port())
+    assert at_once(lambda: both[0].settle(143, 86), lambda: both[1].settle(1, 2)) == [86, 86]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [([0, 0], 0), ([143, 85], 85), ([143, 1], 1), ([137, 2], 2), ([85, 137], 137)]
+)
+def test_the_code_of_a_run(codes, code):
+    assert code_of_run(codes) == code == code_of_run(codes[::-1])

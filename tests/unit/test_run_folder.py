@@ -20,7 +20,7 @@ from zerofit.checkpoint.mirror_store import files_of
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
 from zerofit.launch.command import program_of
 from zerofit.launch.exit_code import ExitCode
-from zerofit.launch.restart_rule import Restarts, queue_again_refused
+from zerofit.launch.restart_rule import Restarts
 from zerofit.launch.supervisor import exit_code_of
 from zerofit.model.adapter_folder import AdapterFolder, recorded_base
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
@@ -34,6 +34,7 @@ from zerofit.record.run_folder import RunFolder, identity
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
 from zerofit.tools.show.table import table_of_runs
 from zerofit.tools.show.watched_run import WatchedRuns
+from zerofit.tools.submit.requeue import queue_again_refused
 from zerofit.tools.tool_recipe import join_with_recipe
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable
 
 from zerofit.health.out_of_memory import RunFacts, explain
-from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
+from zerofit.health.out_of_memory_errors import is_out_of_memory
 from zerofit.health.watchdog import died_elsewhere
-from zerofit.recipe.errors import EXIT_FAILED, first_line, print_last, printable
+from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
 from zerofit.recipe.tasks import TaskRecipe
 
 

@@ -9,7 +9,6 @@ import traceback
 
 from zerofit.strategy.host_memory import GIB
 
-EXIT_OUT_OF_MEMORY = 87
 # What says that memory ran out. A pinned block that is refused is host memory, in the words of a device's. NCCL's
 # words are those of its checks.h and alloc.h.
 PINNED = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"

@@ -16,10 +16,17 @@ from collections.abc import Callable
 
 import psutil
 
-from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, decided_code, leave, print_last, record_code
+from zerofit.recipe.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_NEEDS_A_PERSON,
+    EXIT_TERMINATED,
+    EXIT_TO_BE_RESUMED,
+    decided_code,
+    leave,
+    print_last,
+    record_code,
+)
 
-EXIT_TO_BE_RESUMED = 85
-EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end: an anomaly, a full disk
 LOOK_AROUND_S = 2.0
 ONE_SIGNAL_S = 1.0  # within which a signal may come twice: a scheduler sends it, and the launcher passes it on
 

@@ -3,9 +3,8 @@
     python -P zerofit/launch/agent.py --config_file accelerate_configs/zero3.yaml ... train/clm.py ...
 
 torchrun lets machines wait 15 minutes for each other and then prints a traceback; here they meet in machine_group.py.
-On one machine the store listens on the loopback interface only.
-
-With `--max_restarts` it starts the processes again (restarts.py).
+On one machine the store listens on the loopback interface only. With `--max_restarts` the processes are started again
+where restart_rule.py allows that.
 
 When a process fails, torchrun's log and traceback are left out, and the exit code is that of the first that has. The
 processes end when the one that has started the agent is gone.
@@ -19,6 +18,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # started alone: the package's folder is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,6 +26,7 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
 import psutil
 import yaml
 from accelerate.commands import launch
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
@@ -33,18 +34,77 @@ from torch.distributed.launcher import api as launcher
 
 from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.rendezvous import Ended, serve_store
-from zerofit.launch.restart_rule import Restarts
-from zerofit.launch.restarts import RestartingAgent, folder_of_run, recorded_code
+from zerofit.launch.restart_rule import Restarts, code_of_run, have_saved
 from zerofit.recipe.errors import EXIT_USER_ERROR, OUR_LAUNCHER, UserError, first_line
+from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import outlive_the_terminal
 
+RUN = "ZEROFIT_RUN"  # the run's folder, which the supervisor names
 PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # prctl(2)
 STOP = signal.SIGUSR2  # no restart from here on
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class MeetingRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
+class RestartingAgent(LocalElasticAgent):
+    """torch's agent, which is told after each failure whether another restart is left.
+
+    Attributes:
+        restarts: decides.
+        group: of the machines; None: there is one.
+    """
+
+    restarts = Restarts(None)
+    group: MachineGroup | None = None
+    _failures = 0
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        if not result.is_failed():
+            return result
+        ends = ", ".join(f"rank {rank} {_end(failure.exitcode)}" for rank, failure in sorted(result.failures.items()))
+        ended = f"{ends} after update {self.restarts.updates()}"
+        codes, allowed = {failure.exitcode for failure in result.failures.values()}, worker_group.spec.max_restarts
+        refused = self._refused(codes) if allowed else "--max_restarts 0"
+        used = self._count(not have_saved(codes))
+        if not refused and used > allowed:
+            refused = "none is left"
+        self._remaining_restarts = int(not refused)
+        if allowed:
+            what = f"no restart ({refused})" if refused else f"restart {used} of {allowed}"
+            print(f"{ended}: {what}", file=sys.stderr, flush=True)
+        if refused and self.group is not None:
+            self.group.end(ended, code_of_run([_positive(code) for code in codes]))
+        return result
+
+    def _refused(self, codes: set[int]) -> str:
+        if self.group is not None and self.group.has_finished():
+            return "another machine has finished"
+        return self.restarts.refused(codes)
+
+    def _count(self, failed: bool) -> int:
+        """Failures so far, of all machines."""
+        if self.group is not None:
+            return self.group.failures(failed)
+        self._failures += failed
+        return self._failures
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        worker_group.spec.master_port = None  # that of the rendezvous holds: a restart has a new store
+        super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        """Ranks read the number of restarts, which has to be the same on all machines."""
+        self._remaining_restarts = max(0, worker_group.spec.max_restarts - self._count(False))
+        return super()._start_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        """Of one machine; several wait for each other in MachineGroup.settle, as long as they are alive."""
+        if self.group is None:
+            super()._exit_barrier()
+
+
+class MachineRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
     """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one."""
 
     def next_rendezvous(self):
@@ -71,16 +131,18 @@ def main() -> int:
     outlive_the_terminal()
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
-    static_tcp_rendezvous.StaticTCPRendezvous = MeetingRendezvous
-    RestartingAgent.restarts = restarts = Restarts(folder_of_run())
+    folder = Path(os.environ[RUN]) if RUN in os.environ else None
+    static_tcp_rendezvous.StaticTCPRendezvous = MachineRendezvous
+    RestartingAgent.restarts = restarts = Restarts(folder)
     launcher.LocalElasticAgent = RestartingAgent
     signal.signal(STOP, lambda number, frame: restarts.stop())
     try:
         code = run_launcher()
     except SignalException as error:  # the others may restart without this machine: they are not waited for
         return 128 + error.sigval
-    group = RestartingAgent.group
-    return code if group is None else group.settle(code, recorded_code())
+    if (group := RestartingAgent.group) is None:
+        return code
+    return group.settle(code, None if folder is None else RunFolder(folder).environment().get("exit_code"))
 
 
 def run_launcher() -> int:
@@ -127,6 +189,10 @@ def end_with_parent() -> None:
 def _positive(code: int) -> int:
     """An exit code as a shell shows it: 128 and the number of a signal."""
     return code if code >= 0 else 128 - code
+
+
+def _end(code: int) -> str:
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 if __name__ == "__main__":

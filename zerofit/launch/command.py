@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 from zerofit.launch.options import LaunchOptions
-from zerofit.launch.schedulers import PORT, Machines, given_machines, read_machines, without_machines
+from zerofit.launch.runs import layout_of
+from zerofit.launch.schedulers import Machines, given_machines, read_machines, without_machines
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.help import wants_help
@@ -30,19 +31,19 @@ WHAT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the devices, the machines and the command line, and run it. Returns the exit code of the run."""
-    argv = list(argv or [])
-    with Supervisor(argv) as supervisor:
-        return launch(argv, supervisor)
-
-
-def launch(argv: list[str], supervisor: Supervisor) -> int:
-    """The same, watched over by a supervisor.
+    """Print the devices, the machines and the command line, and run it. Returns the exit code of the run.
 
     Raises:
         UserError: a mistake in the options; the machines cannot be told.
     """
-    options, program = read_options(argv)
+    with Supervisor(argv := list(argv or [])) as supervisor:
+        options, program = read_options(argv)
+        layout = choose_layout(options, program)
+        return 0 if options.dry_run else supervisor.run(layout, program, environment_of_launcher())
+
+
+def choose_layout(options: LaunchOptions, program: list[str]) -> list[str]:
+    """The options of `accelerate launch`. Prints them, the devices and the machines."""
     machines = choose_machines(options)
     check_devices()
     devices = num_devices()
@@ -70,9 +71,7 @@ def launch(argv: list[str], supervisor: Supervisor) -> int:
     print(f"devices   {devices_text}{others}: {processes} process{'es' if processes > 1 else ''}")
     print(f"machines  {machines.count}: {machines.source}")
     print(shlex.join(["accelerate", "launch", *layout, *program]), flush=True)
-    if options.dry_run:
-        return 0
-    return supervisor.run(layout, program, environment_of_launcher())
+    return layout
 
 
 def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
@@ -159,25 +158,6 @@ def choose_machines(options: LaunchOptions) -> Machines:
     if problems:
         raise UserError(problems)
     return machines
-
-
-def layout_of(config: Path, processes: int, machines: Machines, port: int | None) -> list[str]:
-    """The options of `accelerate launch`; without a port any free one, on one machine."""
-    words = ["--config_file", str(config), "--num_processes", str(processes)]
-    several = machines.count > 1
-    if several:
-        words += [
-            "--num_machines",
-            str(machines.count),
-            "--machine_rank",
-            str(machines.rank),
-            "--main_process_ip",
-            machines.address,
-        ]
-    else:
-        words += ["--num_machines", "1", "--machine_rank", "0"]  # also where the YAML has several
-    port = port if port is not None else ((machines.port or PORT) if several else 0)
-    return [*words, "--main_process_port", str(port)]
 
 
 def environment_of_launcher() -> dict[str, str]:

@@ -1,9 +1,9 @@
 """What the launchers of all machines of a run tell each other, from the first start of their processes to the end.
 
-They meet before each start (zerofit/launch/rendezvous.py): in round 0, and in one more for each restart. A launcher
-whose processes have failed comes to the next round; the others see it, end their processes and come too. One that does
-not restart says so there, and all end. A machine that a scheduler has started again takes part from the next round on.
-At the end all agree on one exit code.
+They meet before each start (rendezvous.py): in round 0, and in one more for each restart. A launcher whose processes
+have failed comes to the next round; the others see it, end their processes and come too. One that does not restart
+says so there, and all end. A machine that a scheduler has started again takes part from the next round on. At the end
+all agree on one exit code.
 
 torch's own dynamic rendezvous (c10d) restarts as well. It is not used because it numbers machines by their host names,
 so rank 0 may move to another machine; it does not name the machine that it waits for; and a machine that is started
@@ -15,12 +15,11 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import PrefixStore
 
-from zerofit.launch.rendezvous import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+from zerofit.launch.rendezvous import BEAT_S, Ended, Heartbeats, Rendezvous, open_store, serve_store
 from zerofit.launch.restart_rule import code_of_run
 from zerofit.recipe.errors import EXIT_FAILED, UserError, first_line
 
@@ -34,10 +33,10 @@ class MachineGroup:
     Args:
         address, port: of the store, which machine 0 serves.
         number: of this machine.
-        limit_s: a machine without a sign of life for so long ends a meeting.
+        limit_s: a machine without a sign of life for so long ends a rendezvous.
 
     Attributes:
-        round: meetings that are over.
+        round: how often all have met.
 
     Raises:
         UserError: machine 0 cannot be reached; this machine takes part already.
@@ -45,32 +44,33 @@ class MachineGroup:
 
     def __init__(self, address: str, port: int, number: int, count: int, limit_s: float):
         self.address, self.number, self.count, self.limit_s = address, number, count, limit_s
-        self._server = serve_store(port, everywhere=True) if number == 0 else None
-        reach(address, port, limit_s)
-        self._store = open_store(address, port)
+        self._servers = [serve_store(port, everywhere=True)] if number == 0 else []
+        self._store = PrefixStore("zerofit", open_store(address, port, limit_s))
         try:
             self._take_part()
         except RuntimeError as error:
             raise Ended(
                 f"machine 0 has ended: its rendezvous store does not answer ({first_line(error)})", EXIT_FAILED
             ) from error
-        self._machines: dict[str, dict[str, Any]] = {}
         self._looked_at = self._waiting_since = 0.0
         self._beat_ends = threading.Event()
-        self._beats = threading.Thread(target=self._beat, args=(self._store.clone(),), daemon=True)
+        self._beats = threading.Thread(target=self._beat, args=(Heartbeats(self._store.clone()),), daemon=True)
         self._beats.start()
 
     def _take_part(self) -> None:
-        number = self.number
-        self.round = self._store.add("zerofit/rounds", 0)
-        self._replaces = self._store.add(f"zerofit/alive{number}", 1) > 1
-        if self._replaces and self._is_alive(number):
-            raise UserError(
-                f"machine {number} takes part in this run already, and {platform.node()} has the same number. Give "
-                "each machine its own --machine_rank"
-            )
+        number, beats = self.number, Heartbeats(self._store)
+        self.round = self._store.add("rounds", 0)
+        first = beats.beat(number)
+        self._replaces = first > 1
+        while self._replaces and not beats.silent([number], SILENT_S):
+            if beats.beat(number, 0) > first:
+                raise UserError(
+                    f"machine {number} takes part in this run already, and {platform.node()} has the same number. "
+                    "Give each machine its own --machine_rank"
+                )
+            time.sleep(BEAT_S / 4)
         if self._replaces:
-            say(f"machine {number} ({platform.node()}) has been lost and started again: all machines restart")
+            log(f"machine {number} ({platform.node()}) has been lost and started again: all machines restart")
 
     def meet(self) -> Any:
         """Wait until all machines have come. Returns the store of this round's ranks.
@@ -78,25 +78,23 @@ class MachineGroup:
         Raises:
             Ended: a machine has stopped or is missing.
         """
-        meeting = self._next_meeting()
-        meeting.come(again=self._replaces or self.round > 0)
-        meeting.ready()
-        while not meeting.poll():
+        rendezvous = self._next_rendezvous()
+        rendezvous.come()
+        rendezvous.ready()
+        while not rendezvous.poll():
             time.sleep(BEAT_S / 4)
-        key = f"zerofit/port{self.round}"
+        key = f"port{self.round}"
         if self.number == 0:
-            if self.round or self._server is None:  # gloo would find addresses of the processes before in the old one
-                self._server_of_ranks = serve_store(0, everywhere=True)
-            else:
-                self._server_of_ranks = self._server
-            self._store.set(key, str(self._server_of_ranks.port))
-            self._store.add("zerofit/rounds", 1)
+            if self.round:  # gloo would find addresses of the processes before in the old one
+                self._servers.append(serve_store(0, everywhere=True))
+            self._store.set(key, str(self._servers[-1].port))
+            self._store.add("rounds", 1)
         port = int(self._store.get(key))
-        self.round, self._machines, self._waiting_since = self.round + 1, meeting.machines, 0.0
-        return self._server_of_ranks if self.number == 0 else open_store(self.address, port)
+        self.round, self._waiting_since = self.round + 1, 0.0
+        return self._servers[-1] if self.number == 0 else open_store(self.address, port, self.limit_s)
 
     def num_waiting(self) -> int:
-        """How many machines have come to the next meeting. Asks the store once a second.
+        """How many machines have come to the next rendezvous. Asks the store once a second.
 
         Raises:
             Ended: a machine does not restart; machine 0 is gone.
@@ -105,7 +103,7 @@ class MachineGroup:
         if now < self._looked_at + BEAT_S:
             return 0
         self._looked_at = now
-        store = self._next_store()
+        store = self._next_rendezvous().store
         try:
             end = json.loads(store.get("end")) if store.check(["end"]) else None
             waiting = store.add("ready", 0)
@@ -120,9 +118,9 @@ class MachineGroup:
             return 0
         if end is not None:
             raise Ended(**end)
-        came = [number for number in range(self.count) if number != self.number and store.check([f"{number}/card"])]
-        hosts = [f"machine {number} ({json.loads(store.get(f'{number}/card'))['host']})" for number in came]
-        say(f"restart with {', '.join(hosts)}: the processes there have failed or were lost")
+        came = [json.loads(store.get(key)) for key in self._keys("{}/machine", store)]
+        hosts = [f"machine {each['machine']} ({each['host']})" for each in came if each["machine"] != self.number]
+        log(f"restart with {', '.join(hosts)}: the processes there have failed or were lost")
         return waiting
 
     def failures(self, failed: bool = False) -> int:
@@ -132,17 +130,16 @@ class MachineGroup:
             failed: they have, after the last one.
         """
         if failed:
-            self._store.set(f"zerofit/failed{self.round}", "")
-        return sum(self._store.check([f"zerofit/failed{number}"]) for number in range(1, self.round + 1))
+            self._store.set(f"failed{self.round}", "")
+        return sum(self._store.check([f"failed{number}"]) for number in range(1, self.round + 1))
 
     def has_finished(self) -> bool:
         """Whether the processes of some machine have come to their end."""
-        keys = [f"zerofit/code{number}" for number in range(self.count)]
-        return any(self._store.check([key]) and self._store.get(key) == b"0" for key in keys)
+        return any(self._store.get(key) == b"0" for key in self._keys("code{}"))
 
     def end(self, message: str, code: int) -> None:
         """Tell all that this machine does not restart."""
-        self._next_meeting().stop(message, code)
+        self._next_rendezvous().stop(message, code)
 
     def settle(self, code: int, recorded: int | None) -> int:
         """Wait for the codes of the other machines, as long as they give signs of life. Returns that of the run, on
@@ -152,64 +149,47 @@ class MachineGroup:
             code: of this machine.
             recorded: of the run, where its folder has it; counts on machine 0.
         """
-        store = self._store
+        store, beats = self._store, Heartbeats(self._store)
         try:
             if self.number == 0 and recorded is not None:
-                store.set("zerofit/recorded", str(recorded))
-            store.set(f"zerofit/code{self.number}", str(code))
-            others = [number for number in range(self.count) if number != self.number]
-            silent = self._wait(lambda number: store.check([f"zerofit/code{number}"]), others)
-            known = [number for number in range(self.count) if number not in silent]
-            codes = [int(store.get(f"zerofit/code{number}")) for number in known]
-            if store.check(["zerofit/recorded"]):
-                codes = [int(store.get("zerofit/recorded"))]
-            store.set(f"zerofit/left{self.number}", "")
+                store.set("recorded", str(recorded))
+            store.set(f"code{self.number}", str(code))
+            self._wait_for_all("code{}", beats)
+            codes = [int(store.get(key)) for key in self._keys("code{}")]
+            if store.check(["recorded"]):
+                codes = [int(store.get("recorded"))]
+            store.set(f"left{self.number}", "")
             if self.number == 0:  # it has the store
-                self._wait(lambda number: store.check([f"zerofit/left{number}"]), known[1:])
+                self._wait_for_all("left{}", beats)
         except RuntimeError:  # machine 0 is gone
             return code
         return code_of_run(codes)
 
-    def _wait(self, is_known: Callable[[int], bool], numbers: list[int]) -> set[int]:
-        """Wait for machines. Returns those that give no sign of life any more."""
-        seen: dict[int, tuple[int, float]] = {}  # {machine: its last beat, and when that was new}
-        while True:
-            now = time.monotonic()
-            rest = [number for number in numbers if not is_known(number)]
-            for number in rest:
-                beats = self._store.add(f"zerofit/alive{number}", 0)
-                if seen.get(number, (None, now))[0] != beats:
-                    seen[number] = beats, now
-            silent = {number for number in rest if now > seen[number][1] + SILENT_S}
-            if len(silent) == len(rest):
-                return silent
+    def _wait_for_all(self, key: str, beats: Heartbeats) -> None:
+        """Wait until all machines that give signs of life have set a key."""
+        while missing := [number for number in range(self.count) if not self._store.check([key.format(number)])]:
+            if len(beats.silent(missing, SILENT_S)) == len(missing):
+                return
             time.sleep(BEAT_S / 4)
 
-    def _is_alive(self, number: int) -> bool:
-        """Whether a machine gives a sign of life within SILENT_S."""
-        key, until = f"zerofit/alive{number}", time.monotonic() + SILENT_S
-        before = self._store.add(key, 0)
-        while time.monotonic() < until:
-            if self._store.add(key, 0) != before:
-                return True
-            time.sleep(BEAT_S / 4)
-        return False
+    def _keys(self, key: str, store: Any = None) -> list[str]:
+        """Those of the machines' keys that are set."""
+        keys = [key.format(number) for number in range(self.count)]
+        return [key for key in keys if (store or self._store).check([key])]
 
-    def _beat(self, store: Any) -> None:
+    def _beat(self, beats: Heartbeats) -> None:
         try:
             while not self._beat_ends.wait(BEAT_S):
-                store.add(f"zerofit/alive{self.number}", 1)
+                beats.beat(self.number)
         except RuntimeError:  # machine 0 is gone; who needs it will say so
             return
 
-    def _next_store(self) -> PrefixStore:
-        return PrefixStore(f"zerofit/machines{self.round}", self._store)
-
-    def _next_meeting(self) -> Meeting:
-        return Meeting(
-            self._next_store(), "machine", self.number, self.count, 1, self.number, self.limit_s, self._machines
-        )
+    def _next_rendezvous(self) -> Rendezvous:
+        """The machines come to it before the next start of the processes."""
+        store, again = PrefixStore(f"machines{self.round}", self._store), self._replaces or self.round > 0
+        about = {"here": 1, "machine": self.number, "limit_s": self.limit_s, "again": again}
+        return Rendezvous(store, "machine", self.number, self.count, **about)
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)

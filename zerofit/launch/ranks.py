@@ -1,7 +1,8 @@
-"""The ranks of a run on several machines meet before they have a process group (zerofit/launch/rendezvous.py).
+"""The ranks of a run on several machines meet before they have a process group (rendezvous.py).
 
-The launcher of a machine ends its ranks when one of them has failed, and knows nothing of the other machines. While a
-rank prepares its data, a thread of it gives signs of life, and ends the rank when one on another machine has ended.
+The launcher of a machine ends its ranks when one of them has failed, and under torchrun it knows nothing of the other
+machines. While a rank prepares its data, a thread of it gives signs of life, and ends the rank when one on another
+machine has ended.
 """
 
 import contextlib
@@ -14,17 +15,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from zerofit.launch.rendezvous import BEAT_S, Ended, Meeting, open_store, reach, serve_store
+from zerofit.launch.rendezvous import BEAT_S, Ended, Rendezvous, open_store, serve_store
 from zerofit.recipe.errors import UserError, leave, print_last, printable, record_code
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 T = TypeVar("T")
-LAUNCHER = os.getppid()
 CONNECT_S = 20.0  # to say why this rank ends before it has come
-ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore print them
 LAUNCHER_S = 40.0  # within which a launcher ends the ranks of its machine
+ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore print them
 
 
 class RankRendezvous:
@@ -38,25 +38,43 @@ class RankRendezvous:
         self.local_rank, self.here = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", self.count)
         self.machine = number("GROUP_RANK", self.rank // self.here)
         self.address, self.port = environment.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)
-        self.served_by_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.run_id = environment.get("TORCHELASTIC_RUN_ID", "")
-        self.num_machines = number("GROUP_WORLD_SIZE", 1)
+        self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
-        self.meeting: Meeting | None = None
+        self.rendezvous: Rendezvous | None = None
         self.store: Store | None = None
         self._met, self._server = threading.Event(), None
 
     def start(self, limit_s: float) -> None:
-        """Come to the meeting, and give signs of life from now on.
+        """Come to the rendezvous, and give signs of life from now on.
 
         Raises:
             UserError: machine 0 cannot be reached; another rank has the same number.
         """
-        if not self.is_open:
-            return
-        self._come(limit_s)
-        threading.Thread(target=self._watch, daemon=True).start()
+        if self.is_open:
+            rendezvous = self._come(limit_s)
+            threading.Thread(target=self._watch, args=(rendezvous,), daemon=True).start()
+
+    def wait(self) -> list[str]:
+        """Wait until all ranks have come so far. Returns notes for the log."""
+        if not self.is_open or self.rendezvous is None:
+            return []
+        self.rendezvous.ready()
+        self._met.wait()
+        first, *others = self.rendezvous.machines.values()
+        return [
+            f"machine {each['machine']} ({each['host']}) runs other code than machine 0 ({first['host']}). Check out "
+            "the same commit"
+            for each in others
+            if each["code"] != first["code"]
+        ]
+
+    def stop(self, message: str, code: int) -> None:
+        """Tell the other machines that this rank ends, and why; called at any end. Never fails."""
+        if self.is_open:
+            self.is_open = False
+            with contextlib.suppress(Exception):
+                (self.rendezvous or self._come(CONNECT_S)).stop(message, code)
 
     def first_on_rank_0(self, name: str, action: Callable[[], T]) -> T | None:
         """Let rank 0 do something before all others go on. Returns its result there, None on other ranks.
@@ -82,53 +100,21 @@ class RankRendezvous:
         finally:
             store.set(key, json.dumps(problems))
 
-    def wait(self) -> list[str]:
-        """Wait until all ranks have come so far. Returns notes for the log."""
-        if not self.is_open:
-            return []
-        meeting = self._opened
-        meeting.ready()
-        self._met.wait()
-        return meeting.notes
-
-    def stop(self, message: str, code: int) -> None:
-        """Tell the other machines that this rank ends, and why; called at any end. Never fails."""
-        if not self.is_open:
-            self._stand_in_for_launcher()
-            return
-        self.is_open = False
-        with contextlib.suppress(Exception):
-            if self.meeting is None:
-                self._come(CONNECT_S)
-            self._opened.stop(message, code)
-
-    def _stand_in_for_launcher(self) -> None:
-        """At the end, where the launcher of this machine was killed: those of other machines wait 5 minutes for it."""
-        if self.store is None or self.local_rank or not self.served_by_launcher or os.getppid() == LAUNCHER:
-            return
-        from torch.distributed import PrefixStore
-        from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
-        from torch.distributed.elastic.utils.store import _barrier_nonblocking
-
-        store = PrefixStore(self.run_id, self.store)
-        with contextlib.suppress(RuntimeError):  # it is gone with the launcher of machine 0
-            _barrier_nonblocking(store, self.num_machines, _TERMINAL_STATE_SYNC_ID)
-
     def named(self, text: str) -> str:
         """A text with addresses of machines, which are named."""
-        meeting = self.meeting
-        return text if meeting is None else ADDRESS.sub(lambda found: meeting.machine_at(found[1]) or found[0], text)
+        machines = [] if self.rendezvous is None else self.rendezvous.machines.values()
 
-    @property
-    def _opened(self) -> Meeting:
-        assert self.meeting is not None, "start comes first"
-        return self.meeting
+        def name(found: re.Match[str]) -> str:
+            there = [each for each in machines if found[1] in (*each["addresses"], each["host"])]
+            return f"machine {there[0]['machine']} ({there[0]['host']})" if len(there) == 1 else found[0]
+
+        return ADDRESS.sub(name, text)
 
     @property
     def machines(self) -> list[str]:
         """All machines, in words; where they have not met, this one."""
-        cards = {} if self.meeting is None else self.meeting.machines
-        hosts = {card["machine"]: card["host"] for card in cards.values()} or {self.machine: platform.node()}
+        met = {} if self.rendezvous is None else self.rendezvous.machines
+        hosts = {each["machine"]: each["host"] for each in met.values()} or {self.machine: platform.node()}
         return [f"machine {number} ({hosts[number]})" for number in sorted(hosts)]
 
     def place_of(self, rank: int, device: str) -> str:
@@ -137,46 +123,37 @@ class RankRendezvous:
         return self.machines[machine] if device == "cpu" else f"{self.machines[machine]}, GPU {index}"
 
     def _connect(self, limit_s: float) -> "Store":
-        if not self.served_by_launcher and self.rank == 0:
+        if self.serves:
             self._server = serve_store(self.port, everywhere=True)
-        reach(self.address, self.port, limit_s)
-        self.store = open_store(self.address, self.port)
+        self.store = open_store(self.address, self.port, limit_s)
         return self.store
 
-    def _come(self, limit_s: float) -> None:
+    def _come(self, limit_s: float) -> Rendezvous:
         from torch.distributed import PrefixStore
 
-        prefix = f"zerofit/ranks{self.attempt}"
-        self.meeting = Meeting(
-            PrefixStore(prefix, self._connect(limit_s)),
-            "rank",
-            self.rank,
-            self.count,
-            self.here,
-            self.machine,
-            limit_s,
-        )
-        self._opened.come()
+        store = PrefixStore(f"zerofit/ranks{self.attempt}", self._connect(limit_s))
+        about = {"here": self.here, "machine": self.machine, "limit_s": limit_s, "again": False}
+        self.rendezvous = Rendezvous(store, "rank", self.rank, self.count, **about)
+        self.rendezvous.come()
+        return self.rendezvous
 
-    def _watch(self) -> None:
+    def _watch(self, rendezvous: Rendezvous) -> None:
         try:
-            while self.is_open and not self._opened.poll():
-                time.sleep(BEAT_S / 10 if self._opened.is_ready else BEAT_S)
+            while self.is_open and not rendezvous.poll():
+                time.sleep(BEAT_S / 10 if rendezvous.is_ready else BEAT_S)
         except Ended as end:
-            if self.is_open:
-                self.is_open = False
-                self._end(end)
+            if not self.is_open:
+                return
+            self.is_open = False
+            if self.local_rank or end.machine == self.machine:
+                time.sleep(LAUNCHER_S)  # it ends this rank when the one that speaks has ended
+            else:
+                record_code(end.code, end.report())
+                print_last(printable(end.report()))
+            leave(end.code)
         if self.is_open:
             self.is_open = False
             self._met.set()
-
-    def _end(self, end: Ended) -> None:
-        if self.local_rank or end.machine == self.machine:
-            time.sleep(LAUNCHER_S)  # it ends this rank when the one that speaks has ended
-        else:
-            record_code(end.code, end.report())
-            print_last(printable(end.report()))
-        leave(end.code)
 
 
 RANKS = RankRendezvous()

@@ -2,8 +2,8 @@
 
 A process group waits for its members for hours, and names none. So each member says in the store of the rendezvous
 that it is there, and again every second; one that ends before all are ready says why, and all end with it. The first
-member watches all others, these watch the first. `zerofit launch` lets machines meet (zerofit/launch/agent.py), a
-run on several machines its ranks (zerofit/launch/ranks.py).
+member watches all others, these watch the first. `zerofit launch` lets machines meet (machine_group.py), a run on
+several machines its ranks (ranks.py).
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -36,8 +37,29 @@ class Ended(UserError):
         self.code, self.machine = code, machine
 
 
-class Meeting:
-    """One member's view of a meeting.
+class Heartbeats:
+    """Signs of life that the members of a group count up in a store."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._seen: dict[int, tuple[int, float]] = {}  # {member: its last beat, and when that was new}
+
+    def beat(self, number: int, times: int = 1) -> int:
+        """Give signs of life for a member. Returns their number so far."""
+        return int(self._store.add(f"{number}/beats", times))
+
+    def silent(self, numbers: Iterable[int], limit_s: float) -> list[int]:
+        """The members that have given no sign of life for so long, since they were looked at for the first time."""
+        now = time.monotonic()
+        for number in (numbers := list(numbers)):
+            beats = self.beat(number, 0)
+            if self._seen.get(number, (None, now))[0] != beats:
+                self._seen[number] = beats, now
+        return [number for number in numbers if now - self._seen[number][1] > limit_s]
+
+
+class Rendezvous:
+    """One member's view of a rendezvous.
 
     Args:
         store: a torch.distributed.Store; its server is on machine 0.
@@ -46,44 +68,35 @@ class Meeting:
         count: of all members.
         here: members on this machine.
         machine: the number of this machine.
-        limit_s: a member without a sign of life for so long ends the meeting.
-        known: the machines of the meeting before, where members meet again.
+        limit_s: a member without a sign of life for so long ends the rendezvous.
+        again: the members have met before, or this one has come before and died.
+
+    Attributes:
+        machines: when all have met, {number: the machine's number, host, addresses and code}.
     """
 
     def __init__(
-        self,
-        store: Any,
-        kind: str,
-        number: int,
-        count: int,
-        here: int,
-        machine: int,
-        limit_s: float,
-        known: dict[str, dict[str, Any]] | None = None,
+        self, store: Any, kind: str, number: int, count: int, *, here: int, machine: int, limit_s: float, again: bool
     ) -> None:
         self.store, self.kind, self.number, self.count, self.here = store, kind, number, count, here
-        self.machine, self.limit_s, self._known = machine, limit_s, known or {}
-        self.machines: dict[str, dict[str, Any]] = {}  # when all have met: {number: what `_card` says}
+        self.machine, self.limit_s, self.again = machine, limit_s, again
+        self.machines: dict[str, dict[str, Any]] = {}
         self.is_ready, self._has_left = False, False
-        self._beats: dict[Any, Any] = {}
+        self._beats = Heartbeats(store)
 
-    def come(self, again: bool = False) -> None:
+    def come(self) -> None:
         """Say that this member is there.
-
-        Args:
-            again: it may have come before, and died.
 
         Raises:
             Ended: another has the same number.
         """
-        store = self.store
-        if store.add(f"{self.number}/came", 1) > 1 and not again:
+        if self.store.add(f"{self.number}/came", 1) > 1 and not self.again:
             first = self._described(self.number)
             self._end(
                 f"{self.kind} {self.number} is there twice: {first}, and on host {platform.node()}. Give each machine "
-                f"its own number (--machine_rank; torchrun: --node_rank)"
+                "its own number (--machine_rank; torchrun: --node_rank)"
             )
-        store.set(f"{self.number}/card", json.dumps(_card(self.machine)))
+        self.store.set(f"{self.number}/machine", json.dumps(_this_machine(self.machine)))
 
     def ready(self) -> None:
         """Say that this member can go on as soon as all others can."""
@@ -98,14 +111,14 @@ class Meeting:
         """
         store = self.store
         try:
-            store.add(f"{self.number}/beats", 1)
+            self._beats.beat(self.number)
             if store.check(["end"]):
                 end = json.loads(store.get("end"))
                 self._leave()
                 raise Ended(**end)
             if self.is_ready and self.number == 0 and store.add("ready", 0) >= self.count:
-                cards = map(json.loads, store.multi_get([f"{number}/card" for number in range(self.count)]))
-                store.set("all", json.dumps({card["machine"]: card for card in cards}))
+                found = map(json.loads, store.multi_get([f"{number}/machine" for number in range(self.count)]))
+                store.set("all", json.dumps({machine["machine"]: machine for machine in found}))
             if self.is_ready and store.check(["all"]):
                 self.machines = json.loads(store.get("all"))
                 return True
@@ -118,9 +131,10 @@ class Meeting:
             ) from error
         return False
 
-    def stop(self, message: str, code: int = EXIT_USER_ERROR) -> None:
+    def stop(self, message: str, code: int) -> None:
         """Tell all others why this member ends, if nobody has ended before; returns when they can know it."""
-        who = f"{self.kind} {self.number} of " * (self.kind == "rank") + f"machine {self.machine} ({platform.node()})"
+        who = f"machine {self.machine} ({platform.node()})"
+        who = f"rank {self.number} of {who}" if self.kind == "rank" else who
         end = {"message": f"{who} has stopped: {message.removeprefix('error: ')}", "code": code}
         self.store.compare_set("end", "", json.dumps({**end, "machine": self.machine}))
         self._leave()
@@ -138,16 +152,12 @@ class Meeting:
             time.sleep(0.1)
 
     def _look_for_missing(self) -> None:
-        now, watched = time.monotonic(), range(1, self.count) if self.number == 0 else [0]
-        for number in watched:
-            beats, _ = self._beats.get(number, (0, None))
-            if number not in self._beats or self.store.add(f"{number}/beats", 0) != beats:
-                self._beats[number] = (self.store.add(f"{number}/beats", 0), now)
-        missing = [number for number in watched if now - self._beats[number][1] > self.limit_s]
+        watched = range(1, self.count) if self.number == 0 else [0]
+        missing = self._beats.silent(watched, self.limit_s)
         if not missing:
             return
         # A machine that was never there may be a mistake; one that was may be there again for the same command.
-        is_lost = self.kind == "rank" or bool(self._known) or all(map(self._has_come, missing))
+        is_lost = self.kind == "rank" or self.again or all(map(self._has_come, missing))
         shown = [self._described(number) for number in missing[:8]] + ["..."] * (len(missing) > 8)
         self._end(
             f"no sign of life within --rendezvous_minutes {self.limit_s / 60:g} from {', '.join(shown)}. Start all "
@@ -158,14 +168,12 @@ class Meeting:
         )
 
     def _has_come(self, number: int) -> bool:
-        return bool(self.store.check([f"{number}/card"]))
+        return bool(self.store.check([f"{number}/machine"]))
 
     def _described(self, number: int) -> str:
         if self._has_come(number):
-            return f"{self.kind} {number} on host {json.loads(self.store.get(f'{number}/card'))['host']}"
-        if before := self._known.get(str(number)):
-            return f"{self.kind} {number} (on host {before['host']} before), which has not come again"
-        return f"{self.kind} {number}, which has never come"
+            return f"{self.kind} {number} on host {json.loads(self.store.get(f'{number}/machine'))['host']}"
+        return f"{self.kind} {number}, which has {'not come again' if self.again else 'never come'}"
 
     def _end(self, message: str, missing: int = 0, code: int = EXIT_USER_ERROR) -> None:
         end: dict[str, Any] = {"message": message, "code": code, "machine": None}
@@ -173,49 +181,32 @@ class Meeting:
         self._leave(missing)
         raise Ended(**end)
 
-    @property
-    def notes(self) -> list[str]:
-        """For the log: machines whose code differs from that of machine 0."""
-        first, *others = self.machines.values() or [{}]
-        return [
-            f"machine {card['machine']} ({card['host']}) runs other code than machine 0 ({first['host']}): the files "
-            f"of zerofit/ have the digest {card['code']} there, {first['code']} here. Check out the same commit"
-            for card in others
-            if card["code"] != first["code"]
-        ]
 
-    def machine_at(self, address: str) -> str | None:
-        """The machine with an address, in words."""
-        found = [card for card in self.machines.values() if address in (*card["addresses"], card["host"])]
-        return f"machine {found[0]['machine']} ({found[0]['host']})" if len(found) == 1 else None
-
-
-def _card(machine: int) -> dict[str, Any]:
+def _this_machine(number: int) -> dict[str, Any]:
     import psutil
 
-    addresses = [
-        address.address
-        for of_one in psutil.net_if_addrs().values()
-        for address in of_one
-        if address.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    return {"machine": machine, "host": platform.node(), "addresses": addresses, "code": digest_of_code()[:8]}
+    interfaces = psutil.net_if_addrs().values()
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = [each.address for interface in interfaces for each in interface if each.family in families]
+    return {"machine": number, "host": platform.node(), "addresses": addresses, "code": digest_of_code()}
 
 
 # -------------------------------------------------------------------------------------------------------------- stores
 
 
-def reach(address: str, port: int, limit_s: float) -> None:
-    """Wait until a port of machine 0 accepts connections.
+def open_store(address: str, port: int, limit_s: float) -> Any:
+    """Connect to the store of machine 0, and wait for it.
 
     Raises:
-        UserError: it has not, for so long.
+        UserError: it cannot be reached for so long, or something else listens there.
     """
+    from torch.distributed import TCPStore
+
     until = time.monotonic() + limit_s
     while True:
         try:
             socket.create_connection((address, port), timeout=min(5.0, limit_s)).close()
-            return
+            break
         except OSError as error:
             if time.monotonic() > until:
                 raise UserError(
@@ -224,16 +215,6 @@ def reach(address: str, port: int, limit_s: float) -> None:
                     "that --main_process_ip is its address (MASTER_ADDR; torchrun: --master_addr)"
                 ) from error
             time.sleep(min(1.0, limit_s / 10))
-
-
-def open_store(address: str, port: int) -> Any:
-    """A connection to the store of machine 0.
-
-    Raises:
-        UserError: something else listens there.
-    """
-    from torch.distributed import TCPStore
-
     try:
         return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_S))
     except RuntimeError as error:
@@ -241,16 +222,6 @@ def open_store(address: str, port: int) -> Any:
             f"what listens at {address}:{port} is not the store of machine 0 ({first_line(error)}). Check "
             "--main_process_ip and --main_process_port"
         ) from error
-
-
-def store_of_one_process() -> Any:
-    """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
-    store, or it is another's."""
-    environment = os.environ
-    alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
-    if not alone or environment.get("MASTER_ADDR") != RENDEZVOUS["MASTER_ADDR"]:
-        return None
-    return serve_store(int(environment["MASTER_PORT"]), everywhere=False)
 
 
 def serve_store(port: int, everywhere: bool) -> Any:
@@ -265,24 +236,31 @@ def serve_store(port: int, everywhere: bool) -> Any:
     """
     from torch.distributed import TCPStore
 
-    family = socket.AF_INET6 if everywhere and socket.has_dualstack_ipv6() else socket.AF_INET
-    host = "" if everywhere else "127.0.0.1"
+    both = everywhere and socket.has_dualstack_ipv6()
+    family, host = socket.AF_INET6 if both else socket.AF_INET, "" if everywhere else "127.0.0.1"
     try:
-        server = socket.create_server(
-            (host, port), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
-        )
+        server = socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=both)
     except OSError as error:
         raise UserError(
             f"port {port} of {platform.node()}: {error.strerror}. Another run has it, or this machine was started "
             "twice. Use another --main_process_port on all machines (0 on one machine: any free one)"
         ) from error
-    port = server.getsockname()[1]
     return TCPStore(
-        "localhost" if everywhere else host,
-        port,
+        host or "localhost",
+        server.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=server.detach(),
         timeout=timedelta(seconds=STORE_S),
     )
+
+
+def store_of_one_process() -> Any:
+    """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
+    store, or it is another's."""
+    environment = os.environ
+    alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
+    if not alone or environment.get("MASTER_ADDR") != RENDEZVOUS["MASTER_ADDR"]:
+        return None
+    return serve_store(int(environment["MASTER_PORT"]), everywhere=False)

@@ -1,4 +1,4 @@
-"""After which failures a run is started again: by `zerofit launch --max_restarts` (restarts.py), and by the batch
+"""After which failures a run is started again: by `zerofit launch --max_restarts` (agent.py), and by the batch
 script of `zerofit submit slurm`.
 
 Never after a mistake of the user, an anomaly or an out-of-memory, since the same command would end in the same way;
@@ -6,13 +6,15 @@ always after processes that have saved and left (85), which does not count; and 
 update.
 """
 
-import json
 from pathlib import Path
 
-from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY
-from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, EXIT_TO_BE_RESUMED
-from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_USER_ERROR
-from zerofit.recipe.parsing import read_record
+from zerofit.recipe.errors import (
+    EXIT_NEEDS_A_PERSON,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_TERMINATED,
+    EXIT_TO_BE_RESUMED,
+    EXIT_USER_ERROR,
+)
 from zerofit.record.jsonl import line_of_update
 
 FINAL = {
@@ -80,32 +82,3 @@ def code_of_run(codes: list[int]) -> int:
         return EXIT_TO_BE_RESUMED
     causes = [code for code in codes if code not in (0, EXIT_TERMINATED, EXIT_TO_BE_RESUMED)]
     return (causes or [code for code in codes if code])[0]
-
-
-def queue_again_refused(code: int, folder: Path, is_first: bool) -> str:
-    """Why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's folder:
-    a new run refuses a folder that has files.
-
-    Args:
-        code: the exit code of the job.
-        is_first: the job has been started once: failures of earlier jobs do not count.
-    """
-    if code == 0:
-        return "it has finished"
-    if code == EXIT_INTERRUPTED:
-        return "it was interrupted"
-    file = folder.with_name(f"{folder.name}.requeue.json")
-    before = None if is_first else _read_failure(file)
-    restarts = Restarts(folder, before)
-    refused = restarts.refused({code})
-    if refused or restarts.failed_after is None:
-        file.unlink(missing_ok=True)
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"failed_after": restarts.failed_after}) + "\n", encoding="utf-8")
-    return refused
-
-
-def _read_failure(file: Path) -> int | None:
-    failed_after = read_record(file).get("failed_after")
-    return failed_after if type(failed_after) is int else None

@@ -1,4 +1,5 @@
-"""Real launches of training runs. Each can be ended at any moment, with every process that it has started."""
+"""The command line that starts ranks, and launches that a tool starts: each can be ended at any moment, with every
+process that it has started."""
 
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from zerofit.launch.schedulers import ONE_MACHINE, PORT, Machines
 from zerofit.recipe.places import PACKAGE, script
 
 LAUNCHER = (sys.executable, "-P", str(PACKAGE / "launch" / "agent.py"))  # `accelerate launch`
@@ -21,6 +23,18 @@ MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have p
 TRACEBACK = "Traceback (most recent call last)"
 UPDATE = re.compile(rb"^update +(\d+)/", re.MULTILINE)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def layout_of(config: Path, processes: int, machines: Machines = ONE_MACHINE, port: int | None = None) -> list[str]:
+    """The options of `accelerate launch`, which every launch of ours gives it; without a port any free one, on one
+    machine."""
+    words = ["--config_file", str(config), "--num_processes", str(processes)]
+    words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]  # also if the YAML has some
+    if machines.count > 1:
+        words += ["--main_process_ip", machines.address or ""]
+    if port is None:
+        port = machines.port or PORT if machines.count > 1 else 0
+    return [*words, "--main_process_port", str(port)]
 
 
 @dataclass(frozen=True)
@@ -44,10 +58,9 @@ class LaunchedRun:
 
     def command(self, num_processes: int) -> list[str]:
         """The command line of a launch."""
-        layout = ["--config_file", str(self.config_file), "--num_processes", str(num_processes)]
         program = self.program or (str(script(self.task)),)
         options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
-        return [*LAUNCHER, *layout, "--main_process_port", "0", *program, *options]
+        return [*LAUNCHER, *layout_of(self.config_file, num_processes), *program, *options]
 
 
 class RunningLaunch:
@@ -112,11 +125,10 @@ class RunningLaunch:
             return
         with self.log.open("rb") as log:
             log.seek(self._read)
-            text = log.read()
-        lines = text.rpartition(b"\n")[0]
-        updates = UPDATE.findall(lines)
+            lines = log.read().rpartition(b"\n")[0]
         self._read += len(lines)  # without the line break, which begins the next line
-        self.newest_update = int(updates[-1]) if updates else self.newest_update
+        for found in UPDATE.findall(lines):
+            self.newest_update = int(found)
 
     @property
     def is_saving(self) -> bool:
@@ -136,11 +148,13 @@ class RunningLaunch:
         return partials
 
     def kill(self) -> None:
-        """SIGKILL for every process of the launch. Returns when all are gone."""
-        quiet, dying, until = 0, set(), time.monotonic() + 60
-        with _signals_blocked():
+        """SIGKILL for every process of the launch. Returns when all are gone; signals that would end this process wait
+        until then."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            quiet, dying, until = 0, set[psutil.Process](), time.monotonic() + 60
             while quiet < 2:  # a process that has just been started has no mark yet
-                members = set(self.members())
+                members = {*self.members()}
                 for member in members:
                     with suppress(OSError):
                         os.kill(member.pid, signal.SIGKILL)
@@ -151,13 +165,17 @@ class RunningLaunch:
                 if time.monotonic() > until:
                     raise RuntimeError(f"processes {dying} cannot be killed")
                 time.sleep(0.01)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def members(self) -> Iterator[psutil.Process]:
+    def members(self) -> list[psutil.Process]:
         """The processes of the launch that are alive. (One that is ending has no mark any more.)"""
+        found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.environ().get(MARK) == self.mark and _is_alive(process):
-                    yield process
+                    found.append(process)
+        return found
 
     @property
     def text(self) -> str:
@@ -185,16 +203,6 @@ def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[
         yield launch
     finally:
         launch.kill()
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Signals that would end this process are delivered after the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -231,18 +239,11 @@ def failure(launch: RunningLaunch, how: str) -> str | None:
         problem = "ended well, but printed a traceback"
     else:
         return None
-    last = "\n".join(f"  | {line}" for line in _without_the_launchers(text).splitlines()[-12:])
+    last = "\n".join(f"  | {line}" for line in text.splitlines()[-12:])
     return f"{problem}. Its output is {launch.log}, and ends with\n{last}"
 
 
 def mistake(launch: RunningLaunch) -> str | None:
     """The message of a run that refused its recipe; None if its output has no such message."""
-    text = _without_the_launchers(launch.text)
-    message = re.search(r"^error: (.*(?:\n .*)*)", text, re.MULTILINE)  # the lines of a list are indented
+    message = re.search(r"^error: (.*(?:\n .*)*)", launch.text, re.MULTILINE)  # the lines of a list are indented
     return message[1].strip() if message else None
-
-
-def _without_the_launchers(text: str) -> str:
-    """The output without accelerate's own traceback, which it prints whenever a rank has failed."""
-    start = text.rfind(TRACEBACK)
-    return text[:start] if "accelerate/commands/launch.py" in text[start:] and start > 0 else text

@@ -7,22 +7,23 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from zerofit.health.shutdown import EXIT_TO_BE_RESUMED, SIGNALS, heard_signals
+from zerofit.health.shutdown import SIGNALS, heard_signals
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.options import LaunchOptions
 from zerofit.launch.runs import LAUNCHER
 from zerofit.launch.schedulers import RANK_VARIABLES
-from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import flag_value, take_words
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.terminal import outlive_the_terminal
 
-PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2): ranks whose launcher was killed get this process as their parent
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
@@ -39,21 +40,6 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     return ExitCode(find_folder(task, [*recipe, *words[bool(named) :]]), {"RANK": number})
 
 
-def adopt_orphans() -> None:
-    """Become the parent of ranks whose launcher was killed (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_orphans() -> None:
-    """Let ranks whose launcher was killed save and leave. A rank that hangs is ended by its watchdog."""
-    orphans = psutil.Process().children()
-    for process in orphans:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGTERM)
-    psutil.wait_procs(orphans)
-
-
 class Supervisor:
     """Around everything that `zerofit launch` does: the code of the launch before is removed at once, mistakes and
     signals are on record. Only machine 0 keeps the record.
@@ -68,6 +54,7 @@ class Supervisor:
         self._is_starting = False
         self._stopped: int | None = None  # before there was a rank
         self._is_launch = not wants_help(argv) and "--dry_run" not in argv
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Supervisor":
         if self._is_launch:
@@ -77,11 +64,10 @@ class Supervisor:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if self._is_launch:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-            if isinstance(error, UserError):
-                self._write(EXIT_USER_ERROR, error.report())
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._is_launch and isinstance(error, UserError):
+            self._write(EXIT_USER_ERROR, error.report())
 
     def run(self, layout: list[str], program: list[str], environment: dict[str, str]) -> int:
         """Launch a program and wait for its end. Returns the exit code on record, or the launcher's where there is
@@ -90,17 +76,18 @@ class Supervisor:
         Args:
             layout: the options of `accelerate launch`.
         """
-        command = [*LAUNCHER, *layout, *program]
-        # A session of its own: Ctrl-C at a terminal reaches this process only, which passes it on once.
         self._is_starting = True
-        adopt_orphans()
-        environment = environment | {"ZEROFIT_RUN": str(self._exit_code.folder.path)}  # for restarts.py
+        with contextlib.suppress(OSError, AttributeError):  # Linux
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        environment = environment | {"ZEROFIT_RUN": str(self._exit_code.folder.path)}  # for agent.py
+        # A session of its own: Ctrl-C at a terminal reaches this process only, which passes it on once.
+        command = [*LAUNCHER, *layout, *program]
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
         if self._stopped is not None:
             self._receive(self._stopped, None)
         code = self._process.wait()
         if code < 0:
-            end_orphans()
+            self._end_orphans()
         recorded = self._exit_code.read().get("exit_code") if self._exit_code.is_main else None
         if recorded is not None:
             return recorded
@@ -109,6 +96,14 @@ class Supervisor:
         if code == EXIT_USER_ERROR:
             self._write(code, "the launcher has refused to start")
         return code if code >= 0 else 128 - code
+
+    def _end_orphans(self) -> None:
+        """Let ranks whose launcher was killed save and leave. A rank that hangs is ended by its watchdog."""
+        orphans = psutil.Process().children()
+        for process in orphans:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGTERM)
+        psutil.wait_procs(orphans)
 
     def _receive(self, number: int, frame) -> None:
         """Pass a signal on to the ranks, which are the launcher's children. It ends by itself when they have."""

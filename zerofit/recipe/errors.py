@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
+EXIT_TO_BE_RESUMED = 85  # it has saved and left: the same command continues
+EXIT_NEEDS_A_PERSON = 86  # the same command would come to the same end: an anomaly, a full disk
+EXIT_OUT_OF_MEMORY = 87
 EXIT_INTERRUPTED = 130  # the code of a shell for Ctrl-C
 EXIT_TERMINATED = 143  # the code of a shell for SIGTERM
 EXIT_BROKEN_PIPE = 141  # the code of a shell for a closed pipe

@@ -25,11 +25,11 @@ from zerofit.data.options import DataOptions
 from zerofit.data.sources import table_format
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
-from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON, StopReason
+from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.launch.ranks import RANKS
 from zerofit.model.export import Weights, write_beside
-from zerofit.recipe.errors import UserError, decide, first_line, print_last
+from zerofit.recipe.errors import EXIT_NEEDS_A_PERSON, UserError, decide, first_line, print_last
 from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import describe_environment

@@ -21,9 +21,9 @@ import torch
 from zerofit.data.collate import Batch
 from zerofit.data.pack import Sample
 from zerofit.health.anomaly import AnomalyDetector
-from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
+from zerofit.health.out_of_memory_errors import is_out_of_memory
 from zerofit.health.slow_ranks import RankClock
-from zerofit.recipe.errors import UserError, leave
+from zerofit.recipe.errors import EXIT_OUT_OF_MEMORY, UserError, leave
 from zerofit.recipe.places import script
 from zerofit.record.jsonl import add_line
 from zerofit.strategy.devices import synchronise

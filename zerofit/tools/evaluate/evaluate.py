@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.launch.runs import LAUNCHER
+from zerofit.launch.runs import LAUNCHER, layout_of
 from zerofit.model.folders import model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
@@ -30,9 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     if find_spec("lm_eval") is None:
         raise UserError(f"lm-evaluation-harness is not installed: pip install lm-eval=={VERSION}, or '.[tasks]'")
     if options.num_processes and "WORLD_SIZE" not in os.environ:
-        layout = ["--config_file", str(configs() / "ddp.yaml"), "--num_processes", str(options.num_processes)]
-        program = ["--main_process_port", "0", "-m", "zerofit.cli", "evaluate"]
-        os.execv(sys.executable, [*LAUNCHER, *layout, *program, *(argv or [])])
+        layout = layout_of(configs() / "ddp.yaml", options.num_processes)
+        os.execv(sys.executable, [*LAUNCHER, *layout, "-m", "zerofit.cli", "evaluate", *(argv or [])])
     from zerofit.tools.evaluate.harness import evaluate
 
     return evaluate(options, Path(model_folder(options.model or "")))

@@ -1,12 +1,16 @@
 """`zerofit submit requeue CODE WORDS ...`: a batch script asks whether its job is to be queued again."""
 
+import json
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode
-from zerofit.launch.restart_rule import queue_again_refused
+from zerofit.launch.restart_rule import Restarts
 from zerofit.launch.supervisor import exit_code_of
+from zerofit.recipe.errors import EXIT_INTERRUPTED
+from zerofit.recipe.parsing import read_record
 
 KILLED = 128  # above it a shell's code names a signal
 
@@ -36,3 +40,27 @@ def code_of_job(launched: int, record: ExitCode, environment: Mapping[str, str])
         return launched
     written = (record.folder.path / "environment.json").stat().st_mtime
     return recorded if written >= float(environment.get("SLURM_JOB_START_TIME", 0)) else launched
+
+
+def queue_again_refused(code: int, folder: Path, is_first: bool) -> str:
+    """Why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's folder:
+    a new run refuses a folder that has files.
+
+    Args:
+        code: the exit code of the job.
+        is_first: the job has been started once: failures of earlier jobs do not count.
+    """
+    if code == 0:
+        return "it has finished"
+    if code == EXIT_INTERRUPTED:
+        return "it was interrupted"
+    file = folder.with_name(f"{folder.name}.requeue.json")
+    before = None if is_first else read_record(file).get("failed_after")
+    restarts = Restarts(folder, before if type(before) is int else None)
+    refused = restarts.refused({code})
+    if refused or restarts.failed_after is None:
+        file.unlink(missing_ok=True)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"failed_after": restarts.failed_after}) + "\n", encoding="utf-8")
+    return refused

@@ -19,10 +19,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
 from zerofit.launch.restart_rule import FINAL
 from zerofit.recipe.addresses import PACKAGES
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import EXIT_TO_BE_RESUMED, UserError
 from zerofit.recipe.parse import option_named
 from zerofit.tools.submit.job import VARIABLES, Job
 from zerofit.tools.submit.submit_options import GRACE_S, KubernetesOptions, SkyPilotOptions, SlurmOptions
