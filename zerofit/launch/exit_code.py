@@ -1,9 +1,6 @@
 """The exit code of a run in its environment.json, where a job script reads it: a launcher ends with codes of its own.
 
-The code of the launch before is removed before anything can fail, so a code is always that of the last launch, and a
-launch that has left none has crashed. The main process removes it, and writes how a run ended that all ranks left
-together. A failure is written by the rank that has it, unless a code is there: the first failure is the cause of those
-on other ranks.
+Which process writes it, and when: see zerofit/launch/__init__.py. A launch that has left no code has crashed.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from zerofit.recipe.places import PACKAGE, script
 LAUNCHER = (sys.executable, "-P", str(PACKAGE / "launch" / "agent.py"))  # `accelerate launch`
 MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
 TRACEBACK = "Traceback (most recent call last)"
-UPDATE = re.compile(rb"^update +(\d+)/", re.MULTILINE)
+UPDATE = re.compile(r"^update +(\d+)/", re.MULTILINE)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -83,10 +83,8 @@ class RunningLaunch:
         environment: dict[str, str] | None = None,
     ):
         self.command, self.output, self.log = command, output, log
-        self.mark, self.process, self.began = mark or uuid.uuid4().hex, None, time.monotonic()
-        self.environment = environment or {}
-        self.newest_update = 0  # the last that this launch has printed
-        self._read, self._before = 0, self._partials()
+        self.mark, self.process = mark or uuid.uuid4().hex, None
+        self.environment, self.began = environment or {}, time.time()
 
     def start(self) -> None:
         """Start it, away from this terminal's Ctrl-C."""
@@ -100,52 +98,42 @@ class RunningLaunch:
                 start_new_session=True,
                 env={**os.environ, **self.environment, MARK: self.mark},
             )
-        self.began = time.monotonic()
+        self.began = time.time()
 
     @property
     def seconds(self) -> float:
         """Since its start."""
-        return time.monotonic() - self.began
+        return time.time() - self.began
 
     def wait(self, limit_s: float, until: Callable[["RunningLaunch"], bool] | None = None) -> str:
         """Wait for its end, or until `until` returns True. Returns ended, until, or late after `limit_s`."""
         while self.process.poll() is None:
             if self.seconds > limit_s:
                 return "late"
-            if until is not None:
-                self._read_log()
-                if until(self):
-                    return "until"
-            time.sleep(0.05 if until is None else 0.002)
+            if until is not None and until(self):
+                return "until"
+            time.sleep(0.05 if until is None else 0.005)
         return "ended"
 
-    def _read_log(self) -> None:
-        """Read what it has printed since the last call."""
-        if self.log.stat().st_size <= self._read + 1:
-            return
-        with self.log.open("rb") as log:
-            log.seek(self._read)
-            lines = log.read().rpartition(b"\n")[0]
-        self._read += len(lines)  # without the line break, which begins the next line
-        for found in UPDATE.findall(lines):
-            self.newest_update = int(found)
+    @property
+    def newest_update(self) -> int:
+        """The last update that this launch has printed; 0: none."""
+        found = UPDATE.findall(self.text)
+        return int(found[-1]) if found else 0
 
     @property
     def is_saving(self) -> bool:
         """Whether this launch is writing a checkpoint."""
-        return bool(self._partials() - self._before)
+        for path in (self.output / "checkpoints").glob("update_*.partial"):
+            with suppress(OSError):
+                if path.stat().st_mtime > self.began:
+                    return True
+        return False
 
     @property
     def has_saved(self) -> bool:
         """Whether a checkpoint is complete, of this launch or of an earlier one."""
         return (self.output / "checkpoints" / "latest").is_dir()
-
-    def _partials(self) -> set[tuple[str, int]]:
-        partials = set()
-        for path in (self.output / "checkpoints").glob("update_*.partial"):
-            with suppress(OSError):
-                partials.add((path.name, path.stat().st_mtime_ns))
-        return partials
 
     def kill(self) -> None:
         """SIGKILL for every process of the launch. Returns when all are gone; signals that would end this process wait
