@@ -239,6 +239,7 @@ def test_a_refused_run_is_told_from_one_that_broke(tmp_path):
 def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):
     partial = tmp_path / "checkpoints" / "update_00000004.partial"
     partial.mkdir(parents=True)
+    os.utime(partial, (1.0, 1.0))
     launch = RunningLaunch([], tmp_path, tmp_path / "log")
     assert not launch.is_saving
     (tmp_path / "checkpoints" / "update_00000006.partial").mkdir()
@@ -311,7 +312,8 @@ def test_a_kill_counts_when_a_resume_followed(monkeypatch, tmp_path, launches, k
 
 def test_every_moment_waits_for_a_checkpoint(tmp_path):
     launch = RunningLaunch([], tmp_path, tmp_path / "log")
-    launch.newest_update, launch.began = 50, time.monotonic() - 1000
+    launch.log.write_text("update  50/50\n")
+    launch.began = time.time() - 1000
     partial = tmp_path / "checkpoints" / "update_00000060.partial"
     partial.mkdir(parents=True)
     moments = killing.spread_moments(8, 50, 0.1, 5.0, Random(0))
