@@ -16,6 +16,17 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.tools.submit.requeue import queue_again_refused
 
 TYPO = ["--learnin_rate", "1"]
+RANK = """
+import os, sys, time
+from zerofit.training.entry import run_program
+from zerofit.recipe.errors import reports_user_errors
+
+@reports_user_errors
+def main(argv=None):
+    {body}
+
+run_program("clm", main)
+"""
 
 
 def recorded(folder) -> dict:
@@ -29,9 +40,25 @@ def stale(folder, code: int = 85):
     return folder
 
 
-def program(*words, cwd=ROOT, **variables: str) -> subprocess.CompletedProcess:
+def clm(*words) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "train" / "clm.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment(**variables))
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
+
+
+def program(file, body: str) -> list[str]:
+    """The command of a run whose task is `body`."""
+    file.with_name("run.py").write_text(RANK.format(body=body))
+    return [sys.executable, str(file.with_name("run.py")), "--output_dir", str(file)]
+
+
+def started(command: list[str], **variables: str) -> subprocess.Popen:
+    """A program that has said that it is ready."""
+    ours = environment(PYTHONPATH=str(ROOT), **variables)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ours, start_new_session=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 def test_the_folder_is_found_however_it_is_named(tmp_path, monkeypatch):
@@ -58,7 +85,7 @@ def test_a_mistake_is_on_record_in_place_of_the_code_before(tmp_path, mistake):
     if mistake == "folder":
         (folder / "model").mkdir()
         words += ["--evaluate_only", "--model_name_or_path", "gpt2"]
-    done = program(*words)
+    done = clm(*words)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert recorded(folder)["exit_code"] == 2
@@ -69,7 +96,7 @@ def test_the_code_of_a_run_that_is_at_work_stays(tmp_path):
     stale(tmp_path, 85)
     folder = RunFolder(tmp_path)
     folder.lock()
-    assert program("--output_dir", tmp_path, *TYPO).returncode == 2
+    assert clm("--output_dir", tmp_path, *TYPO).returncode == 2
     assert recorded(tmp_path)["exit_code"] == 85
     del folder
 
@@ -85,17 +112,6 @@ def test_the_first_failure_is_the_cause(tmp_path):
     assert recorded(tmp_path) == {"zerofit_commit": "a", "exit_code": 87, "exit_reason": "out of memory"}
 
 
-RANK = """
-import sys, time
-from zerofit.training.entry import run_program
-from zerofit.recipe.errors import reports_user_errors
-
-@reports_user_errors
-def main(argv=None):
-    {body}
-
-run_program("clm", main)
-"""
 SLEEP = "print('ready', flush=True); time.sleep(20)"
 IN_NATIVE_CODE = "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hmac('sha256', b'a', b'b', 10**8)"
 
@@ -111,17 +127,11 @@ IN_NATIVE_CODE = "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hma
 )
 def test_the_end_of_a_run_that_starts_is_on_record(tmp_path, body, number, code):
     folder = stale(tmp_path / "run", 86)
-    (tmp_path / "run.py").write_text(RANK.format(body=body))
-    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(folder)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(PYTHONPATH=str(ROOT)),
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        assert process.stdout.readline() == b"ready\n"
+    with started(program(folder, body)) as process:
         if number:
             assert "exit_code" not in recorded(folder), "a crash from here on leaves none"
             os.killpg(process.pid, number)  # a forked child ends with it
-        said = process.stderr.read().decode()
+        _, said = process.communicate()
     assert process.returncode == code, said
     assert recorded(folder)["exit_code"] == code
 
@@ -139,14 +149,14 @@ LEAVES = """
 ENDS = {"raise UserError('no such file')": 2, "return 86": 86, "return 0": 0, "raise ValueError('no')": 1}
 
 
-SIGNALLED = [(ends, 0, number) for ends in ENDS for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
+SIGNALLED = [(ends, 0, signal.SIGTERM) for ends in ENDS]
+SIGNALLED += [("return 86", 0, signal.SIGHUP), ("return 86", 0, signal.SIGINT), (next(iter(ENDS)), 1, signal.SIGTERM)]
 
 
-@pytest.mark.parametrize(("ends", "rank", "number"), [*SIGNALLED, (next(iter(ENDS)), 1, signal.SIGTERM)])
+@pytest.mark.parametrize(("ends", "rank", "number"), SIGNALLED)
 def test_a_signal_does_not_change_a_code_that_is_decided(tmp_path, ends, rank, number):
     """Also where the rank waits for its launcher, which ends it with SIGTERM."""
-    (tmp_path / "run.py").write_text(RANK.format(body="import os" + LEAVES.format(ends=ends)))
-    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(tmp_path / "run")]
+    command = program(tmp_path / "run", LEAVES.format(ends=ends))
     ours = environment(PYTHONPATH=str(ROOT), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ours) as process:
         if rank:
@@ -155,18 +165,16 @@ def test_a_signal_does_not_change_a_code_that_is_decided(tmp_path, ends, rank, n
             process.send_signal(number)
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        said = process.stderr.read()
+        _, said = process.communicate()
     assert process.returncode == ENDS[ends], said
     assert "Bad file descriptor" not in said
 
 
 def test_under_nohup_sighup_stays_ignored(tmp_path):
-    (tmp_path / "run.py").write_text(RANK.format(body="print('ready', flush=True); time.sleep(1.5); return 0"))
-    command = ["nohup", sys.executable, str(tmp_path / "run.py"), "--output_dir", str(tmp_path / "run")]
-    ours = environment(PYTHONPATH=str(ROOT))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ours) as process:
-        assert process.stdout.readline() == b"ready\n"
+    body = "print('ready', flush=True); time.sleep(1.5); return 0"
+    with started(["nohup", *program(tmp_path / "run", body)]) as process:
         process.send_signal(signal.SIGHUP)
+        process.communicate()
     assert process.returncode == 0
 
 
@@ -202,16 +210,8 @@ def test_a_second_signal_ends_a_run_at_once_but_not_sighup(monkeypatch, numbers,
 def test_sigterm_of_a_launcher_whose_other_rank_has_died_is_no_stop(tmp_path, dead, code):
     """torchrun ends the remaining ranks with SIGTERM: the cause is elsewhere, and the run is not requeued for it."""
     folder = stale(tmp_path / "run")
-    (tmp_path / "run.py").write_text(RANK.format(body=SLEEP))
-    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(folder)]
-    ranks = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment(PYTHONPATH=str(ROOT), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2"),
-        ) for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        assert rank.stdout.readline() == b"ready\n"
+    command = program(folder, SLEEP)
+    ranks = [started(command, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2") for rank in range(2)]
     if dead:
         ranks[1].kill()
         ranks[1].wait()
@@ -250,7 +250,6 @@ def test_a_job_is_queued_again_as_the_table_says(tmp_path):
 
 
 def test_a_log_on_a_full_disk_ends_no_run(tmp_path):
-    (tmp_path / "run.py").write_text(RANK.format(body="print('a line' * 9999, flush=True); return 0"))
-    command = [sys.executable, str(tmp_path / "run.py"), "--output_dir", str(tmp_path / "run")]
+    command = program(tmp_path / "run", "print('a line' * 9999, flush=True); return 0")
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, stdout=full, stderr=full, env=environment(PYTHONPATH=str(ROOT))).returncode == 0

@@ -33,7 +33,7 @@ OWN = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 def read(monkeypatch, tmp_path):
     """read(content of a YAML, flags): the strategy of the first of two processes that torchrun has started."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch_module, "launcher_process", lambda: None)
+    monkeypatch.setattr(launch_module, "find_launcher", lambda: None)
     monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
 
     def made(content: dict, *flags: str, processes: int = 2):

@@ -1,7 +1,6 @@
 """A strategy that the program's own command line names, as under torchrun."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -26,14 +25,13 @@ def torchrun(monkeypatch):
         monkeypatch.delenv(name)
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
     monkeypatch.setattr(os, "environ", {**os.environ, **names})
-    monkeypatch.setattr(launch_module, "launcher_process", lambda: None)
     monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
     return os.environ
 
 
 def accelerate_launch(monkeypatch, *words: str) -> None:
-    process = SimpleNamespace(cmdline=lambda: ["accelerate", "launch", *words, "train/clm.py"], environ=dict)
-    monkeypatch.setattr(launch_module, "launcher_process", lambda: process)
+    command = ["accelerate", "launch", *words, "train/clm.py"]
+    monkeypatch.setattr(launch_module, "find_launcher", lambda: launch_module.Launcher(command, 0.0, False))
 
 
 def recipe(*flags: str) -> ClmRecipe:

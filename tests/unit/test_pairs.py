@@ -343,7 +343,6 @@ def launched(monkeypatch, tmp_path):
     [
         ("/bin/python /bin/accelerate launch --config_file a.yaml train/clm.py", True),
         ("python -m accelerate.commands.accelerate_cli launch train/clm.py", True),
-        ("python -P zerofit/launch/agent.py --num_processes 2 train/clm.py", True),
         ("/bin/python /bin/torchrun --nproc_per_node 2 train/clm.py", False),
     ],
 )

@@ -67,5 +67,5 @@ def test_of_several_processes_torchruns_summary_has_it(tmp_path, error, last, on
 
 def test_a_log_and_a_launch_without_a_traceback_have_the_message_once(tmp_path):
     error, last = LAST[0]
-    for on_screen, variables in ((False, ACCELERATE), (True, {"ZEROFIT_LAUNCHER": "1"}), (True, {})):
+    for on_screen, variables in ((False, ACCELERATE), (True, {"ZEROFIT_LAUNCHER": "{}"}), (True, {})):
         assert lines_of(tmp_path, error, on_screen, **variables).count(last) == 1

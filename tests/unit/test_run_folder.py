@@ -18,10 +18,9 @@ from helpers import ROOT, refusal
 from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror_store import files_of
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
-from zerofit.launch.command import program_of
+from zerofit.launch.command import exit_code_of, program_of
 from zerofit.launch.exit_code import ExitCode
 from zerofit.launch.restart_rule import Restarts
-from zerofit.launch.supervisor import exit_code_of
 from zerofit.model.adapter_folder import AdapterFolder, recorded_base
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.files import atomic_file

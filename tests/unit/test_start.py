@@ -10,9 +10,9 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, refusal
 
 from zerofit.launch import command as start
+from zerofit.launch.command import exit_code_of
 from zerofit.launch.restart_rule import Restarts
 from zerofit.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
-from zerofit.launch.supervisor import exit_code_of
 from zerofit.strategy import gpus
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"

@@ -12,6 +12,7 @@ processes end when the one that has started the agent is gone.
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -126,7 +127,9 @@ class MachineRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
 
 def main() -> int:
     """Launch, and return the exit code: of several machines, that of the run."""
-    os.environ[OUR_LAUNCHER] = "1"
+    command, threads = ["accelerate", "launch", *sys.argv[1:]], "OMP_NUM_THREADS" in os.environ
+    about = {"command": command, "started": psutil.Process().create_time(), "has_threads": threads}
+    os.environ[OUR_LAUNCHER] = json.dumps(about)  # for the ranks: zerofit/strategy/launch.py
     end_with_parent()
     outlive_the_terminal()
     if "LOGLEVEL" not in os.environ:  # torchrun's variable

@@ -12,15 +12,18 @@ import dataclasses
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.launch.options import LaunchOptions
+from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.runs import layout_of
-from zerofit.launch.schedulers import Machines, given_machines, read_machines, without_machines
+from zerofit.launch.schedulers import RANK_VARIABLES, Machines, given_machines, read_machines, without_machines
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.fields import option
 from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import option_named, parse_recipe, take_words
+from zerofit.recipe.options import AnomalyOptions, Recipe
+from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import nearest_recipe, recipe_file, script
 from zerofit.recipe.tasks import TASKS, task_of_recipe
@@ -30,16 +33,67 @@ from zerofit.strategy.named import find_strategies
 WHAT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.py --config FILE"
 
 
+@dataclass
+class LaunchOptions(Recipe):
+    """How a run is started; options after the recipe or the program are the recipe's (python train/TASK.py --help)"""
+
+    task: str | None = option(None, "The task; by default the name of the recipe's folder.", choices=tuple(TASKS))
+    strategy: str | None = option(
+        None, "A name in accelerate_configs/, or a .yaml file; by default ddp, or single for one process."
+    )
+    num_processes: int | None = option(
+        None, "Processes of all machines together; by default one for each accelerator.", positive=True
+    )
+    num_machines: int | None = option(
+        None, "Machines; by default from the scheduler (WORLD_SIZE, Slurm), else 1.", positive=True
+    )
+    machine_rank: int | None = option(None, "This machine's number, from 0; by default from the scheduler.", minimum=0)
+    main_process_ip: str | None = option(None, "Address of machine 0; by default from the scheduler.")
+    main_process_port: int | None = option(
+        None,
+        "Port of machine 0; by default from the scheduler, else 29500; on one machine any free one (0).",
+        minimum=0,
+    )
+    rendezvous_minutes: float = option(
+        AnomalyOptions.rendezvous_minutes,
+        "Machines, and then their ranks, wait this long for one that gives no sign of life.",
+        positive=True,
+    )
+    max_restarts: int = option(
+        0,
+        "Start the processes of all machines again from the last checkpoint, at most so many times, after one has "
+        "crashed or was killed; not after a mistake, an anomaly, out of memory, or two failures at the same update.",
+        minimum=0,
+    )
+    dry_run: bool = option(False, "Print the command line, and do not run it.")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the devices, the machines and the command line, and run it. Returns the exit code of the run.
 
     Raises:
         UserError: a mistake in the options; the machines cannot be told.
     """
-    with Supervisor(argv := list(argv or [])) as supervisor:
+    argv = list(argv or [])
+    is_launch = not wants_help(argv) and "--dry_run" not in argv
+    with Supervisor(exit_code_of(argv), is_launch) as supervisor:
         options, program = read_options(argv)
         layout = choose_layout(options, program)
         return 0 if options.dry_run else supervisor.run(layout, program, environment_of_launcher())
+
+
+def exit_code_of(argv: list[str]) -> ExitCode:
+    """Where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
+    _, words = take_words(LaunchOptions, argv)
+    named = next((word for word in words[:1] if not word.startswith("--")), "")
+    path = Path(recipe_file(named))
+    is_recipe = path.suffix in (".yaml", ".yml")
+    task = next((task for task in TASKS if task in (named, path.stem)), None)
+    task = task or (task_of_recipe(str(path)) if is_recipe else None) or "clm"
+    number = flag_value(argv, "machine_rank")
+    number = number or next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    recipe = ["--config", str(path)] if is_recipe and "--config" not in argv else []
+    return ExitCode(find_folder(task, [*recipe, *words[bool(named) :]]), {"RANK": number})
 
 
 def choose_layout(options: LaunchOptions, program: list[str]) -> list[str]:

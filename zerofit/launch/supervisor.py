@@ -6,38 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from zerofit.health.shutdown import SIGNALS, heard_signals
-from zerofit.launch.exit_code import ExitCode, find_folder
-from zerofit.launch.options import LaunchOptions
+from zerofit.launch.exit_code import ExitCode
 from zerofit.launch.runs import LAUNCHER
-from zerofit.launch.schedulers import RANK_VARIABLES
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
-from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import flag_value, take_words
-from zerofit.recipe.places import recipe_file
-from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.terminal import outlive_the_terminal
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2): ranks whose launcher was killed get this process as their parent
-
-
-def exit_code_of(argv: list[str]) -> ExitCode:
-    """Where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
-    _, words = take_words(LaunchOptions, argv)
-    named = next((word for word in words[:1] if not word.startswith("--")), "")
-    path = Path(recipe_file(named))
-    is_recipe = path.suffix in (".yaml", ".yml")
-    task = next((task for task in TASKS if task in (named, path.stem)), None)
-    task = task or (task_of_recipe(str(path)) if is_recipe else None) or "clm"
-    number = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-    number = flag_value(argv, "machine_rank") or number
-    recipe = ["--config", str(path)] if is_recipe and "--config" not in argv else []
-    return ExitCode(find_folder(task, [*recipe, *words[bool(named) :]]), {"RANK": number})
 
 
 class Supervisor:
@@ -45,15 +24,15 @@ class Supervisor:
     signals are on record. Only machine 0 keeps the record.
 
     Args:
-        argv: the command line.
+        exit_code: of the run.
+        is_launch: False: nothing is started.
     """
 
-    def __init__(self, argv: list[str]):
-        self._exit_code = exit_code_of(argv)
+    def __init__(self, exit_code: ExitCode, is_launch: bool):
+        self._exit_code, self._is_launch = exit_code, is_launch
         self._process: subprocess.Popen | None = None
         self._is_starting = False
         self._stopped: int | None = None  # before there was a rank
-        self._is_launch = not wants_help(argv) and "--dry_run" not in argv
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Supervisor":

@@ -82,7 +82,7 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-OUR_LAUNCHER = "ZEROFIT_LAUNCHER"  # a variable of the processes of zerofit/launch/agent.py
+OUR_LAUNCHER = "ZEROFIT_LAUNCHER"  # a variable of the ranks of zerofit/launch/agent.py
 # Waits for the end of a process (two minutes at most), and prints a text on the terminal.
 PRINT_BELOW = """
 import os, select, signal, sys

@@ -2,7 +2,7 @@
 
 import time
 
-from zerofit.strategy.launch import launcher_process
+from zerofit.strategy.launch import find_launcher
 
 
 class Timeline:
@@ -13,9 +13,9 @@ class Timeline:
 
         self.started = psutil.Process().create_time()
         self.seconds: dict[str, float] = {}
-        launcher = launcher_process()
+        launcher = find_launcher()
         if launcher is not None:
-            self.seconds["launcher"] = round(self.started - launcher.create_time(), 2)
+            self.seconds["launcher"] = round(self.started - launcher.started, 2)
         self._last = self.started
 
     def mark(self, phase: str) -> None:

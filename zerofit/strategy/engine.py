@@ -273,7 +273,7 @@ class Engine:
             )
 
     def close(self) -> None:
-        """The last meeting of the ranks; each may leave the process after it (zerofit.recipe.errors.leave)."""
+        """The final barrier of the ranks; each may leave the process after it (zerofit.recipe.errors.leave)."""
         self.accelerator.wait_for_everyone()
         for tracker in self.accelerator.trackers:
             tracker.finish()

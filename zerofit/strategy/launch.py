@@ -1,12 +1,13 @@
 """What the launcher says: how many processes there are, which strategy, and which files it read."""
 
 import contextlib
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.errors import OUR_LAUNCHER, UserError, nearest
 from zerofit.recipe.parse import flag_value
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
@@ -112,44 +113,57 @@ def tell_deepspeed_of_a_cpu() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def _launcher() -> tuple[list[str], str | None, bool]:
-    """(command line, --config_file, whether OMP_NUM_THREADS was given) of the `accelerate launch` above this process.
+@dataclass(frozen=True)
+class Launcher:
+    """The `accelerate launch` above this process.
 
-    accelerate hands its settings down as environment variables, but not the name of the file that they came from.
+    Attributes:
+        started: when it was started, as time.time().
+        has_threads: OMP_NUM_THREADS was set before it, which sets it to 1 otherwise.
     """
+
+    command: list[str]
+    started: float
+    has_threads: bool
+
+
+def find_launcher() -> Launcher | None:
+    """Who has launched this process. `zerofit launch` says it in a variable. accelerate hands its settings down as
+    variables, but not the name of the file that they come from: its command line is read. None: neither of them."""
     import psutil
 
-    launcher = launcher_process()
+    if OUR_LAUNCHER in os.environ:
+        return Launcher(**json.loads(os.environ[OUR_LAUNCHER]))
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # accelerate always sets it
+        return None
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            words = parent.cmdline()
+            if is_accelerate_launch(words):
+                return Launcher(words, parent.create_time(), "OMP_NUM_THREADS" in parent.environ())
+    return None
+
+
+def _launcher() -> tuple[list[str], str | None, bool]:
+    """(command line, --config_file, whether OMP_NUM_THREADS was given) of the launcher above this process."""
+    import psutil
+
+    launcher = find_launcher()
     if launcher is None:
         threads = "OMP_NUM_THREADS" in os.environ
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which sets it to 1 where nobody has
             with contextlib.suppress(psutil.Error):
                 threads = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
         return [], None, threads
-    words = launcher.cmdline()
+    words = launcher.command
     named = flag_value(words, "config_file") or default_config()
-    threads = bool(flag_value(words, "num_cpu_threads_per_process"))
-    with contextlib.suppress(psutil.Error):
-        threads = threads or "OMP_NUM_THREADS" in launcher.environ()
+    threads = launcher.has_threads or bool(flag_value(words, "num_cpu_threads_per_process"))
     return words, named if named and Path(named).is_file() else None, threads
 
 
-def launcher_process() -> Any:
-    """The `accelerate launch` above this process as a psutil.Process; None if there is none, or it cannot be seen."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        for parent in psutil.Process().parents():
-            words = parent.cmdline()
-            if is_accelerate_launch(words):
-                return parent
-    return None
-
-
 def is_accelerate_launch(words: list[str]) -> bool:
-    """Whether a command is `accelerate launch`, `accelerate-launch`, `python -m accelerate.commands.launch`, or what
-    `zerofit launch` runs it with."""
-    names = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py", "launch/agent.py")
+    """Whether a command is `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    names = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
     first = words[:3]  # Python, -m and the program at most
     return any(word.endswith(names) for word in first) or (
         "launch" in words and any("accelerate" in word for word in words)

@@ -191,7 +191,7 @@ def measure_rank(folder: Path) -> None:
         backend = "gloo" if on_cpu else dist.get_default_backend_for_device(device)
         dist.init_process_group(
             backend,
-            init_method=f"file://{folder / 'meeting'}",
+            init_method=f"file://{folder / 'rendezvous'}",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(minutes=2),

@@ -5,8 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.launch.command import read_options
-from zerofit.launch.options import LaunchOptions
+from zerofit.launch.command import LaunchOptions, read_options
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import option_named, parse_recipe, take_words
 from zerofit.recipe.paths import name_of_recipe

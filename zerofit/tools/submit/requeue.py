@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from zerofit.launch.command import exit_code_of
 from zerofit.launch.exit_code import ExitCode
 from zerofit.launch.restart_rule import Restarts
-from zerofit.launch.supervisor import exit_code_of
 from zerofit.recipe.errors import EXIT_INTERRUPTED
 from zerofit.recipe.parsing import read_record
 
