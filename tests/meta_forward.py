@@ -9,7 +9,7 @@ import math
 import torch
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
-from zerofit.tools.convert.meta.config import SCALED, theta_of
+from zerofit.tools.convert.meta.conversion import SCALED, theta_of
 from zerofit.tools.convert.meta.folder import MetaFolder
 
 

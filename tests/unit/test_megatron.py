@@ -15,7 +15,7 @@ from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.schedule import make_schedule
 from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.calls import call_of
+from zerofit.tools.convert.megatron_args.ledger import call_of
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
@@ -317,24 +317,6 @@ def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
     found = statuses(done)
     assert {found[name] for name in found if "parallel-size" in name or "optimizer" in name} == {"carried over"}
     assert found.get("--sequence-parallel", "satisfied") == "satisfied"
-
-
-def test_what_a_run_refuses_beside_degrees_is_left_out_of_the_pair(tmp_path):
-    zero = {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
-    content = {"zero_optimization": zero, "prescale_gradients": True, "pipeline": {"pipe_partitioned": True}}
-    (tmp_path / "ds.json").write_text(json.dumps(content))
-    done = typed(f"torchrun --nproc_per_node 4 {MINIMAL} --global-batch-size 8 --pipeline-model-parallel-size 2 "
-                 f"--deepspeed --deepspeed_config {tmp_path / 'ds.json'}")  # fmt: skip
-    assert not done.flags.problems
-    config = json.loads(pair_of(done.layout, tmp_path)["deepspeed.json"])
-    assert config["pipeline"] == STAGES
-    assert config["zero_optimization"]["reduce_bucket_size"] == 1000
-    assert "offload_optimizer" not in config["zero_optimization"]
-    assert not config["zero_optimization"].get("overlap_comm")
-    assert "prescale_gradients" not in config
-    rows = {row.flag.split()[0]: row for row in done.flags.finish()}
-    assert "without offload_optimizer, overlap_comm" in rows['"zero_optimization":'].words
-    assert rows['"prescale_gradients":'].status == rows['"pipeline":'].status == "no counterpart"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import shlex
 
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
-from zerofit.tools.convert.megatron_args.calls import Call
-from zerofit.tools.convert.megatron_args.ledger import FlagLedger
+from zerofit.tools.convert.megatron_args.ledger import Call, FlagLedger
 
 TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
 

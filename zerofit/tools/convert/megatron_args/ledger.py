@@ -1,15 +1,66 @@
-"""The result for each flag: carried over, satisfied, no counterpart, error or unknown. No flag is dropped silently."""
+"""A Megatron command line, and the result for each of its flags: carried over, satisfied, no counterpart, error or
+unknown. No flag is dropped silently."""
 
-import shutil
-import textwrap
+import re
 from dataclasses import dataclass, field
 
-from zerofit.recipe.errors import printable
 from zerofit.recipe.megatron_flags import TYPED, flag_status
 from zerofit.recipe.parse import is_flag
-from zerofit.tools.convert.megatron_args.calls import Call
 
 WIDTH = 46  # of the column of flags
+PREPARATION = ("preprocess_data.py", "merge_datasets.py")
+SEARCH = "llmacc.pretrain"  # a module that chooses the degrees itself, and then starts pretrain_gpt.py
+PROGRAM = re.compile(
+    rf"(pretrain_\w+\.py|finetune_llama\.py|{'|'.join(map(re.escape, (*PREPARATION, SEARCH)))})(?=\s|$)"
+)
+PROCESSES = ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node")
+MACHINES = ("nnodes", "num_nodes", "nodes")
+
+
+@dataclass
+class Call:
+    """A program that is started.
+
+    Args:
+        launcher: the words before the program's name.
+    """
+
+    program: str
+    arguments: list[str]
+    launcher: list[str] = field(default_factory=list)
+
+    def of_launcher(self, names: tuple[str, ...]) -> str | None:
+        """The value of the launcher's option with one of these names; empty: it has none. None: there is no option."""
+        for word, following in zip(self.launcher, [*self.launcher[1:], ""]):
+            name, equals, value = word.lstrip("-").partition("=")
+            if word.startswith("-") and name.replace("-", "_") in names:
+                return value if equals else "" if following.startswith("-") else following
+        return None
+
+    @property
+    def processes(self) -> int | None:
+        """Processes on one machine; None where the launcher does not say."""
+        said = self.of_launcher(PROCESSES)
+        if said is None and self.launcher and re.match(r"(.*/)?(python|torchrun)", self.launcher[0]):
+            return 1
+        return _number(said)
+
+    @property
+    def machines(self) -> int:
+        return _number(self.of_launcher(MACHINES)) or 1
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() and int(text) > 0 else None
+
+
+def call_of(words: list[str]) -> Call:
+    """Read a command line: a launcher and a program, or arguments of pretrain_gpt.py alone."""
+    at = next((index for index, word in enumerate(words) if PROGRAM.search(word)), None)
+    if at is None:
+        return Call("pretrain_gpt.py", list(words))
+    found = PROGRAM.search(words[at])
+    return Call(found[1] if found else "", words[at + 1 :], words[:at])
 
 
 @dataclass
@@ -121,22 +172,9 @@ def _unquoted(word: str) -> str:
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
 
 
-def table(rows: list[FlagRow]) -> str:
-    """The rows for a terminal."""
-    room = max(40, shutil.get_terminal_size((120, 24)).columns - WIDTH - 19)
-    lines = []
-    for row in rows:
-        flags = textwrap.wrap(row.flag, WIDTH, subsequent_indent="  ") or [""]
-        words = textwrap.wrap(row.words, room) or [""]
-        for index in range(max(len(flags), len(words))):
-            flag = flags[index] if index < len(flags) else ""
-            text = words[index] if index < len(words) else ""
-            lines.append(f"  {flag:<{WIDTH}} {'' if index else row.status:<15} {text}".rstrip())
-    return printable("\n".join(lines))
-
-
-def summary(rows: list[FlagRow]) -> str:
-    """The number of rows of each kind."""
+def table(rows: list[FlagRow]) -> list[str]:
+    """Lines for a terminal: how many rows there are of each kind, then the rows."""
     kinds = ("carried over", "satisfied", "no counterpart", "unknown", "error")
-    counted = {kind: sum(row.status == kind for row in rows) for kind in kinds}
-    return ", ".join(f"{number} {kind}" for kind, number in counted.items() if number)
+    counts = {kind: sum(row.status == kind for row in rows) for kind in kinds}
+    lines = [", ".join(f"{number} {kind}" for kind, number in counts.items() if number), ""]
+    return lines + [f"  {row.flag:<{WIDTH}} {row.status:<15} {row.words}".rstrip() for row in rows]

@@ -11,10 +11,9 @@ from zerofit.recipe.files import read_text
 from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.recipe.places import place
-from zerofit.strategy.deepspeed_json import HERE, KNOWN_KEYS, PROJECTS, REFUSED_KEYS, monitors_in_use
-from zerofit.strategy.degrees import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ZERO_PLUS_PLUS, with_degrees
-from zerofit.tools.convert.megatron_args.calls import MACHINES, PROCESSES, Call
-from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
+from zerofit.strategy.deepspeed_json import KNOWN_KEYS, PROJECTS, REFUSED_KEYS
+from zerofit.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
+from zerofit.tools.convert.megatron_args.ledger import MACHINES, PROCESSES, Call, FlagLedger, FlagRow
 
 DEGREES = tuple(
     (
@@ -47,7 +46,6 @@ class Layout:
         tensor, pipeline, sequence: the degrees that are carried over.
         stage: of ZeRO; 0: DDP.
         block: the keys of the script's DeepSpeed JSON that are carried over.
-        trackers: {tracker: project or None} of that JSON.
         rank, address, port: of this machine and of machine 0.
     """
 
@@ -59,7 +57,6 @@ class Layout:
     sequence: int = 1
     stage: int = 0
     block: dict[str, Any] = field(default_factory=dict)
-    trackers: dict[str, str | None] = field(default_factory=dict)
     rank: str = "0"
     address: str = "MACHINE_0"
     port: str = "29500"
@@ -72,15 +69,6 @@ class Layout:
     @property
     def replicas(self) -> int:
         return self.world // self.replica_size
-
-    def use_fewer(self, replicas: int) -> None:
-        self.world = replicas * self.replica_size
-        self.machines = self.machines if self.world % self.machines == 0 else 1
-
-    @property
-    def launch_options(self) -> list[str]:
-        """Options of `accelerate launch` for this machine; none where there is one machine."""
-        return ["--machine_rank", self.rank] if self.machines > 1 else []
 
     @property
     def strategy(self) -> str:
@@ -100,9 +88,9 @@ def read_machines(flags: FlagLedger, call: Call, processes: int | None) -> Layou
     if not processes:
         _say_processes(flags, call, world)
     layout = Layout(world, machines if world % machines == 0 else 1)
-    layout.rank = call.of_launcher(("node_rank", "node-rank")) or layout.rank
-    layout.address = call.of_launcher(("master_addr", "master-addr")) or layout.address
-    layout.port = call.of_launcher(("master_port", "master-port")) or layout.port
+    layout.rank = call.of_launcher(("node_rank",)) or layout.rank
+    layout.address = call.of_launcher(("master_addr",)) or layout.address
+    layout.port = call.of_launcher(("master_port",)) or layout.port
     if not layout.port.isdigit():
         flags.wrong("", f"the port of machine 0: a number was expected, and the launcher has {layout.port}")
     return layout
@@ -173,36 +161,15 @@ def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
     if layout.pipeline > 1:
         layout.stage = 1
     instead = " instead of other kinds of parallelism" if in_place_of_others else ""
-    dropped = _drop_beside_degrees(flags, layout)
     if "json.zero_optimization" in flags.rows:
-        without = f" without {', '.join(dropped)}, which do not go together with {layout.strategy}" if dropped else ""
-        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is{without}"
+        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is"
     for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
         if flags.has(name):
             flags.carried(name, f"the pair: {layout.strategy}{instead}")
 
 
-def _drop_beside_degrees(flags: FlagLedger, layout: Layout) -> list[str]:
-    """Take out of the block what a run refuses beside such degrees. Returns the keys of zero_optimization."""
-    if layout.replica_size == 1:
-        return []
-    if layout.block.pop("prescale_gradients", None):
-        flags.rows["json.prescale_gradients"].status = "no counterpart"
-        flags.rows["json.prescale_gradients"].words = f"it does not go together with {layout.strategy}"
-    keys = [
-        *OFFLOADED,
-        *ZERO_PLUS_PLUS,
-        *(["reduce_scatter"] if layout.sequence > 1 else []),
-        *(["overlap_comm"] if layout.pipeline > 1 else []),
-    ]
-    zero = layout.block.get("zero_optimization", {})
-    return [key for key in keys if zero.pop(key, None) is not None]
-
-
 def _read_block(flags: FlagLedger, layout: Layout) -> None:
-    """Read the DeepSpeed JSON that the command line names."""
-    if not flags.has("deepspeed_config"):
-        return
+    """Read the DeepSpeed JSON that the command line names. What a run refuses in it is found by `check`."""
     name = flags.text("deepspeed_config")
     if name is None:
         return
@@ -216,42 +183,34 @@ def _read_block(flags: FlagLedger, layout: Layout) -> None:
         return
     flags.carried("deepspeed_config", "deepspeed.json, as follows")
     for key, value in config.items():
-        _take(flags, layout, key, value)
-
-
-def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> None:
-    def row(status: str, words: str) -> None:
+        why_not = REFUSED_KEYS.get(key) or (None if key in KNOWN_KEYS else "not a key of DeepSpeed 0.19")
+        if key in (TENSOR, SEQUENCE, PIPELINE):
+            why_not = "the degrees are those of the script's flags"
+        elif key in (*PROJECTS, "csv_monitor"):
+            why_not = "the figures are in metrics.jsonl; for a tracker say --with_tracking --report_to NAME"
+        elif key == "activation_checkpointing":
+            why_not = "transformers' layers do not use it; flags make it gradient_checkpointing"
+        words = why_not or _take(flags, layout, key, value)
+        status = "no counterpart" if why_not else "carried over"
         flags.rows[f"json.{key}"] = FlagRow(f'  "{key}": {json.dumps(value)}', status, words)
 
-    if key in (TENSOR, SEQUENCE, PIPELINE):
-        row("no counterpart", "the degrees are those of the script's flags")
-    elif key in (*PROJECTS, "csv_monitor"):
-        if key in HERE and monitors_in_use({key: value}):
-            layout.trackers[HERE[key]] = project = value.get(PROJECTS[key])
-            named = f", report_name: {project}" if project else ""
-            row("carried over", f"with_tracking: true, report_to: {HERE[key]}{named}")
-        else:
-            row("no counterpart", "every figure of the run is in its metrics.jsonl")
-    elif key == "activation_checkpointing":
-        row("no counterpart", "transformers' layers do not use it; flags make it gradient_checkpointing")
-    elif key in REFUSED_KEYS or key not in KNOWN_KEYS:
-        row("no counterpart", REFUSED_KEYS.get(key, "not a key of DeepSpeed 0.19"))
-    elif key in ("bf16", "bfloat16", "fp16"):
-        name = "bf16" if key.startswith("bf") else "fp16"
-        on = isinstance(value, dict) and value.get("enabled")
-        if on is True and not flags.has(name):
-            flags.wrong("", f"the DeepSpeed JSON has {key} on, and there is no --{name}: make them agree")
-        layout.block[name] = {**value, "enabled": "auto"}
-        row("carried over", '"enabled": "auto", filled in from the recipe' + "; the rest as it is" * (len(value) > 1))
-    elif key in OWNED:
+
+def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> str:
+    """Carry a key of the DeepSpeed JSON over. Returns what becomes of it, in words."""
+    if key in OWNED:
         flag = OWNED[key]
         in_flags = flags.number(flag, float, DEFAULTS.get(flag, value)) if flag else value
         if value not in ("auto", in_flags):
             flags.wrong(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
-        row("carried over", '"auto", filled in from the recipe')
-    else:
+        return '"auto", filled in from the recipe'
+    if key not in ("bf16", "bfloat16", "fp16"):
         layout.block[key] = value
-        row("carried over", "as it is")
+        return "as it is"
+    name = "bf16" if key.startswith("bf") else "fp16"
+    if isinstance(value, dict) and value.get("enabled") is True and not flags.has(name):
+        flags.wrong("", f"the DeepSpeed JSON has {key} on, and there is no --{name}: make them agree")
+    layout.block[name] = {**value, "enabled": "auto"}
+    return '"enabled": "auto", filled in from the recipe'
 
 
 def pair_of(layout: Layout, folder: Path) -> dict[str, str]:

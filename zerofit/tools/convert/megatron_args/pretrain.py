@@ -9,8 +9,7 @@ from pathlib import Path
 from zerofit.recipe.megatron_flags import SELECTIVE, TYPED, shapes_the_model
 from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.calls import SEARCH, Call
-from zerofit.tools.convert.megatron_args.ledger import FlagLedger
+from zerofit.tools.convert.megatron_args.ledger import SEARCH, Call, FlagLedger
 from zerofit.tools.convert.megatron_args.pair import read_layout
 from zerofit.tools.convert.megatron_args.script_schedule import (
     ConvertedScript,
@@ -144,8 +143,7 @@ def _data(done: ConvertedScript, program: str) -> None:
         flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
     if flags.has("num_workers"):
         carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
-    note = "" if flags.has("seed") else ", which the order of the samples follows from"
-    carry(done, "seed", "seed", flags.number("seed", default=1234), note, default=1234)
+    carry(done, "seed", "seed", flags.number("seed", default=1234), default=1234)
 
 
 def _shares(split: str) -> list[float]:
@@ -169,7 +167,8 @@ def _batches(done: ConvertedScript) -> None:
     if ours_replicas < layout.replicas:
         each = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
         done.notes.append(f"the global batch of {total} is divided by {ours_replicas} {each}, not {layout.replicas}")
-        layout.use_fewer(ours_replicas)
+        layout.world = ours_replicas * layout.replica_size
+        layout.machines = layout.machines if layout.world % layout.machines == 0 else 1
     ours = max(size for size in range(1, micro + 1) if (total // ours_replicas) % size == 0)
     accumulation = total // ours_replicas // ours
     note = f", accumulation {accumulation}"
@@ -255,16 +254,13 @@ def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
 
 
 def _trackers(done: ConvertedScript) -> None:
-    flags, found = done.flags, done.layout.trackers
-    if flags.has("wandb_project"):
-        found["wandb"] = flags.text("wandb_project") or found.get("wandb")
-    if flags.has("tensorboard_dir"):
-        found.setdefault("tensorboard", None)
+    flags, options = done.flags, {"wandb_project": "wandb", "tensorboard_dir": "tensorboard"}
+    found = [tracker for flag, tracker in options.items() if flags.has(flag)]
+    if found:
+        done.recipe |= {"with_tracking": True, "report_to": found[0] if len(found) == 1 else "all"}
+    if "tensorboard" in found:
         flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
-    if not found:
-        return
-    done.recipe |= {"with_tracking": True, "report_to": next(iter(found)) if len(found) == 1 else "all"}
-    if project := next(filter(None, found.values()), None):
-        carry(done, "wandb_project", "report_name", project)
+    if "wandb" in found:
+        carry(done, "wandb_project", "report_name", flags.text("wandb_project"))
     if "wandb" in found and flags.has("wandb_exp_name"):
         carry(done, "wandb_exp_name", "run_name", flags.text("wandb_exp_name"))

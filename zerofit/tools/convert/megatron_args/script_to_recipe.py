@@ -19,11 +19,11 @@ from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError, printable
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.calls import PREPARATION, SEARCH, Call, call_of
 from zerofit.tools.convert.megatron_args.corpora import convert_preparation
-from zerofit.tools.convert.megatron_args.ledger import summary, table
+from zerofit.tools.convert.megatron_args.ledger import PREPARATION, SEARCH, Call, FlagLedger, call_of, table
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.script_schedule import ConvertedScript
@@ -54,20 +54,20 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _show(call: Call, flags) -> None:
-    rows = flags.finish()
-    print(f"{call.program}: {summary(rows)}\n\n{table(rows)}", flush=True)
+def _show(call: Call, flags: FlagLedger) -> None:
+    """Print the table. Raises UserError: a flag cannot be converted."""
+    print(printable("\n".join([f"{call.program}:", *table(flags.finish())])), flush=True)
     if flags.problems:
         raise UserError(list(dict.fromkeys(flags.problems)))
 
 
 def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
-    done = convert_pretraining(call, options)
+    done, searched = convert_pretraining(call, options), call.program == SEARCH
     done.recipe.setdefault("output_dir", "outputs/megatron")
     _show(call, done.flags)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
-    if call.program == SEARCH:
+    if searched:
         lines = plan_lines(done, folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(written(done, lines), encoding="utf-8")
@@ -75,22 +75,15 @@ def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
     else:
         check(done)
         lines = [write(done, folder)]
-    shown = ["", *closing(done, folder / "recipe.yaml", call.program == SEARCH), "", *lines]
-    print(printable("\n".join(shown)), flush=True)
+    print(printable("\n".join(["", *closing(done, searched), f"written      {folder}", "", *lines])), flush=True)
 
 
 def write(done: ConvertedScript, folder: Path) -> str:
     """Write the recipe and the pair. Returns the command line that launches them."""
     folder.mkdir(parents=True, exist_ok=True)
-    launch = " ".join(
-        [
-            "accelerate launch --config_file",
-            shlex.quote(str(folder / "accelerate.yaml")),
-            *done.layout.launch_options,
-            "train/clm.py --config",
-            shlex.quote(str(folder / "recipe.yaml")),
-        ]
-    )
+    rank = ["--machine_rank", done.layout.rank] if done.layout.machines > 1 else []
+    words = ["--config_file", str(folder / "accelerate.yaml"), *rank]
+    launch = shlex.join(["accelerate", "launch", *words, "train/clm.py", "--config", str(folder / "recipe.yaml")])
     for file, text in {"recipe.yaml": written(done, [launch]), **pair_of(done.layout, folder)}.items():
         (folder / file).write_text(text, encoding="utf-8")
     return launch
@@ -104,19 +97,18 @@ def check(done: ConvertedScript) -> None:
     """
     silence_libraries()
     layout, model = done.layout, done.recipe.get("model_name_or_path")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write(done, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        write(done, Path(folder))
         try:
-            recipe = parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")]).draft()
+            recipe = parse_recipe(ClmRecipe, ["--config", f"{folder}/recipe.yaml"]).draft()
             local = layout.world // layout.machines
-            strategy = strategy_of_a_launch(recipe, str(folder / "accelerate.yaml"), "--strategy", layout.world, local)
+            strategy = strategy_of_a_launch(recipe, f"{folder}/accelerate.yaml", "--strategy", layout.world, local)
             check_task("clm", strategy)
             if not model or Path(model).is_dir():
                 check_layout(load_configuration(recipe), strategy, recipe)
         except UserError as error:
-            of_script = done.flags.text("deepspeed_config") or "deepspeed.json"
-            problems = (problem.replace(str(folder / "deepspeed.json"), of_script) for problem in error.problems)
+            json_file = done.flags.text("deepspeed_config") or "deepspeed.json"
+            problems = (problem.replace(f"{folder}/deepspeed.json", json_file) for problem in error.problems)
             raise UserError(
                 f"a run would refuse this: {problem.replace(f'{folder}/', '')}" for problem in problems
             ) from None
@@ -131,41 +123,32 @@ def written(done: ConvertedScript, commands: list[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def closing(done: ConvertedScript, recipe: Path, searched: bool) -> list[str]:
-    """What was written, in numbers.
+def closing(done: ConvertedScript, searched: bool) -> list[str]:
+    """The model and the run in numbers.
 
     Args:
         searched: the strategy is not chosen yet.
     """
-    values, layout = done.recipe, done.layout
-    lines = [f"note: {note}" for note in done.notes]
-    if done.shape and done.vocabulary and "config_name" in values:
+    values, layout, lines = done.recipe, done.layout, [f"note: {note}" for note in done.notes]
+    if done.vocabulary and "config_name" in values:
         multiple = values["make_vocab_size_divisible_by"]
-        vocabulary = -(-done.vocabulary // multiple) * multiple
-        lines.append(
-            f"model        {parameters_of(values, vocabulary):,} parameters, with {done.vocabulary:,} tokens in "
-            f"{vocabulary:,} rows"
-        )
+        rows = -(-done.vocabulary // multiple) * multiple
+        count = parameters_of(values, rows)
+        lines.append(f"model        {count:,} parameters, with {done.vocabulary:,} tokens in {rows:,} rows")
     strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
-    at_most = "at most " * ("global_batch_size" not in values)
-    lines.append(
-        f"run          {values['max_train_steps']:,} updates of {at_most}{done.batch:,} samples, "
-        f"{strategy} on {layout.world} process{'es' * (layout.world > 1)}"
-    )
+    batch = f"{'' if 'global_batch_size' in values else 'at most '}{done.batch:,} samples"
+    run = f"run          {values['max_train_steps']:,} updates of {batch}, {strategy}"
+    lines.append(f"{run} on {counted(layout.world, 'process')}")
     if layout.machines > 1:
-        own = "MACHINE_RANK" if searched else "--machine_rank"
-        lines.append(
-            f"machines     the last line below on each of the {layout.machines}, with its own {own} "
-            f"(0 to {layout.machines - 1})"
-        )
-    return [*lines, f"written      {recipe}{'' if searched else ' and the pair'}"]
+        rank = "MACHINE_RANK" if searched else "--machine_rank"
+        lines.append(f"machines     start the last line on each of the {layout.machines}, with its own {rank}")
+    return lines
 
 
 def parameters_of(values: dict, vocabulary: int) -> int:
     """The number of weights of the recipe's model, which is built on the meta device."""
-    config = load_configuration(
-        ClmRecipe(config_name=values["config_name"], config_overrides=values["config_overrides"])
-    )
+    recipe = ClmRecipe(config_name=values["config_name"], config_overrides=values["config_overrides"])
+    config = load_configuration(recipe)
     config.vocab_size = vocabulary
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

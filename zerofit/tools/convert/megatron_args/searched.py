@@ -4,8 +4,7 @@ import os
 import shlex
 from pathlib import Path
 
-from zerofit.tools.convert.megatron_args.calls import Call
-from zerofit.tools.convert.megatron_args.ledger import FlagLedger
+from zerofit.tools.convert.megatron_args.ledger import Call, FlagLedger
 from zerofit.tools.convert.megatron_args.pair import DEGREES, Layout, read_machines
 from zerofit.tools.convert.megatron_args.script_schedule import ConvertedScript, carry
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
@@ -56,23 +55,26 @@ def read_batches(done: ConvertedScript) -> None:
 
 def plan_lines(done: ConvertedScript, folder: Path) -> list[str]:
     """The command lines: the search, which writes the best strategy and its script; the launch."""
-    layout, memory = done.layout, os.environ.get(MEMORY_VARIABLE)
-    words = [
-        *"zerofit plan --task clm --config".split(),
-        str(folder / "recipe.yaml"),
-        "--num_gpus",
-        str(layout.world),
-        "--gpus_per_node",
-        str(layout.world // layout.machines),
-    ]
-    words += ["--gpu_memory", f"{memory}GB"] if memory else ["--gpu", EXAMPLE]
+    layout, memory, pairs = done.layout, os.environ.get(MEMORY_VARIABLE), folder / "pairs"
+    gpus = ["--num_gpus", layout.world, "--gpus_per_node", layout.world // layout.machines]
+    gpus += ["--gpu_memory", f"{memory}GB"] if memory else ["--gpu", EXAMPLE]
     if done.flags.has("max_global_batch_size"):
-        words += ["--max_global_batch_size", str(done.batch)]
+        gpus += ["--max_global_batch_size", done.batch]
     if not memory:
         done.notes.append(f"no GPU is named: replace {EXAMPLE}, or set {MEMORY_VARIABLE}=40 before")
-    pairs = folder / "pairs"
-    words += ["--top", "1", "--write", str(pairs)]
-    rendezvous = {"MACHINE_RANK": layout.rank, "MAIN_PROCESS_IP": layout.address, "MAIN_PROCESS_PORT": layout.port}
-    variables = [f"{name}={value}" for name, value in rendezvous.items()] if layout.machines > 1 else []
-    launch = " ".join([*variables, f"sh {shlex.quote(str(pairs))}/*.sh"])
-    return [shlex.join(words), launch]
+    words = [
+        "zerofit",
+        "plan",
+        "--task",
+        "clm",
+        "--config",
+        folder / "recipe.yaml",
+        *gpus,
+        "--top",
+        1,
+        "--write",
+        pairs,
+    ]
+    rendezvous = f"MACHINE_RANK={layout.rank} MAIN_PROCESS_IP={layout.address} MAIN_PROCESS_PORT={layout.port} "
+    launch = f"{rendezvous if layout.machines > 1 else ''}sh {shlex.quote(str(pairs))}/*.sh"
+    return [shlex.join(map(str, words)), launch]

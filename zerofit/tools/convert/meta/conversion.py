@@ -1,23 +1,31 @@
-"""A checkpoint of Meta's to a transformers folder, proven before the folder gets its name."""
+"""A checkpoint of Meta's as a transformers folder, proven before the folder gets its name.
+
+Source of the scaled RoPE: model.py of github.com/meta-llama/llama3 and llama-models.
+"""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from zerofit.model.pretrained_io import atomic_folder
 from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.convert_options import FromMetaOptions
-from zerofit.tools.convert.meta.config import config_of, scaling_factor, version_of
-from zerofit.tools.convert.meta.folder import INDEX, HfFolder, MetaFolder
+from zerofit.tools.convert.meta.folder import DEFAULT_THETA, MetaFolder
 from zerofit.tools.convert.meta.layout import is_converted, to_hf
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
 
 LARGEST_FILE = 4 * 2**30  # bytes, about: what is in memory
+INDEX = "model.safetensors.index.json"
+LLAMA_3_THETA = 500_000.0
+SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+POSITIONS = {"1": 2048, "2": 4096, "3": 8192, "3.1": 131072, "code": 16384}
 
 
 def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
@@ -34,10 +42,66 @@ def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
     config = config_of(meta, tokenizer.ends, factor)
     notes = [*_describe(meta, config, factor), *tokenizer.notes]
     with atomic_folder(output) as partial:
-        number = _write_hf(meta, config, tokenizer, partial)
-        notes.append(f"written      {len(meta.weights)} weights in {counted(number, 'file')}")
-        notes += prove(meta, HfFolder(partial, "output"), config)
+        files = _write_hf(meta, config, tokenizer, partial)
+        notes.append(f"written      {len(meta.weights)} weights in {counted(len({*files.values()}), 'file')}")
+        notes += prove(meta, partial, files)
     return notes
+
+
+def theta_of(params: dict[str, Any]) -> float:
+    return float(params.get("rope_theta") or DEFAULT_THETA)
+
+
+def version_of(params: dict[str, Any]) -> str:
+    """1, 2, 3, 3.1 (and later) or code, derived from params.json, which has no version.
+
+    Llama 1 has an epsilon of 1e-6, Llama 2 of 1e-5; Code Llama and Llama 3 turn more slowly.
+    """
+    if params.get("use_scaled_rope"):
+        return "3.1"
+    theta = theta_of(params)
+    if theta == LLAMA_3_THETA:
+        return "3"
+    if theta > DEFAULT_THETA:
+        return "code"
+    return "1" if params.get("norm_eps", 1e-5) == 1e-6 else "2"
+
+
+def scaling_factor(meta: MetaFolder) -> float | None:
+    """The factor that stretches RoPE; None: it is not stretched. Llama 3.1 and 3.2 have the same params.json and
+    different factors."""
+    if not meta.params.get("use_scaled_rope"):
+        return None
+    return float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
+
+
+def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None):
+    """transformers' configuration for a checkpoint of Meta's.
+
+    Args:
+        ends: the ids of the beginning and of the end of a text.
+        factor: of `scaling_factor`.
+    """
+    sizes, params = meta.sizes, meta.params
+    rope = {"rope_type": "default", "rope_theta": theta_of(params)}
+    if factor:
+        rope |= {"rope_type": "llama3", "factor": factor, **SCALED}
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=params.get("norm_eps", 1e-5),
+        max_position_embeddings=params.get("max_seq_len") or POSITIONS[version_of(params)],
+        rope_parameters=rope,
+        tie_word_embeddings=meta.tied,
+        bos_token_id=ends[0],
+        eos_token_id=ends[1],
+    )
 
 
 def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
@@ -52,10 +116,19 @@ def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
     return lines
 
 
-def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: Path) -> int:
-    """Write the folder; the weights of one file are in memory. Returns the number of files with weights."""
+def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: Path) -> dict[str, str]:
+    """Write the folder; the weights of one file are in memory. Returns {name of a weight: file}.
+
+    Raises:
+        RuntimeError: the shapes are not those of transformers' model of the configuration.
+    """
     found = {weight.hf: weight for weight in meta.weights}
     config.dtype = meta.dtype
+    with torch.device("meta"):
+        expected = {name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()}
+    wrong = sorted(expected.items() ^ {(name, weight.shape) for name, weight in found.items()})
+    if wrong:
+        raise RuntimeError(f"{wrong[0][0]} of {wrong[0][1]} is not in both models ({len(wrong)} such)")
     empty = {name: torch.empty(weight.shape, dtype=meta.dtype, device="meta") for name, weight in found.items()}
     files = split_torch_state_dict_into_shards(empty, max_shard_size=LARGEST_FILE)
     for file, names in tqdm(files.filename_to_tensors.items(), "convert", leave=False, disable=None):
@@ -67,27 +140,25 @@ def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: P
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer.save(folder, config.max_position_embeddings)
-    return len(files.filename_to_tensors)
+    return files.tensor_to_filename
 
 
-# ----------------------------------------------------------------------------------------------------------- the proof
-
-
-def prove(meta: MetaFolder, hf: HfFolder, config) -> list[str]:
-    """Compare the two folders: shapes with the configuration, and every weight, bit for bit.
+def prove(meta: MetaFolder, folder: Path, files: dict[str, str]) -> list[str]:
+    """Read every written weight back, and compare it with Meta's, bit for bit.
 
     Returns lines for the terminal. Copies of a replicated weight (norms) may differ between Meta's files: then the
     first is taken, with a warning.
 
+    Args:
+        files: {name of a weight: file}.
+
     Raises:
         RuntimeError: they differ.
     """
-    wrong = hf.wrong_shapes(config)
-    if wrong:
-        raise RuntimeError(f"the folder {wrong[0]} ({len(wrong)} such). Nothing is written")
+    opened = {file: safe_open(folder / file, "pt") for file in set(files.values())}
     unlike_copies = []
     for weight in tqdm(meta.weights, "check", leave=False, disable=None):
-        if not is_converted(meta.read(weight), hf.read(weight.hf), weight.heads):
+        if not is_converted(meta.read(weight), opened[files[weight.hf]].get_tensor(weight.hf), weight.heads):
             raise RuntimeError(f"{weight.hf} is not {weight.meta}. Nothing is written")
         unlike = meta.unlike_copies(weight)
         if unlike and meta.cuts[weight.meta].axis is not None:
