@@ -2,7 +2,6 @@
 
 import signal
 
-import pytest
 from helpers import launch
 
 
@@ -34,14 +33,6 @@ def test_a_run_outlives_what_happens_to_it(job, machines, tmp_path):
     expected = launch(tmp_path / "whole", *run.options, strategy="ddp", processes=4)
     assert run.losses() == {line["update"]: line["loss"] for line in expected if 1 <= line["update"] <= made}
     assert sorted(run.losses()) == list(range(1, made + 1))
-
-
-@pytest.mark.long  # on one machine: launch/test_exits.py; how machines agree on a code: unit/test_machine_group.py
-def test_a_mistake_ends_all_machines_with_its_code_once(job):
-    run = job("run", options=["--train_file", "none.txt"], flags=["--max_restarts", 3]).start_all()
-    assert run.ends(120) == [2, 2]
-    assert "restart 1" not in run.said()
-    assert "none.txt" in run.said()
 
 
 def test_a_wrong_address_is_a_message(job):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,9 @@ from zerofit.estimate.operations import (
     RANDOM,
     REDUCE_SCATTER,
 )
+from zerofit.launch.runs import LAUNCHER, launched, layout_of
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.places import configs
 from zerofit.record.terminal import rounded, say
 from zerofit.strategy.devices import device_name, synchronise, use_threads_of_share
 from zerofit.strategy.gpu_table import SLICE, gpu_of
@@ -178,24 +179,18 @@ class Bench:
 
 
 def measure_rank(folder: Path) -> None:
-    """One process of the measurement: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are in its environment."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """One process of the measurement, as a launcher starts it."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     on_cpu = not torch.accelerator.is_available()
+    use_threads_of_share()
     if on_cpu:
-        use_threads_of_share()
         device = torch.device("cpu")
     else:
         torch.accelerator.set_device_index(rank)
         device = torch.accelerator.current_accelerator()
     if world_size > 1:
         backend = "gloo" if on_cpu else dist.get_default_backend_for_device(device)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=2),
-        )
+        dist.init_process_group(backend, timeout=timedelta(minutes=2))
     bench = Bench(device, rank, world_size)
     found = {
         "rates": bench.rates(),
@@ -254,34 +249,16 @@ def _name_of_gpu() -> str:
 
 
 def _measure(processes: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ,
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-        workers = [
-            subprocess.Popen(
-                [sys.executable, "-m", "zerofit.tools.plan.calibrate", folder],
-                env=environment | {"RANK": str(rank)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(processes)
-        ]
-        try:
-            errors = [worker.communicate(timeout=LIMIT_S)[1] for worker in workers]
-        except subprocess.TimeoutExpired:
-            raise UserError(f"calibrate: no result in {LIMIT_S} s. Try again when the machine is idle") from None
-        finally:
-            for worker in workers:
-                worker.kill()
-        if any(worker.returncode for worker in workers):
-            last = next(text for worker, text in zip(workers, errors) if worker.returncode).strip().splitlines()[-1]
-            raise UserError(f"calibrate: a process failed: {last}")
-        return json.loads((Path(folder) / "found.json").read_text())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        layout = layout_of(configs() / ("ddp.yaml" if processes > 1 else "single.yaml"), processes)
+        command = [*LAUNCHER, *layout, "-m", "zerofit.tools.plan.calibrate", name]
+        with launched(command, folder, folder / "log", environment={"OMP_WAIT_POLICY": "PASSIVE"}) as launch:
+            if launch.wait(LIMIT_S) == "late":
+                raise UserError(f"calibrate: no result in {LIMIT_S} s. Try again when the machine is idle")
+            if launch.process.returncode:
+                raise UserError(f"calibrate: a process failed: {launch.text.strip().splitlines()[-1]}")
+        return json.loads((folder / "found.json").read_text())
 
 
 if __name__ == "__main__":
