@@ -267,6 +267,20 @@ def main_of(task: str) -> Callable[[list[str]], int]:
     return run
 
 
+def not_installed(programs: tuple[str, ...], packages: tuple[str, ...]) -> str:
+    """Why programs are not there; empty where they are. Installs Debian's packages where apt can."""
+    missing = [program for program in programs if not shutil.which(program)]
+    if missing and not shutil.which("apt-get"):
+        return f"{', '.join(missing)}: not installed"
+    if missing:
+        subprocess.run(["apt-get", "update", "-qq"], capture_output=True)
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+        done = subprocess.run(install, capture_output=True, text=True)
+        if done.returncode:
+            return f"{' '.join(install)}: {done.stderr.strip().splitlines()[-1:]}"
+    return ""
+
+
 def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:
     """Run a script of the tests in forked ranks."""
     ours = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
