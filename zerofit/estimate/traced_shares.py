@@ -22,7 +22,7 @@ from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDU
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel
 from zerofit.strategy.layout import replaced
-from zerofit.strategy.ring_attention import RING
+from zerofit.strategy.sequence import RING
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ from zerofit.estimate.traced_shares import (
     tokens_exchanged,
 )
 from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
-from zerofit.model.recomputation import enable_recomputation
+from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.strategy.layout import replaced
-from zerofit.strategy.offloaded_inputs import offload_inputs
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
