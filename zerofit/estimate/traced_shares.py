@@ -34,7 +34,7 @@ class FakeGroup:
 
 
 class Collectives:
-    """What layers and rows that are shared call of torch.distributed and deepspeed.comm.
+    """Stands for torch.distributed and deepspeed.comm where layers and rows are shared.
 
     Args:
         note: takes each collective, as an operation.

@@ -1,4 +1,4 @@
-"""What the devices of this machine can do, asked of torch and not of a list of names; and the host's threads."""
+"""Abilities of this machine's devices, asked of torch and not of a list of names; and the host's threads."""
 
 import functools
 import os
@@ -41,7 +41,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str | None:
-    """What the device calls itself; None for the CPU."""
+    """Return the name of a device, as it has it itself; None for the CPU."""
     if device.type == "cpu":
         return None
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -65,7 +65,7 @@ def has_bf16(device: torch.device) -> bool | None:
 
 
 def faster_precisions(device: torch.device) -> list[str]:
-    """What a device that is asked for fp32 could do faster: `bf16`, `tf32`."""
+    """Return the precisions in which a device that is asked for fp32 would be faster: `bf16`, `tf32`."""
     if device.type == "cpu":
         return []
     nvidia = device.type == "cuda" and torch.version.hip is None
@@ -75,8 +75,8 @@ def faster_precisions(device: torch.device) -> list[str]:
 
 @functools.cache
 def bf16_slowdown() -> float | None:
-    """How many times as long as in fp32 a matrix product with its backward pass takes in bf16 on this CPU, where that
-    matters; measured, in some 50 ms.
+    """Measure how much longer a matrix product and its backward pass take in bf16 than in fp32 on this CPU: how many
+    times as long, where that matters, else None. It takes some 50 ms.
 
     Without AVX-512 or AMX oneDNN has no bf16 kernels, and torch's own take 20 times as long as fp32, mostly for the
     weight's gradient.

@@ -37,7 +37,7 @@ RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SI
 
 @dataclass(frozen=True)
 class StrategyFlag:
-    """What the command line names.
+    """A strategy that the command line names.
 
     Attributes:
         words: as the user has typed it.
@@ -51,7 +51,7 @@ class StrategyFlag:
 
 
 def take_named(recipe: Recipe) -> StrategyFlag | None:
-    """What the recipe's flags name, and no more in the recipe from here on: it says what is trained, and not how.
+    """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
 
     Raises:
         UserError: both are given, a recipe's file has one, or there is no such file.
@@ -139,7 +139,8 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
 
 
 def problems_of_yaml(content: Any, source: str) -> list[str]:
-    """What an accelerate YAML asks for that is no strategy here, or that accelerate would stumble over."""
+    """Return a problem for each thing in an accelerate YAML that is no strategy here, or that accelerate would
+    stumble over."""
     if not isinstance(content or {}, dict):
         return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
     content, problems = content or {}, []

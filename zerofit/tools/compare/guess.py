@@ -101,7 +101,7 @@ def _predictor(
     request: dict[str, Any], config: str, flags: list[str], programs: dict[bool, int]
 ) -> Callable[[int], PredictedSize]:
     """Peaks by size, as the limit counts them: on a CPU with the program, else what is allocated or reserved."""
-    from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
+    from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES
     from zerofit.estimate.read_model import read_planned_model
     from zerofit.tools.plan.layouts import resolve
     from zerofit.tools.plan.plan_options import PlanOptions
