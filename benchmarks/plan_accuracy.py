@@ -1,6 +1,6 @@
 """What `zerofit plan` predicts against what trials of `zerofit compare` measure, at 32 configurations and more.
 
-    python benchmarks/plan_accuracy.py measure            # on the simulated accelerator: 32 launches, 20 to 40 minutes
+    python benchmarks/plan_accuracy.py measure            # on the simulated accelerator: 96 launches, an hour
     python benchmarks/plan_accuracy.py table              # the half that the memory model may be corrected with
     python benchmarks/plan_accuracy.py table --half set-aside
     python benchmarks/plan_accuracy.py measure --half shared       # then table: model parallelism, fsdp2
@@ -8,11 +8,11 @@
     python benchmarks/plan_accuracy.py measure --half offloaded    # then table: layers' inputs on the host
     python benchmarks/plan_accuracy.py measure --half experts      # then table: mixtures of experts
 
-`measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is the trial that
-`zerofit compare` launches (zerofit/tools/compare/trial.py), with rows of the greatest length, evaluation included; it
-tries three micro-batches, and the allocator's peak starts again at each. The simulated accelerator
-(zerofit/tools/simulate) is host memory whose allocator is exact, in blocks of 512 bytes; it has no context, no
-fragmentation and no cuBLAS workspace, so max_memory_allocated is compared with the prediction without that workspace.
+`measure` keeps each result in outputs/plan-accuracy/measured and repeats none. A launch is a trial of
+`zerofit compare` (zerofit/training/measurement.py) at one of three micro-batches, with rows of the greatest length.
+The simulated device (zerofit/tools/simulate) is host memory whose allocator is exact, in blocks of 512 bytes; it has
+no context, no fragmentation and no cuBLAS workspace, so max_memory_allocated is compared with the prediction without
+that workspace.
 
 The largest micro-batch: with a limit halfway between the measured peaks of two neighbouring micro-batches the smaller
 one is the largest that fits (tests/device shows that a run needs what its peak says); `table` looks for the largest
@@ -24,20 +24,19 @@ SET_ASIDE is drawn by a seed, before anything was measured.
 import argparse
 import json
 import random
-import shutil
 import statistics
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 from provenance import provenance
 
-from zerofit.launch.runs import LaunchedRun, launched
-from zerofit.record.jsonl import LineReader
+from zerofit.launch.runs import LaunchedRun
 from zerofit.record.terminal import table
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.compare.trial_files import ANSWERS, TrialRequest
+from zerofit.tools.compare.trial import peak_of, run_trial
 from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -317,59 +316,32 @@ class Measurements:
 
 
 def measure(configuration: Configuration, output: Path) -> dict[str, int]:
-    """{micro-batch: peak bytes} of the process that needs most, by one launch.
+    """{micro-batch: peak bytes} of the process that needs most, by one launch each.
 
     Raises:
-        RuntimeError: the launch failed.
+        RuntimeError: a launch failed.
     """
-    folder = output / "trials" / configuration.file_name
-    shutil.rmtree(folder, ignore_errors=True)
-    request = TrialRequest(
-        sizes=configuration.tried,
-        first=configuration.tried[0],
-        only_first=False,
-        steps=1,
-        must_try=configuration.tried,
-    )
-    file, recipe = request.write(folder), folder / "recipe.yaml"
-    flags = [*configuration.recipe, "--cache_dir", str(output / "cache"), "--strategies", configuration.strategy]
-    options, cls = read_with_recipe(
-        CompareOptions, [*flags, "--num_processes", str(configuration.processes)], "measure"
-    )
-    recipe.write_text(yaml.safe_dump(make_recipe(options, cls).values))
-    trial = LaunchedRun(
-        configuration.task,
-        ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml",
-        recipe,
-        folder / "run",
-        ("--per_device_train_batch_size", str(request.first)),
-        ("-m", "zerofit.tools.compare.trial", configuration.task, str(file)),
-    )
-    command, log = trial.command(configuration.processes), folder / "log.txt"
-    with launched(command, trial.output, log, environment=_environment(configuration.processes)) as launch:
-        launch.wait(PATIENCE_S)
-    return peaks_in(folder, configuration)
-
-
-def peaks_in(folder: Path, configuration: Configuration) -> dict[str, int]:
-    """What a trial has answered.
-
-    Raises:
-        RuntimeError: it has not tried all sizes.
-    """
-    lines = LineReader(folder / ANSWERS).poll()
-    fits = [line for line in lines if line["event"] == "fits"]
-    if [line["size"] for line in fits] != configuration.tried:
-        raise RuntimeError(f"{configuration.name}: see {folder}")
-    evaluated = max(rank["allocated"] for rank in fits[0]["with_evaluation"])
-    return {str(line["size"]): max(evaluated, *(rank["allocated"] for rank in line["ranks"])) for line in fits}
-
-
-def _environment(processes: int) -> dict[str, str]:
     from zerofit.tools.simulate import build as simgpu_build
 
+    folder = output / "trials" / configuration.file_name
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe, processes = folder / "recipe.yaml", configuration.processes
+    flags = [*configuration.recipe, "--cache_dir", str(output / "cache"), "--strategies", configuration.strategy]
+    options, cls = read_with_recipe(CompareOptions, [*flags, "--num_processes", str(processes)], "measure")
+    recipe.write_text(yaml.safe_dump(make_recipe(options, cls).values))
     sizes = ",".join([str(16 * GIB)] * processes)
-    return {**simgpu_build.environment(simgpu_build.build()), "SIMGPU_MEMORY": sizes, "OMP_NUM_THREADS": "1"}
+    environment = {**simgpu_build.environment(simgpu_build.build()), "SIMGPU_MEMORY": sizes, "OMP_NUM_THREADS": "1"}
+    peaks = {}
+    for size in configuration.tried:
+        pair = ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml"
+        flags = ("--per_device_train_batch_size", str(size))
+        trial = LaunchedRun(configuration.task, pair, recipe, folder / str(size) / "run", flags)
+        request = {"steps": 1, "memory_limit": None}
+        result = run_trial(trial, processes, uuid.uuid4().hex, request, environment, PATIENCE_S)
+        if result["outcome"] != "fits":
+            raise RuntimeError(f"{configuration.name}: see {folder / str(size)}")
+        peaks[str(size)] = peak_of(result, "allocated")
+    return peaks
 
 
 # ---------------------------------------------------------------------------------------------------------- predicting
@@ -395,7 +367,8 @@ class Predictor:
     def peak(self, micro_batch: int):
         """The Peak, without the workspace and the unused blocks that the simulated accelerator does not have."""
         from zerofit.estimate.caching_allocator import Unused
-        from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, WORKSPACE
+        from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
+        from zerofit.estimate.peak import WORKSPACE
         from zerofit.tools.plan import planner
 
         planner.unused_bytes = lambda *blocks: Unused(0, 0)

@@ -16,13 +16,13 @@ from zerofit.training.entry import open_session, run_program
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None, measurement=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClmRecipe, argv, prog="train/clm.py")
-    session = open_session("clm", recipe, timeline, measurement)
+    session = open_session("clm", recipe, timeline)
     recipe = session.recipe  # every option with the value that holds
 
     from transformers import AutoModelForCausalLM
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
         loss_sum = preference = preference_loss(recipe)
         collate = PreferenceCollator(padding_token(data.tokenizer), multiple_for(engine.device))
         figures, unit = ("loss", "accuracy", "reward_margin"), "pair"
-        if preference.needs_reference and measurement is None:
+        if preference.needs_reference and session.measurement is None:
             parts = {"train": data.train, "validation": data.validation}
             measure_reference(session, engine, {name: part for name, part in parts.items() if part}, collate)
 
@@ -148,8 +148,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     )
     if not recipe.trains:
         return answer(prepared, task)
-    if measurement is not None:
-        return measurement.run(prepared, task)
+    if session.measurement is not None:  # zerofit compare
+        return session.measurement.run(prepared, task)
     meter = make_meter(engine, flops_per_token(engine.whole, data.train.stats.mean_length), recipe.peak_tflops)
     result = fit(prepared, task, meter, data.tokenizer)
     export(result)

@@ -20,13 +20,13 @@ from zerofit.training.entry import open_session, run_program
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None, measurement=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(ClsRecipe, argv, prog="train/cls.py")
-    session = open_session("cls", recipe, timeline, measurement)
+    session = open_session("cls", recipe, timeline)
     recipe = session.recipe  # every option with the value that holds
 
     import torch
@@ -145,8 +145,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     )
     if not recipe.trains:
         return answer(prepared, task)
-    if measurement is not None:
-        return measurement.run(prepared, task)
+    if session.measurement is not None:  # zerofit compare
+        return session.measurement.run(prepared, task)
     meter = make_meter(engine, flops_per_token(model, data.row_length), recipe.peak_tflops)
     result = fit(prepared, task, meter, data.tokenizer)
     export(result)

@@ -16,13 +16,13 @@ from zerofit.training.entry import open_session, run_program
 
 
 @reports_user_errors
-def main(argv: list[str] | None = None, measurement=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     timeline = Timeline()
     timeline.mark("interpreter")
 
     # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
     recipe = parse_recipe(Seq2SeqRecipe, argv, prog="train/seq2seq.py")
-    session = open_session("seq2seq", recipe, timeline, measurement)
+    session = open_session("seq2seq", recipe, timeline)
     recipe = session.recipe  # every option with the value that holds
 
     from transformers import AutoModelForSeq2SeqLM
@@ -125,8 +125,8 @@ def main(argv: list[str] | None = None, measurement=None) -> int:
     )
     if not recipe.trains:
         return answer(prepared, task)
-    if measurement is not None:
-        return measurement.run(prepared, task)
+    if session.measurement is not None:  # zerofit compare
+        return session.measurement.run(prepared, task)
     meter = make_meter(engine, flops_per_pair_token(model, *data.train.stats.pair_lengths), recipe.peak_tflops)
     result = fit(prepared, task, meter, data.tokenizer)
     export(result)

@@ -14,8 +14,8 @@ from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.model.tokenizer import padding_values
 from zerofit.recipe import ClsRecipe, parse_recipe
-from zerofit.tools.compare.trial import stretched
 from zerofit.training.classification import best_constant, figures_of
+from zerofit.training.measurement import stretched
 
 QUESTION = {"question": "Which is red?"}
 FORMS = {  # how it is published: (a record, the texts of its choices, which is right)

@@ -33,7 +33,7 @@ from zerofit.model.lora import add_adapter
 from zerofit.model.tokenizer import check_vocabulary
 from zerofit.recipe import parse_recipe
 from zerofit.recipe.tasks import TASKS
-from zerofit.tools.compare.trial_machine import without_weights
+from zerofit.tools.compare.devices import without_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of peft
 CLASSES = {"clm": AutoModelForCausalLM, "cls": AutoModelForSequenceClassification, "seq2seq": AutoModelForSeq2SeqLM}

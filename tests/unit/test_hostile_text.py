@@ -9,7 +9,7 @@ from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
 from zerofit.record.model_card import model_card
 from zerofit.record.terminal import Bar, say, table
-from zerofit.tools.compare.report_page import html_report
+from zerofit.tools.compare.report import html_page
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31mname\r\x08\u202egnp.exe\x7f"
 RAW = set("\x1b\x07\x9b\r\x08\u202e\x7f")
@@ -48,6 +48,6 @@ def test_a_name_stays_a_name_in_a_model_card(name):
 
 
 def test_a_report_in_html():
-    page = html_report(HOSTILE, HOSTILE, [(HOSTILE, "<script>", [("strategy", "a"), (HOSTILE, "<b>")])], {}, [HOSTILE])
+    page = html_page([f"# {HOSTILE}", "<script>", [("strategy", "a"), (HOSTILE, "<b>")], [HOSTILE]], {})
     assert not RAW & set(page)
     assert "<script>" not in page

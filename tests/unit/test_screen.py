@@ -119,12 +119,12 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
 
 
 def test_the_tables_of_compare_fit_80_columns(monkeypatch):
-    from test_limits import comparison_of
+    from test_compare import of_comparison
 
-    from zerofit.tools.compare import comparison_report
+    from zerofit.tools.compare import report
 
-    monkeypatch.setattr(comparison_report, "screen_width", lambda: 80)
-    shown = on_screen(comparison_report.ComparisonReport(comparison_of(), "x", []).for_terminal(), 80)
+    monkeypatch.setattr(report, "screen_width", lambda: 80)
+    shown = on_screen(report.ComparisonReport(of_comparison(), "x", []).for_terminal(), 80)
     assert "evaluation" in shown
     assert max(map(len, shown.splitlines())) <= 80
 

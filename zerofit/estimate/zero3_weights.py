@@ -25,7 +25,7 @@ from zerofit.estimate.weights import Weights
 
 @dataclass(frozen=True)
 class FetchRules:
-    """The settings of DeepSpeed's coordinator.
+    """What the coordinator is told.
 
     Attributes:
         threshold: weights up to this size are not sharded.

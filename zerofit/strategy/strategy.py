@@ -29,8 +29,7 @@ class PrecisionSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """The strategy of a run: processes, batches, precision, what is sharded. `deepspeed` is the resolved DeepSpeed
-    configuration; None without DeepSpeed."""
+    """How the run is laid out. `deepspeed` is the resolved DeepSpeed configuration, or None under DDP and alone."""
 
     launch: Launch
     batches: BatchSizes
@@ -48,7 +47,7 @@ class Strategy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The part of the model, and the samples, that this process works on."""
+        """Which part of the model, and which samples, this process works on."""
         degrees = self.tensor, self.pipeline, self.sequence, int((self.fsdp or {}).get(REPLICAS, "1"))
         return ParallelLayout(self.launch.world_size, self.launch.rank, *degrees)
 
@@ -69,7 +68,7 @@ class Strategy:
 
     @property
     def stage(self) -> int:
-        """The stage of ZeRO that says how much is sharded: 0 to 3."""
+        """How much is sharded, as ZeRO counts it: 0 to 3."""
         zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
         return 3 if self.fully_shards else zero.get("stage", 0)
 
@@ -121,7 +120,7 @@ class Strategy:
 
     @property
     def describe_layout(self) -> str:
-        """One line for the log, without the batches of training."""
+        """The same without the batches of training."""
         processes, launch = self.launch.world_size, self.launch
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
         name = self.name if launch.pair or not file else f"{self.name} ({file})"
@@ -145,7 +144,7 @@ class Strategy:
             )
 
     def without_optimizer(self) -> "Strategy":
-        """Return a copy for a launch that trains nothing."""
+        """The same for a launch that trains nothing."""
         if self.deepspeed is None:
             return self
         config = {key: value for key, value in self.deepspeed.items() if key not in ("optimizer", "scheduler")}
@@ -153,7 +152,7 @@ class Strategy:
         return replace(self, deepspeed={**config, "zero_optimization": zero})
 
     def with_precision(self, precision: str) -> "Strategy":
-        """Return a copy in another precision."""
+        """The same in another precision."""
         config = self.deepspeed
         if config is not None:
             halves = {half: {**config.get(half, {}), "enabled": precision == half} for half in ("bf16", "fp16")}

@@ -22,7 +22,8 @@ NOT_KEPT = set(
     (
         "output_dir overwrite_output_dir resume max_hours save_strategy save_steps save_total_limit "
         "save_keep_every save_only_model metric_for_best_model early_stopping_patience "
-        "early_stopping_threshold load_best_model_at_end run_name report_name sample_prompt"
+        "early_stopping_threshold load_best_model_at_end run_name report_name sample_prompt "
+        "mirror push_to_hub hub_strategy"
     ).split()
 )
 QUIET = {
@@ -70,6 +71,31 @@ class LaunchedStrategiesOptions(StrategiesOptions):
     """Which strategies are launched"""
 
     num_processes: int = option(2, "Processes of each strategy.", positive=True, common=True)
+
+
+@dataclass
+class BatchSizesOptions(Recipe):
+    """Which micro-batches"""
+
+    batch_sizes: list[str] = option(  # noqa: RUF009
+        ["auto"], "auto: find the largest micro-batch; or the micro-batches to look at: 1,8,40.", common=True
+    )
+
+    @property
+    def micro_batches(self) -> list[int] | None:
+        """The micro-batches that were named, in order; None: auto."""
+        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
+        return None if texts == ["auto"] else sorted({int(text) for text in texts})
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        try:
+            is_wrong = self.micro_batches is not None and (not self.micro_batches or self.micro_batches[0] < 1)
+        except ValueError:
+            is_wrong = True
+        if is_wrong:
+            problems.append(f"batch_sizes = {' '.join(self.batch_sizes)!r}: expected auto, or sizes such as 8,16,40")
+        return problems
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from zerofit.record.timeline import Timeline
 from zerofit.strategy.builds import check_compiled_code
 
 if TYPE_CHECKING:
-    from zerofit.training.session import Measurement, Session
+    from zerofit.training.session import Session
 
 
 def run_program(task: str, main: Callable[[], int]) -> None:
@@ -42,13 +42,8 @@ def run_program(task: str, main: Callable[[], int]) -> None:
     leave(code)
 
 
-def open_session(
-    task: str, recipe: TaskRecipe, timeline: Timeline, measurement: "Measurement | None" = None
-) -> "Session":
+def open_session(task: str, recipe: TaskRecipe, timeline: Timeline) -> "Session":
     """The session of a run, or of a launch that only evaluates or predicts, where the recipe says that it does.
-
-    Args:
-        measurement: what is done in place of training.
 
     Raises:
         UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
@@ -73,11 +68,11 @@ def open_session(
 
         stored = StoredModel.open(task, recipe)
     mirror = None
-    if recipe.mirror and recipe.trains and measurement is None:
+    if recipe.mirror and recipe.trains:
         from zerofit.checkpoint.mirror_restore import open_mirror
 
         watchdog.phase("mirror", patience=math.inf)
         folder = RunFolder(output_folder(task, recipe))
         mirror, notes = RANKS.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
         say(*notes)
-    return Session.open(task, recipe, timeline, watchdog, stored, measurement, mirror)
+    return Session.open(task, recipe, timeline, watchdog, stored, mirror)

@@ -4,9 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
-
-from accelerate import Accelerator
+from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror
@@ -23,6 +21,7 @@ from zerofit.record.terminal import say
 from zerofit.record.timeline import Timeline
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
+from zerofit.training.measurement import Measurement, measurement_from_environment
 
 if TYPE_CHECKING:
     from zerofit.training.stored_model import StoredModel
@@ -31,28 +30,13 @@ LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
 PATIENCE = {"save": 4.0}  # the same, of the loop's phases
 
 
-class Measurement(Protocol):
-    """What is done in place of training, for `zerofit compare`."""
-
-    def samples(self, num_samples: int, global_batch: int) -> int:
-        """The samples that the run's length is made of."""
-
-    def started(self, accelerator: Accelerator, session: "Session") -> None:
-        """Called when the processes have started, before there is a model."""
-
-    def explain(self, error: Exception, phase: str) -> int | None:
-        """Tell of an error. Returns the exit code; None: nothing is known of it."""
-
-    def run(self, prepared: Any, task: Any) -> int:
-        """Called in place of training. Returns the exit code."""
-
-
 @dataclass(frozen=True)
 class Session:
     """A launch whose configuration is resolved.
 
     Args:
         stored: the model that is evaluated, or answers; None: one is trained.
+        measurement: what is done in place of training; None: nothing.
         mirror: where checkpoints are copied to, on the main process; None: nowhere.
         hub: where the model is pushed to, the same.
     """
@@ -75,7 +59,6 @@ class Session:
         timeline: Timeline,
         watchdog: Watchdog,
         stored: "StoredModel | None" = None,
-        measurement: Measurement | None = None,
         mirror: Mirror | None = None,
     ) -> "Session":
         """Resolve the configuration, and see that the output folder is free.
@@ -87,12 +70,20 @@ class Session:
         if config.strategy.layout.is_main:
             config.folder.lock()
         hub, repository = None, config.recipe.push_to_hub
-        if repository and config.recipe.trains and measurement is None:
+        if repository and config.recipe.trains:
             watchdog.phase("hub", patience=math.inf)
             hub = RANKS.first_on_rank_0("hub", partial(HubRepository.open, repository))
         shutdown = ShutdownHandler(config.recipe.max_hours, timeline.started, watchdog.stop_requested)
         session = cls(
-            config, timeline, watchdog, shutdown, RunFacts(config.strategy), stored, measurement, mirror, hub
+            config,
+            timeline,
+            watchdog,
+            shutdown,
+            RunFacts(config.strategy),
+            stored,
+            measurement_from_environment() if config.recipe.trains else None,
+            mirror,
+            hub,
         )
         explain_failures_with(session.explain)
         watchdog.phase("data", patience=math.inf)

@@ -1,16 +1,14 @@
-"""What is compared: strategies, each with its changes of the recipe, and the recipe of their trials."""
+"""The strategies of a comparison, each with its changes of the recipe, and the recipe of their trials."""
 
 import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerofit.model.adapter_folder import on_its_base
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.lengths_option import micro_batch_of, possible_lengths
 from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, ToolRecipe, recipe_values
 
 OMITTED = NOT_KEPT | set(
@@ -86,26 +84,18 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> ToolRecipe:
     Raises:
         UserError: a flag sets an option that has no effect here.
     """
-    omitted = _omitted(options.lengths)
-    without_use = SET_BY_EACH_RUN if options.finish else omitted - {"global_batch_size"}
+    without_use = SET_BY_EACH_RUN if options.finish else OMITTED - {"global_batch_size"}
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
         raise UserError(
             [f"--{name} has no effect in a comparison. {INSTEAD.get(name, 'Remove it')}" for name in useless]
         )
-    values, notes = recipe_values(options, cls, omitted, REPLACED), []
-    if options.lengths:
-        values["per_device_train_batch_size"] = micro_batch_of(options)
+    values, notes = recipe_values(options, cls, OMITTED, REPLACED), []
     values["max_eval_samples"] = one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
         notes.append(f"global_batch_size = {options.global_batch_size} is ignored: batch sizes are compared")
     return ToolRecipe(values, notes)
-
-
-def _omitted(lengths: list[str] | None) -> set[str]:
-    """Options of the user's recipe that trials do without: each launch sets the one that is searched."""
-    return OMITTED if lengths is None else OMITTED - {"per_device_train_batch_size"} | {"block_size"}
 
 
 def one_batch(options, batch_size: int) -> int:
@@ -114,25 +104,20 @@ def one_batch(options, batch_size: int) -> int:
     return min(options.max_eval_samples or samples, samples)
 
 
-def check_overrides(
-    candidates: list[Candidate], recipe: ToolRecipe, cls: type[TrainingRecipe], lengths: list[str] | None = None
-) -> None:
-    """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe, or its model
-    has not the positions for these lengths."""
+def check_overrides(candidates: list[Candidate], recipe: ToolRecipe, cls: type[TrainingRecipe]) -> None:
+    """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe."""
     problems = []
     for candidate in candidates:
         try:
             with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
                 file.write(recipe.to_yaml())
                 file.flush()
-                parsed = parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
-            if lengths:
-                possible_lengths(lengths, on_its_base(parsed)[1])
+                parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
         except UserError as error:
             problems += [
                 f"{candidate.name}: {problem}" if candidate.overrides else problem for problem in error.problems
             ]
-        fixed = sorted(candidate.overrides.keys() & (_omitted(lengths) | REPLACED.keys()))
+        fixed = sorted(candidate.overrides.keys() & (OMITTED | REPLACED.keys()))
         problems += [f"{candidate.name}: {name} is set by the comparison itself" for name in fixed]
     if problems:
         raise UserError(list(dict.fromkeys(problems)))

@@ -5,10 +5,10 @@ r"""`zerofit compare`: the largest batch that each strategy holds, its memory an
     zerofit compare --config recipes/clm/compare-small.yaml --strategies zero2,zero2:lora=true --memory_limit 1GiB
     zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --memory_limit 1GiB --finish
     zerofit compare --config recipes/clm/compare-small.yaml --strategies ddp,zero2 --simulate 512MiB --steps 2
-    zerofit compare --config recipes/clm/llama-long-context.yaml --strategies zero3,sp --lengths 8k,16k,32k
 
-Every trial is a real launch of the task with the recipe; its rows have the greatest length that the recipe allows. The
-journal in the output folder keeps all results: the same command resumes where it was interrupted, and repeats nothing.
+Every trial is a real launch of the task with the recipe at one batch size; its rows have the greatest length that the
+recipe allows. The journal in the output folder keeps all results: the same command resumes where it was interrupted,
+and repeats nothing. Without a GPU the memory limit is that of simulated devices, and updates are timed on the CPU.
 """
 
 import shlex
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.launch.runs import ending_in_order
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
@@ -24,20 +25,17 @@ from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.comparison_report import ComparisonReport
-from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
-from zerofit.tools.compare.finish import Finish, values_to_finish
-from zerofit.tools.compare.search import BATCHES, LENGTHS, SearchVariable
-from zerofit.tools.compare.trial_machine import (
+from zerofit.tools.compare.devices import (
     NOT_COUNTED,
-    Timer,
-    choose_limits,
+    choose_limit,
     inspect_trial_machine,
     simulated_machine,
     without_weights,
 )
-from zerofit.tools.lengths_option import SizesOptions, length_problems, read_lengths
-from zerofit.tools.tool_recipe import LaunchedStrategiesOptions, ToolRecipe, read_with_recipe
+from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
+from zerofit.tools.compare.finish import finish, values_to_finish
+from zerofit.tools.compare.report import ComparisonReport
+from zerofit.tools.tool_recipe import BatchSizesOptions, LaunchedStrategiesOptions, ToolRecipe, read_with_recipe
 
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 
@@ -50,59 +48,65 @@ def main(argv: list[str] | None = None) -> int:
     output = Path(options.output or Path("outputs") / f"compare-{name}")
     check_folder_of(output, JOURNAL, "comparison")
     check_paths(options, output, "output")
-    trial_recipe = make_recipe(options, cls)
-    if options.simulate:
-        trial_recipe = ToolRecipe(without_weights(trial_recipe.values), [*trial_recipe.notes, NOT_COUNTED])
-    check_overrides(candidates, trial_recipe, cls, options.lengths)
+    recipe = make_recipe(options, cls)
+    check_overrides(candidates, recipe, cls)
     to_finish = ToolRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    machine = (
-        simulated_machine(options.simulate, options.num_processes) if options.simulate else inspect_trial_machine()
+    machine, timer = (None if options.only_simulates else inspect_trial_machine()), None
+    if options.simulate or (machine is not None and not machine.devices):
+        if not (options.simulate or options.memory_limit):
+            raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
+        machine, timer = simulated_machine(options.simulate or options.memory_limit, options.num_processes), machine
+        recipe = ToolRecipe(without_weights(recipe.values), [*recipe.notes, NOT_COUNTED])
+    limit = options.memory_limit and parse_bytes(options.memory_limit)
+    limit, notes = choose_limit(
+        machine, options.num_processes, limit or (machine.simulated and machine.devices[0].total)
     )
-    timer = Timer(inspect_trial_machine()) if options.times_simulated else None
-    memory_limit = options.memory_limit and parse_bytes(options.memory_limit)
-    if options.simulate:
-        memory_limit = memory_limit or machine.devices[0].total
-    limits = choose_limits(machine, options.num_processes, memory_limit)
+    notes = [*recipe.notes, *notes]
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
     folder.lock()
-    (output / RECIPE).write_text(trial_recipe.to_yaml(), encoding="utf-8")
+    (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     (output / JOURNAL).touch()
     say(
         f"recipe    {options.source('config') or 'from flags'}",
         f"compared  {', '.join(candidate.name for candidate in candidates)}",
         f"machine   {machine.describe()}",
         f"folder    {output}",
-        *(f"note      {note}" for note in (*trial_recipe.notes, *limits.notes)),
+        *(f"note      {note}" for note in notes),
     )
-    comparison = Comparison(options, candidates, machine, limits, output / RECIPE, output, timer)
-    report = ComparisonReport(comparison, f"zerofit compare {shlex.join(argv)}", trial_recipe.notes)
+    comparison = Comparison(
+        options, candidates, machine=machine, limit=limit, recipe=output / RECIPE, output=output, timer=timer
+    )
     with ending_in_order():
         try:
             comparison.run()
+            report = ComparisonReport(comparison, f"zerofit compare {shlex.join(argv)}", notes)
             report.write(output)
+            say("", report.for_terminal())
             if to_finish:
                 (output / RECIPE_TO_FINISH).write_text(to_finish.to_yaml(), encoding="utf-8")
-                say("", report.for_terminal(), "")
-                report.finished = Finish(comparison, output / RECIPE_TO_FINISH).run()
+                report.finished = finish(comparison, output / RECIPE_TO_FINISH)
+                report.write(output)
+                say("", report.for_terminal())
         except KeyboardInterrupt:
             say("", f"interrupted. The results so far are in {output / JOURNAL}: the same command resumes from there")
             raise
-    report.write(output)
-    say("", report.for_terminal(), "", f"report    {output / 'report.html'}, report.md, results.csv")
+    say("", f"report    {output / 'report.html'}, report.md, results.csv")
     return 1 if comparison.problems or any(run.problem for run in report.finished) else 0
 
 
 @dataclass
-class CompareOptions(SizesOptions, LaunchedStrategiesOptions):
+class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
     """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
-    memory_limit: str | None = option(None, "Memory of one process' device: 24GiB; else all it has.", common=True)
+    memory_limit: str | None = option(
+        None, "Memory of one process' device: 24GiB; by default all it has. Without a GPU: --simulate.", common=True
+    )
     simulate: str | None = option(
         None,
-        "Without a GPU: on simulated ones of this size: 24GiB, a100-80gb. --steps times the CPU.",
+        "On simulated GPUs of this size: 24GiB, a100-80gb. Updates are timed, on this machine, with --steps.",
         common=True,
     )
 
@@ -113,18 +117,9 @@ class CompareOptions(SizesOptions, LaunchedStrategiesOptions):
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
 
     @property
-    def times_simulated(self) -> bool:
-        """Whether updates are timed on this machine, and sizes found on simulated devices."""
-        return bool(self.simulate and self.source("steps"))
-
-    @property
-    def variable(self) -> SearchVariable:
-        return LENGTHS if self.lengths else BATCHES
-
-    @property
-    def sizes(self) -> list[int] | None:
-        """The batch sizes or lengths that were named, in order; None: auto."""
-        return read_lengths(self.lengths) if self.lengths else self.micro_batches
+    def only_simulates(self) -> bool:
+        """Whether sizes are found on simulated devices, and no update is timed on this machine."""
+        return bool(self.simulate) and not (self.source("steps") or self.finish)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -132,12 +127,6 @@ class CompareOptions(SizesOptions, LaunchedStrategiesOptions):
             parse_bytes(self.memory_limit or "1GiB")
         except ValueError:
             problems.append(f"memory_limit = {self.memory_limit!r}: expected a size such as 24GiB, 800MiB or 24GB")
-        if self.simulate:
-            without_use = [name for name in ("finish", *["steps"] * bool(self.lengths)) if self.source(name)]
-            problems += [f"{name}: no effect with simulate = {self.simulate}. Remove it" for name in without_use]
-        if self.lengths:
-            without_use = ("batch_sizes", "granularity", "finish")
-            return problems + length_problems(self, automatic=False, without_use=without_use)
         if self.batch_sizes != ["auto"] and self.source("granularity"):
             problems.append(f"granularity = {self.granularity} has no effect with batch_sizes. Remove it")
         return problems

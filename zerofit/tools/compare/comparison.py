@@ -1,27 +1,33 @@
-"""The comparison itself: launch after launch, until the largest batch, or the longest rows, of every candidate are
-known and confirmed."""
+"""The comparison itself: launch after launch, until the largest batch of every candidate is known."""
 
-import shutil
-from dataclasses import asdict, fields
-from functools import partial
+import contextlib
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate, one_batch
-from zerofit.tools.compare.guess import Guess, guess
-from zerofit.tools.compare.results import StrategyRow, common_size, fact_of, outcome_text, with_rates_of
-from zerofit.tools.compare.search import SearchState, Step, next_step
-from zerofit.tools.compare.trial_files import NOT_MEASURED_WITH, TrialJournal, TrialRequest, key_of, peak_of
-from zerofit.tools.compare.trial_launch import TrialLaunch, TrialOutcome
-from zerofit.tools.compare.trial_machine import Limits, Timer, TrialMachine
+from zerofit.tools.compare.devices import TrialMachine, launch_environment, timed_precision
+from zerofit.tools.compare.results import StrategyRow, common_size, outcome_text, with_rates_of
+from zerofit.tools.compare.search import next_size
+from zerofit.tools.compare.trial import Journal, key_of, peak_of, run_trial
+from zerofit.tools.tool_recipe import read_with_recipe
 
 MIB = 2**20
 LARGEST = 4096  # no larger batch is tried, unless it is named
+NOT_MEASURED_WITH = (
+    "tools/compare/",
+    "tools/plan/",
+    "tools/verify/",
+    "estimate/",
+    "cli.py",
+)  # code that a trial does not run
 
 
 class Comparison:
@@ -29,281 +35,253 @@ class Comparison:
 
     Args:
         options: of compare.
+        limit: bytes that a rank may use of its device; None: all of it.
         recipe: the file of the trials' recipe.
         output: the folder of journal, trials and report.
-        timer: times updates where the machine is simulated; None: nothing is timed there.
+        timer: the real machine, which times updates where devices are simulated; None: nothing is timed there.
     """
 
     def __init__(
         self,
         options,
         candidates: list[Candidate],
+        *,
         machine: TrialMachine,
-        limits: Limits,
+        limit: int | None,
         recipe: Path,
         output: Path,
-        timer: Timer | None = None,
+        timer: TrialMachine | None,
     ):
-        self.options, self.candidates, self.machine, self.limits = options, candidates, machine, limits
-        self.recipe, self.output = recipe, output
-        self.journal = TrialJournal(output / "journal.jsonl")
-        self.variable = options.variable
-        self.steps = 1 if machine.simulated else options.steps  # whose peak counts, and not its time
-        self.timer = timer
-        self.sizes = options.sizes or [*range(options.granularity, LARGEST + 1, options.granularity)]
-        self.named = [] if options.lengths else options.sizes or []  # each of them is tried, if it is not too large
-        code = digest_of_code(without=NOT_MEASURED_WITH)
-        self.keys = {candidate.name: self._key(candidate, code) for candidate in candidates}
+        self.options, self.candidates, self.machine, self.limit = options, candidates, machine, limit
+        self.recipe, self.output, self.timer = recipe, output, timer
+        self.journal = Journal(output / "journal.jsonl")
+        self.sizes = options.micro_batches or [*range(options.granularity, LARGEST + 1, options.granularity)]
         self.problems: dict[str, str] = {}
+        code = digest_of_code(without=NOT_MEASURED_WITH)
+        self.keys = {
+            candidate.name: key_of(
+                code=code,
+                recipe=recipe.read_text(encoding="utf-8"),
+                task=options.task,
+                pair=contents_of_pair(candidate),
+                overrides=candidate.overrides,
+                num_processes=options.num_processes,
+                device=limit,
+                steps=1 if machine.simulated else options.steps,
+                machine=machine.identity,
+            )
+            for candidate in candidates
+        }
 
     def run(self) -> None:
         """Launch until every result is known.
 
         Raises:
-            UserError: no candidate gives a result: a mistake in the recipe, or too low a limit.
+            UserError: no candidate gives a result: a mistake in the recipe.
         """
         if self.journal.end_interrupted_launches():
             say("resumes where it was interrupted")
-        self._guess()
         for candidate in self.candidates:
+            self._predict(candidate)
             self._search(candidate)
         if len(self.problems) == len(self.candidates):
             raise UserError(list(dict.fromkeys(self.problems.values())))
         while self._try_what_is_missing():
-            for candidate in self.candidates:
-                if candidate.name not in self.problems:
-                    self._search(candidate, again=True)
+            pass
         if self.timer is not None:
-            for candidate, row in zip(self.candidates, self.rows()):
-                self._time(candidate, row)
-
-    def _guess(self) -> None:
-        """Predict what is searched and was not predicted before."""
-        new = [each for each in self.candidates if not self._guess_of(each) and not self._trials(each)]
-        limit = self.limits.device or min((device.total for device in self.machine.devices), default=None)
-        if self.named or not new or limit is None:
-            return
-        say("predicts where to begin, as zerofit plan does")
-        guesses = guess(
-            {
-                "task": self.options.task,
-                "recipe": str(self.recipe),
-                "num_processes": self.options.num_processes,
-                "kind": self.machine.kind,
-                "limit": limit,
-                "sizes": self.sizes,
-                "by_length": bool(self.options.lengths),
-                "has_gpu_kernels": self.machine.kind == "cuda" or bool(self.machine.simulated),
-                "candidates": {each.name: [str(each.config), each.flags] for each in new},
-            }
-        )
-        for candidate in new:
-            if candidate.name in guesses:
-                self.journal.add("guess", key=self.keys[candidate.name], **asdict(guesses[candidate.name]))
-
-    def _guess_of(self, candidate: Candidate) -> Guess | None:
-        lines = self.journal.of(self.keys[candidate.name], "guess")
-        return Guess(**{field.name: lines[-1][field.name] for field in fields(Guess)}) if lines else None
-
-    def _try_what_is_missing(self) -> bool:
-        """Try the sizes of --batch_sizes that have no result, and the largest that all hold, in fresh processes.
-
-        Returns whether a limit has changed.
-        """
-        before = [row.largest for row in self.rows()]
-        common = common_size(self.rows())
-        for candidate, row in zip(self.candidates, self.rows()):
-            missing = {size for size in self.named if size < row.largest and not row.at(size)}
-            if common and row.largest and not (row.at(common) or {}).get("fresh"):
-                missing.add(common)
-            for size in sorted(missing):
-                step = Step(size, only_first=True)
-                say(f"{candidate.name}: from {size} up, " + ("which all hold" if size == common else "as asked for"))
-                ending = self._launch(candidate, step)
-                problem = self._problem(step, ending)
-                if problem:
-                    self.problems[candidate.name] = problem
-        return before != [row.largest for row in self.rows()]
+            self._time_updates()
 
     def rows(self) -> list[StrategyRow]:
         """The results of each candidate so far."""
         rows = []
         for candidate in self.candidates:
-            key = self.keys[candidate.name]
-            ready, ends = self.journal.of(key, "ready"), self.journal.of(key, "end")
-            trials = self._trials(candidate)
+            key, trials = self.keys[candidate.name], [*self._results(candidate).values()]
             if self.machine.simulated:
-                timed = self.journal.of(self._timed_key(candidate), "size") if self.timer else []
-                trials = [with_rates_of(line, timed) for line in trials]
+                timed = self.journal.results(self._timed_key(candidate), 0.0) if self.timer else {}
+                trials = [with_rates_of(line, timed.get(line["size"])) for line in trials]
+            seconds = sum(line["seconds"] or 0.0 for line in self.journal.of(key, "end"))
             rows.append(
                 StrategyRow(
                     candidate.name,
-                    self.sizes,
                     trials,
-                    ready[-1]["about"] if ready else {},
-                    self.problems.get(candidate.name, ""),
-                    len(self.journal.of(key, "launch")),
-                    sum(line["seconds"] or 0.0 for line in ends),
-                    self._guess_of(candidate),
+                    problem=self.problems.get(candidate.name, ""),
+                    launches=len(self.journal.of(key, "launch")),
+                    seconds=seconds,
+                    predicted=self._predicted(candidate),
                 )
             )
         return rows
 
     # ---------------------------------------------------------------------------------------------------------- search
 
-    def _search(self, candidate: Candidate, again: bool = False) -> None:
-        died, launched = False, False
-        while (step := self._next_step(candidate)) is not None:
-            state, launched = self._state(candidate), True
-            self._say_step(candidate, state, step)
-            ending = self._launch(candidate, step, again=died)
-            died = ending.how == "killed" and self._state(candidate).facts == state.facts
-            problem = self._problem(step, ending)
-            if problem:
-                self.problems[candidate.name] = problem
-                say(f"{candidate.name}: {problem}")
-                return
-        if launched or not again:
-            self._say_limit(candidate)
-
-    def _time(self, candidate: Candidate, row: StrategyRow) -> None:
-        """Time updates on this machine, at the largest batch that all hold and at the candidate's own."""
-        sizes = sorted({row.largest, common_size(self.rows())} - {0, None} - {line["size"] for line in row.timed})
-        if not sizes:
+    def _predict(self, candidate: Candidate) -> None:
+        """Let `zerofit plan` predict where the search begins, unless something is known of it."""
+        devices = [device.total for device in self.machine.devices]
+        if self.options.micro_batches or self._predicted(candidate) or self._results(candidate):
             return
-        precision, _ = self.timer.precision(row.about["precision"])
-        say(f"{candidate.name}: timed at {' and '.join(map(str, sizes))}, in {precision}")
-        request = TrialRequest(sizes=sizes, first=sizes[0], only_first=False, steps=self.options.steps, must_try=sizes)
-        ending = self._run(
-            candidate, request, self._timed_key(candidate), self.timer.machine, ("--precision", precision)
-        )
-        if ending.how != "done":
-            say(f"{candidate.name}: not timed. {ending.text}")
+        limit = self.limit or min(devices)
+        with contextlib.suppress(Exception):  # what cannot be predicted is searched
+            peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, limit, self.sizes)
+            self.journal.add("prediction", key=self.keys[candidate.name], limit=limit, peaks=peaks)
+
+    def _predicted(self, candidate: Candidate) -> dict[int, int]:
+        """{size: peak in bytes} of the sizes that were predicted; empty: there is no prediction."""
+        lines = self.journal.of(self.keys[candidate.name], "prediction")
+        return dict(map(tuple, lines[-1]["peaks"])) if lines else {}
+
+    def _results(self, candidate: Candidate) -> dict[int, dict[str, Any]]:
+        """The journal's results for the sizes that are compared."""
+        results = self.journal.results(self.keys[candidate.name], 60 * self.options.trial_minutes)
+        return {size: line for size, line in results.items() if size in self.sizes}
+
+    def _search(self, candidate: Candidate) -> None:
+        """Find the largest batch of a candidate."""
+        row = self._row(candidate)
+        limit = self.limit or min(device.total for device in self.machine.devices)
+        guess = max((size for size, peak in row.predicted.items() if peak <= limit), default=0)
+        per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
+        while candidate.name not in self.problems:
+            known = {
+                size: peak_of(line) if "ranks" in line else None for size, line in self._results(candidate).items()
+            }
+            must_try = self.options.micro_batches or [row.largest for row in self.rows() if row.largest]
+            size = next_size(self.sizes, known, limit, must_try, guess, per_sample)
+            if size is None:
+                break
+            self._try(candidate, size)
+        self._say_limit(self._row(candidate))
+
+    def _row(self, candidate: Candidate) -> StrategyRow:
+        return next(row for row in self.rows() if row.name == candidate.name)
+
+    def _try_what_is_missing(self) -> bool:
+        """Try the sizes of --batch_sizes that have no result, and the largest that all hold. Returns whether a limit
+        has changed."""
+        before = [row.largest for row in self.rows()]
+        common = common_size(self.rows())
+        for candidate, row in zip(self.candidates, self.rows()):
+            wanted = {*(self.options.micro_batches or ()), *filter(None, [common])}
+            for size in sorted(size for size in wanted if size < row.largest and not row.at(size)):
+                self._try(candidate, size)
+        return before != [row.largest for row in self.rows()]
+
+    def _try(self, candidate: Candidate, size: int) -> None:
+        """Measure a size; the result, or why the candidate has none, is known afterwards."""
+        steps = 1 if self.machine.simulated else self.options.steps  # whose peak counts, and not its time
+        result = self._launch(candidate, size, self.keys[candidate.name], self.machine, steps)
+        if result["outcome"] == "killed":
+            result = self._launch(candidate, size, self.keys[candidate.name], self.machine, steps)
+            if result["outcome"] == "killed":
+                result = {**result, "outcome": "out_of_memory", "where": "host"}
+        if result["outcome"] in ("refused", "failed"):
+            at = f"failed at batch size {size}. " if result["outcome"] == "failed" else ""
+            self.problems[candidate.name] = f"{at}{result['text']}"
+            say(f"{candidate.name}: {self.problems[candidate.name]}")
+            return
+        self.journal.add("size", key=self.keys[candidate.name], size=size, **result)
+        said = outcome_text(result)
+        if result["outcome"] == "fits":
+            limit = f" of {self.limit / MIB:,.0f}" if self.limit else ""
+            rate = "" if self.machine.simulated else f", {rounded(result['samples_per_s'])} samples/s"
+            said = f"fits: {peak_of(result) / MIB:,.0f}{limit} MiB{rate}"
+        say(f"  {candidate.name}  {size:>5}  {said}")
+
+    def _time_updates(self) -> None:
+        """Time updates on the real machine, at the largest batch that all hold and at each candidate's own."""
+        for candidate, row in zip(self.candidates, self.rows()):
+            for size in sorted(
+                {row.largest, common_size(self.rows())} - {0, None} - {line["size"] for line in row.timed}
+            ):
+                precision, _ = timed_precision(self.timer, row.about["precision"])
+                key, flags = self._timed_key(candidate), ("--precision", precision)
+                result = self._launch(candidate, size, key, self.timer, self.options.steps, flags)
+                if result["outcome"] != "fits":
+                    said = result.get("text") or outcome_text(result)
+                    say(f"{candidate.name}: not timed at {size}. {said}")
+                    continue
+                self.journal.add("size", key=key, size=size, **result)
+                say(f"  {candidate.name}  {size:>5}  {rounded(result['samples_per_s'])} samples/s, in {precision}")
 
     def _timed_key(self, candidate: Candidate) -> str:
-        return key_of(of=self.keys[candidate.name], steps=self.options.steps, machine=self.timer.machine.identity)
+        return key_of(of=self.keys[candidate.name], steps=self.options.steps, machine=self.timer.identity)
 
-    def _next_step(self, candidate: Candidate) -> Step | None:
-        predicted = self._guess_of(candidate)
-        more = (predicted.size, predicted.per_sample) if predicted else ()
-        return next_step(self._state(candidate), self.limits.device, self._sizes_to_try(), *more)
-
-    def _state(self, candidate: Candidate) -> SearchState:
-        return SearchState(self.sizes, list(map(fact_of, self._trials(candidate))))
-
-    def _trials(self, candidate: Candidate) -> list[dict[str, Any]]:
-        """The journal's results for the sizes that are compared."""
-        results = self.journal.sizes(self.keys[candidate.name], 60 * self.options.trial_minutes)
-        return [line for line in results if line["size"] in self.sizes]
-
-    def _problem(self, step: Step, ending: TrialOutcome) -> str:
-        """Why a candidate cannot be tried any further; empty if it can."""
-        if ending.how == "failed":
-            return f"failed at {self.variable.size} {step.first}. {ending.text}"
-        return ending.text if ending.how in ("too_small", "refused") else ""
-
-    def _launch(self, candidate: Candidate, step: Step, again: bool = False) -> TrialOutcome:
-        state, options, predicted = self._state(candidate), self.options, self._guess_of(candidate)
-        request = TrialRequest(
-            sizes=self.sizes,
-            first=step.first,
-            only_first=step.only_first,
-            steps=self.steps,
-            fits=state.fits,
-            fails=state.fails,
-            must_try=self._sizes_to_try(),
-            points=state.points,
-            per_sample=predicted and predicted.per_sample,
-            memory_limit=self.limits.device,
-            by_length=bool(options.lengths),
-        )
-        return self._run(candidate, request, self.keys[candidate.name], self.machine, again=again)
-
-    def _run(
+    def _launch(
         self,
         candidate: Candidate,
-        request: TrialRequest,
+        size: int,
         key: str,
         machine: TrialMachine,
+        steps: int,
         flags: tuple[str, ...] = (),
-        again: bool = False,
-    ) -> TrialOutcome:
+    ) -> dict[str, Any]:
+        """One trial, as run_trial returns it. Its launch is in the journal."""
         options = self.options
-        folder = self.output / "trials" / f"{self.journal.launches + 1:03}-{candidate.folder_name}-{request.first}"
-        shutil.rmtree(folder, ignore_errors=True)  # left by a comparison that was killed at this point
+        launch = self.journal.begin(key=key, candidate=candidate.name, size=size)
+        folder = self.output / "trials" / f"{launch['launch']:03}-{candidate.folder_name}-{size}"
         evaluated = candidate.overrides.get("per_device_eval_batch_size")  # its own: trials evaluate one batch of it
-        flags = (*candidate.flags, *flags, f"--{self.variable.option}", str(request.first))
+        flags = (*candidate.flags, *flags, "--per_device_train_batch_size", str(size))
         flags += ("--max_eval_samples", str(one_batch(options, int(evaluated)))) if evaluated else ()
-        program = ("-m", "zerofit.tools.compare.trial", options.task, str(request.write(folder)))
-        trial = LaunchedRun(options.task, candidate.config, self.recipe, folder / "run", flags, program)
-        answered = partial(self._report, timed=machine is not self.machine)
-        launch = TrialLaunch(
-            trial,
+        result = run_trial(
+            LaunchedRun(options.task, candidate.config, self.recipe, folder / "run", flags),
             options.num_processes,
-            request,
-            candidate,
-            key,
-            self.journal,
-            machine,
-            answered,
+            launch["mark"],
+            {"steps": steps, "memory_limit": self.limit if machine is self.machine else None},
+            launch_environment(machine, options.num_processes),
             60 * options.trial_minutes,
-            again,
         )
-        ending = launch.run()
-        if ending.how in ("out_of_memory", "timed_out", "killed"):
-            what = outcome_text({"outcome": ending.how, "where": ending.where, "phase": ending.phase})
-            what = ending.text if ending.how == "killed" else f"{what} ({ending.text})"
-            say(f"  {launch.trying:>6}  {what}")
-        return ending
+        self.journal.end(launch, result["outcome"], result.pop("seconds_taken"))
+        return result
 
-    def _sizes_to_try(self) -> list[int]:
-        """Sizes that a search must not skip: those that were named, and the largest of the other candidates."""
-        return self.named or [row.largest for row in self.rows() if row.largest]
-
-    def _key(self, candidate: Candidate, code: str) -> str:
-        options = self.options
-        return key_of(
-            code=code,
-            recipe=self.recipe.read_text(),
-            task=options.task,
-            pair=self.pair_of(candidate),
-            overrides=candidate.overrides,
-            num_processes=options.num_processes,
-            device=self.limits.device,
-            steps=self.steps,
-            machine=self.machine.identity,
-        )
-
-    def pair_of(self, candidate: Candidate) -> dict[str, Any]:
-        """The contents of the candidate's YAML and JSON."""
-        pair = {"yaml": read_yaml(candidate.config) or {}}
-        json_file = (pair["yaml"].get("deepspeed_config") or {}).get("deepspeed_config_file")
-        if json_file and Path(json_file).is_file():
-            pair["json"] = Path(json_file).read_text()
-        return pair
-
-    # ------------------------------------------------------------------------------------------------------- messages
-
-    def _say_step(self, candidate: Candidate, state: SearchState, step: Step) -> None:
-        between = f", between {state.fits} and {state.fails}" if state.fails else ""
-        what = f"{step.first} again, in a fresh process" if state.is_bracketed else f"from {step.first} up{between}"
-        say(f"{candidate.name}: {what}")
-
-    def _report(self, line: dict[str, Any], timed: bool) -> None:
-        """Tell of a size that fits: its peak (unless only its time counts), and its rate where devices are real."""
-        if line["event"] == "fits":
-            limit = f" of {self.limits.device / MIB:,.0f}" if self.limits.device else ""
-            peak = [] if timed else [f"fits: {peak_of(line) / MIB:,.0f}{limit} MiB"]
-            rate = [f"{rounded(line['samples_per_s'])} samples/s"] if timed or not self.machine.simulated else []
-            say(f"  {line['size']:>6}  {', '.join(peak + rate)}")
-
-    def _say_limit(self, candidate: Candidate) -> None:
-        row = next(row for row in self.rows() if row.name == candidate.name)
+    def _say_limit(self, row: StrategyRow) -> None:
+        if row.problem:
+            return
         fails = row.fails
-        beyond = f", and {fails['size']} does not" if fails else f", and no larger {self.variable.size} was asked for"
-        result = (
-            f"holds {row.largest}{beyond}" if row.largest or not fails else f"holds nothing, not even {fails['size']}"
-        )
+        beyond = f"and {fails['size']} does not" if fails else "and no larger batch size was asked for"
+        result = f"holds {row.largest}, {beyond}"
+        if fails and not row.largest:
+            result = f"holds nothing, not even {fails['size']}"
         if fails and fails.get("phase") == "evaluate":
             result += " because of the evaluation: a smaller per_device_eval_batch_size may help"
-        say(f"{candidate.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
+        say(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
+
+
+def contents_of_pair(candidate: Candidate) -> dict[str, Any]:
+    """What the candidate's YAML and JSON contain."""
+    pair = {"yaml": read_yaml(candidate.config) or {}}
+    json_file = (pair["yaml"].get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if json_file and Path(json_file).is_file():
+        pair["json"] = Path(json_file).read_text()
+    return pair
+
+
+def predict_peaks(
+    candidate: Candidate, options, recipe: Path, machine: TrialMachine, limit: int, sizes: list[int]
+) -> list[tuple[int, int]]:
+    """(size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that fits.
+
+    Raises:
+        UserError: and other errors: the plan does not know the model, or the strategy.
+    """
+    from zerofit.estimate.read_model import read_planned_model
+    from zerofit.tools.plan.layouts import resolve
+    from zerofit.tools.plan.plan_options import PlanOptions
+    from zerofit.tools.plan.planner import Planner
+    from zerofit.tools.plan.prediction import Budget
+    from zerofit.tools.plan.size_search import search
+
+    words = ["--task", options.task, "--config", str(recipe), *candidate.flags]
+    words += ["--strategies", str(candidate.config), "--gpu_memory", "1GiB"]
+    planned, _ = read_with_recipe(PlanOptions, words, "zerofit plan")
+    on_cuda, processes = machine.kind == "cuda", options.num_processes
+    model = read_planned_model(planned, options.task, on_gpu=True)
+    model = replace(model, cpu_kernels=not (on_cuda or machine.simulated))
+    planner = Planner(planned, model, Budget(limit + CUDA_CONTEXT_BYTES, None, processes, processes))
+    resolved = resolve(str(candidate.config), planned, model, processes, processes)
+
+    def predict(size: int) -> SimpleNamespace:
+        peak = planner.predict(resolved, size).peak
+        # The limit counts what an allocator reserves; a simulated one has neither workspaces nor unused blocks.
+        counted = peak.needed - (peak.device - peak.reserved) if on_cuda else peak.allocated - CUBLAS_WORKSPACE_BYTES
+        return SimpleNamespace(size=size, device_bytes=counted, fits=counted <= limit)
+
+    return [(each.size, each.device_bytes) for each in search(sizes, predict, limit)]

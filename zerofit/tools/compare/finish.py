@@ -6,7 +6,6 @@ resumes from its last checkpoint. Then their times, throughput and held-out figu
 
 import math
 import statistics
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from zerofit.recipe.parsing import read_yaml
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, rounded, say, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
+from zerofit.tools.compare.comparison import Comparison, contents_of_pair
+from zerofit.tools.compare.devices import launch_environment
 from zerofit.tools.compare.results import StrategyRow
-from zerofit.tools.compare.trial_files import key_of
-from zerofit.tools.compare.trial_machine import launch_environment
+from zerofit.tools.compare.trial import key_of
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
@@ -188,59 +188,42 @@ def agreement(runs: list[Finished]) -> str:
     )
 
 
-class Finish:
-    """All runs of one `zerofit compare --finish`.
+def finish(comparison: Comparison, recipe: Path) -> list[Finished]:
+    """Train under every strategy that holds a batch, one run after another.
 
     Args:
-        comparison: zerofit.tools.compare.comparison.Comparison, which knows the best batches.
         recipe: the file of the runs' recipe.
     """
+    rows = zip(comparison.candidates, comparison.rows())
+    return [_finish(comparison, recipe, candidate, row) for candidate, row in rows if row.best]
 
-    def __init__(self, comparison, recipe: Path):
-        self.comparison, self.options, self.recipe = comparison, comparison.options, recipe
-        self.journal, self.machine = comparison.journal, comparison.machine
-        self.folder = comparison.output / RUNS
-        self.environment = launch_environment(self.machine, self.options.num_processes)
 
-    def run(self) -> list[Finished]:
-        """Train under every strategy that holds a batch."""
-        rows = zip(self.comparison.candidates, self.comparison.rows())
-        return [self._finish(candidate, row) for candidate, row in rows if row.best]
-
-    def _finish(self, candidate: Candidate, row: StrategyRow) -> Finished:
-        size = batch_to_train(row, self.options.global_batch_size, self.options.num_processes)
-        key = key_of(
-            recipe=self.recipe.read_text(encoding="utf-8"),
-            task=self.options.task,
-            size=size,
-            pair=self.comparison.pair_of(candidate),
-            overrides=candidate.overrides,
-            num_processes=self.options.num_processes,
-            machine=self.machine.identity,
-        )
-        folder = self.folder / f"{candidate.folder_name}-{size}-{key[:8]}"
-        if RunFolder(folder).is_finished:
-            say(f"{candidate.name}: trained at {size} per process before ({folder})")
-            return read_finished(candidate.name, size, folder)
-        flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
-        trial = LaunchedRun(self.options.task, candidate.config, self.recipe, folder, flags)
-        log = folder.with_name(f"{folder.name}.log")
-        say(f"{candidate.name}: trains at {size} per process; its output is {log}")
-        problem = self._launch(trial, candidate, key, log)
-        finished = read_finished(candidate.name, size, folder, problem)
-        took = problem or f"{finished.updates:,} updates in {duration(finished.training_s)}"
-        say(f"{candidate.name}: {took}")
-        return finished
-
-    def _launch(self, trial: LaunchedRun, candidate: Candidate, key: str, log: Path) -> str:
-        """Launch the run and wait for its end. Returns why it failed; empty: it did not."""
-        about = {"launch": self.journal.launches + 1, "key": key}
-        mark = uuid.uuid4().hex
-        self.journal.add("launch", **about, candidate=candidate.name, mark=mark, folder=trial.output.name)
-        command = trial.command(self.options.num_processes)
-        with launched(command, trial.output, log, mark=mark, environment=self.environment) as launch:
-            launch.wait(math.inf)
-            seconds = launch.seconds
-            problem = mistake(launch) or failure(launch, "ended") or "" if launch.process.returncode else ""
-        self.journal.add("end", **about, how="failed" if problem else "done", seconds=round(seconds, 1))
-        return problem
+def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, row: StrategyRow) -> Finished:
+    options, machine = comparison.options, comparison.timer or comparison.machine
+    size = batch_to_train(row, options.global_batch_size, options.num_processes)
+    key = key_of(
+        recipe=recipe.read_text(encoding="utf-8"),
+        task=options.task,
+        size=size,
+        pair=contents_of_pair(candidate),
+        overrides=candidate.overrides,
+        num_processes=options.num_processes,
+        machine=machine.identity,
+    )
+    folder = comparison.output / RUNS / f"{candidate.folder_name}-{size}-{key[:8]}"
+    if RunFolder(folder).is_finished:
+        say(f"{candidate.name}: trained at {size} per process before ({folder})")
+        return read_finished(candidate.name, size, folder)
+    flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
+    command = LaunchedRun(options.task, candidate.config, recipe, folder, flags).command(options.num_processes)
+    log = folder.with_name(f"{folder.name}.log")
+    say(f"{candidate.name}: trains at {size} per process; its output is {log}")
+    about = comparison.journal.begin(key=key, candidate=candidate.name, size=size)
+    environment = launch_environment(machine, options.num_processes)
+    with launched(command, folder, log, mark=about["mark"], environment=environment) as launch:
+        launch.wait(math.inf)
+        problem = mistake(launch) or failure(launch, "ended") or "" if launch.process.returncode else ""
+        comparison.journal.end(about, "failed" if problem else "done", launch.seconds)
+    finished = read_finished(candidate.name, size, folder, problem)
+    say(f"{candidate.name}: {problem or f'{finished.updates:,} updates in {duration(finished.training_s)}'}")
+    return finished

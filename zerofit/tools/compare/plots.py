@@ -10,26 +10,25 @@ from matplotlib.figure import Figure
 
 from zerofit.record.terminal import shortened
 from zerofit.tools.compare.results import StrategyRow
-from zerofit.tools.compare.search import BATCHES, SearchVariable
-from zerofit.tools.compare.trial_files import peak_of
+from zerofit.tools.compare.trial import peak_of
 
 # Distinct also for colour-blind people: Okabe and Ito, jfly.uni-koeln.de/color
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
 MARKERS = "os^Dv<>ph"
 
 
-def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVariable = BATCHES) -> Figure:
+def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     """Peak memory of the rank that needs most against the size: a line as predicted, points as measured, and a cross
     where memory ran out."""
     shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     top = max(shown, default=2**20)
     unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
-    figure, axes = _figure(variable.size, f"peak memory of a process, {name}")
-    predicted = [row for row in rows if row.guess and row.guess.curve]
+    figure, axes = _figure("batch size", f"peak memory of a process, {name}")
+    predicted = [row for row in rows if row.predicted]
     for index, row in enumerate(rows):
-        style, lines, fails = _style(index), row.in_fresh_processes, row.fails
+        style, lines, fails = _style(index), row.fitting, row.fails
         if row in predicted:
-            sizes, peaks = zip(*row.guess.curve)
+            sizes, peaks = zip(*sorted(row.predicted.items()))
             axes.plot(sizes, [peak / unit for peak in peaks], color=style["color"], linewidth=1.2)
         sizes, peaks = [line["size"] for line in lines], [peak_of(line) / unit for line in lines]
         axes.plot(sizes, peaks, linestyle="none", label=_label(row.name if lines else f"{row.name}: none"), **style)
@@ -47,17 +46,17 @@ def memory_plot(rows: list[StrategyRow], limit: int | None, variable: SearchVari
     return _with_legend(figure, axes)
 
 
-def throughput_plot(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> Figure:
-    """Samples a second, over all processes, against the batch size of one; or tokens a second against the length."""
-    figure, axes = _figure(variable.size, variable.rate.replace("_per_", "/"))
+def throughput_plot(rows: list[StrategyRow]) -> Figure:
+    """Samples a second, over all processes, against the batch size of one."""
+    figure, axes = _figure("batch size", "samples/s")
     for index, row in enumerate(rows):
         lines, style = row.timed, _style(index)
         if lines:
-            sizes, rates = [line["size"] for line in lines], [line[variable.rate] for line in lines]
+            sizes, rates = [line["size"] for line in lines], [line["samples_per_s"] for line in lines]
             axes.plot(sizes, rates, linewidth=1.2, label=_label(row.name), **style)
-            best = max(lines, key=lambda line: line[variable.rate])
+            best = max(lines, key=lambda line: line["samples_per_s"])
             axes.plot(
-                [best["size"]], [best[variable.rate]], "o", color=style["color"], markersize=11, fillstyle="none"
+                [best["size"]], [best["samples_per_s"]], "o", color=style["color"], markersize=11, fillstyle="none"
             )
     axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])

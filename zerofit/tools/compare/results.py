@@ -6,16 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.record.terminal import rounded
-from zerofit.tools.compare.guess import Guess
-from zerofit.tools.compare.search import BATCHES, Fact, SearchState, SearchVariable
-from zerofit.tools.compare.trial_files import peak_of
-
-
-def fact_of(line: dict[str, Any]) -> Fact:
-    """A line of the journal, as the search needs it."""
-    fits = line["outcome"] == "fits"
-    return Fact(line["size"], fits, line["fresh"], peak_of(line) if fits else None)
-
+from zerofit.tools.compare.search import bounds
+from zerofit.tools.compare.trial import peak_of
 
 BUSY = 2  # a load average of so many times the cores, or the ranks, is that of other programs too
 RATES = (
@@ -24,11 +16,10 @@ RATES = (
 )
 
 
-def with_rates_of(line: dict[str, Any], timed: list[dict[str, Any]]) -> dict[str, Any]:
-    """A simulated trial with the rates that were measured at its size, or without any."""
-    rates = next((rated for rated in reversed(timed) if rated["size"] == line["size"]), {})
+def with_rates_of(line: dict[str, Any], timed: dict[str, Any] | None) -> dict[str, Any]:
+    """A simulated trial with the rates of a trial that was timed at its size, or without any."""
     kept = {name: value for name, value in line.items() if name not in (*RATES, "loss")}
-    return kept | {name: rates[name] for name in RATES if name in rates}
+    return kept | {name: timed[name] for name in RATES if timed and name in timed}
 
 
 @dataclass
@@ -36,58 +27,49 @@ class StrategyRow:
     """One candidate. Memory is in bytes; batch sizes are those of one process.
 
     Args:
-        trials: the lines of the journal, one for each size that was tried.
-        about: what its trials have in common (the `ready` line): numbers of samples, parameters and so on.
+        trials: the results of the journal, one for each size that was tried, ascending.
         problem: why there is no result; empty: there is one.
-        guess: what `zerofit plan` predicted; None: nothing.
+        predicted: {size: peak} of the sizes that `zerofit plan` predicted.
     """
 
     name: str
-    sizes: list[int]
     trials: list[dict[str, Any]]
-    about: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
     launches: int = 0
     seconds: float = 0.0
-    guess: Guess | None = None
+    predicted: dict[int, int] = field(default_factory=dict)
 
     @property
-    def state(self) -> SearchState:
-        return SearchState(self.sizes, list(map(fact_of, self.trials)))
+    def _bounds(self) -> tuple[int, int | None]:
+        return bounds({line["size"]: peak_of(line) if "ranks" in line else None for line in self.trials})
 
     @property
     def largest(self) -> int:
         """The largest batch that fits; 0: none does, or it is not known."""
-        return 0 if self.problem else self.state.fits
+        return 0 if self.problem else self._bounds[0]
 
     @property
     def fails(self) -> dict[str, Any] | None:
         """The trial of the smallest batch that does not fit; None: there is none."""
-        fails = self.state.fails
-        lines = [line for line in self.trials if line["size"] == fails and line["outcome"] != "fits"]
-        return max(lines, key=lambda line: line["fresh"], default=None)
-
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether both sides of the limit were tried in fresh processes."""
-        state = self.state
-        sides = [size for size in (state.fits, state.fails) if size]
-        return state.is_bracketed and all(map(state.is_confirmed, sides))
-
-    def at(self, size: int | None) -> dict[str, Any] | None:
-        """The trial of a size that fits, from a fresh process if there is one."""
-        lines = [line for line in self.trials if line["size"] == size and line["outcome"] == "fits"]
-        return max(lines, key=lambda line: line["fresh"], default=None)
+        return next((line for line in self.trials if line["size"] == self._bounds[1]), None)
 
     @property
     def fitting(self) -> list[dict[str, Any]]:
-        """A trial of each size that fits, ascending."""
-        sizes = sorted({line["size"] for line in self.trials if line["size"] <= self.largest})
-        return [line for line in map(self.at, sizes) if line]
+        """The trials of sizes that fit, ascending."""
+        return [line for line in self.trials if line["size"] <= self.largest]
+
+    def at(self, size: int | None) -> dict[str, Any] | None:
+        """The trial of a size that fits."""
+        return next((line for line in self.fitting if line["size"] == size), None)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What its trials have in common: numbers of samples, parameters and so on."""
+        return next((line["about"] for line in self.trials if "about" in line), {})
 
     @property
     def timed(self) -> list[dict[str, Any]]:
-        """A trial of each size that fits and was timed, ascending."""
+        """The trials of sizes that fit and were timed, ascending."""
         return [line for line in self.fitting if "samples_per_s" in line]
 
     @property
@@ -96,51 +78,28 @@ class StrategyRow:
         return max(self.timed, key=lambda line: line["samples_per_s"], default=None)
 
     @property
-    def evaluation(self) -> dict[str, Any] | None:
-        """The trial of the largest size with a timed evaluation."""
-        return next((line for line in reversed(self.fitting) if "evaluation_seconds" in line), None)
-
-    @property
     def epoch_s(self) -> float | None:
         """Seconds of an epoch at the best throughput, with all rows at the greatest length."""
         return self.about["num_samples"] / self.best["samples_per_s"] if self.best and self.about else None
-
-    @property
-    def in_fresh_processes(self) -> list[dict[str, Any]]:
-        """The trials that were the first of their process, if there are at least two; else all that fit."""
-        fresh = [line for line in self.fitting if line["fresh"]]
-        return fresh if len(fresh) > 1 else self.fitting
-
-    @property
-    def bytes_per_sample(self) -> float | None:
-        """Growth of the peak with each sample, from the smallest size to the largest."""
-        lines = self.in_fresh_processes
-        if len(lines) < 2 or lines[0]["size"] == lines[-1]["size"]:
-            return None
-        grown = peak_of(lines[-1], with_evaluation=False) - peak_of(lines[0], with_evaluation=False)
-        return grown / (lines[-1]["size"] - lines[0]["size"])
-
-    @property
-    def held(self) -> dict[str, int]:
-        """Bytes of weights and of optimizer state that stay from update to update, on the rank that has most."""
-        line = next((line for line in self.fitting if line.get("held")), None)
-        return {name: max(rank[name] for rank in line["held"]) for name in line["held"][0]} if line else {}
 
     @property
     def limit_text(self) -> str:
         """The largest batch in words, and whether a larger one may fit."""
         if self.problem:
             return "failed"
-        fails = self.fails
         if not self.largest:
-            return f"none ({outcome_text(fails)})" if fails else "not known"
-        return f"{self.largest}" if fails else f"{self.largest} or more"
+            return f"none ({outcome_text(self.fails)})" if self.fails else "not known"
+        return f"{self.largest}" if self.fails else f"{self.largest} or more"
+
+    def predicted_peak(self, size: int) -> float:
+        """The peak of a size, on the line through the two predicted sizes that are nearest to it."""
+        near = sorted(sorted(self.predicted, key=lambda each: abs(each - size))[:2])
+        low, high = self.predicted[near[0]], self.predicted[near[-1]]
+        return low + (size - near[0]) * (high - low) / max(1, near[-1] - near[0])
 
 
-def outcome_text(line: dict[str, Any] | None) -> str:
+def outcome_text(line: dict[str, Any]) -> str:
     """Why a size does not fit, in words."""
-    if line is None:
-        return ""
     if line["outcome"] == "timed_out":
         return "timed out"
     phase = f" in {line['phase']}" if line.get("phase") else ""
@@ -185,41 +144,41 @@ def _is_disturbed(line: dict[str, Any]) -> bool:
     return max(line.get("load") or [0.0]) > BUSY * max(line.get("cores") or 1, len(line["ranks"]))
 
 
-def conclusion(rows: list[StrategyRow], variable: SearchVariable = BATCHES) -> str:
+def conclusion(rows: list[StrategyRow]) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
-    sentences = [*_sentences(rows, variable)] if rows else []
+    sentences = [*_sentences(rows)] if rows else []
     sentences += [f"{', '.join(failed)}: failed, without a result."] if failed else []
     return " ".join(sentences)
 
 
-def _sentences(rows: list[StrategyRow], variable: SearchVariable) -> Iterator[str]:
+def _sentences(rows: list[StrategyRow]) -> Iterator[str]:
     first, largest = rows[0], max(row.largest for row in rows)
     if not largest:
-        names = ", ".join(row.name for row in rows)
-        yield f"No {variable.short} fits within this limit under {names}."
+        yield f"No batch fits within this limit under {', '.join(row.name for row in rows)}."
         return
     holders = [row for row in rows if row.largest == largest]
     times = factor(holders[0], first)
     against = f", {rounded(times)} times the {first.largest:,} of {first.name}" if times and times != 1 else ""
-    holds = f"hold{'s' if len(holders) == 1 else ''} {variable.holds.format(largest)}"
-    yield f"{' and '.join(row.name for row in holders)} {holds}{against}."
+    holds = "holds" if len(holders) == 1 else "hold"
+    yield f"{' and '.join(row.name for row in holders)} {holds} the largest batch, {largest:,} per process{against}."
     timed = [row for row in rows if row.best]
-    if timed and variable is BATCHES:
-        fastest = max(timed, key=lambda row: row.best["samples_per_s"])
-        faster = speed_up(fastest, first)
-        against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
-        rate = f"{rounded(fastest.best['samples_per_s'])} samples/s{against}"
-        disturbed = [row for row in timed if _is_disturbed(row.best)]
-        if disturbed:
-            loads = ", ".join(f"{row.name} {load_text(row.best)}" for row in disturbed)
-            yield (
-                f"No strategy is called the fastest: other programs were at work on the {disturbed[0].best['cores']} "
-                f"cores (load average: {loads}). Measure again on a quiet machine."
-            )
-            return
-        yield f"The fastest is {fastest.name} at {fastest.best['size']} per process: {rate}."
-        low = rates(fastest.best)[0]
-        near = [row.name for row in timed if row is not fastest and rates(row.best)[1] >= low]
-        if near:
-            yield f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves."
+    if not timed:
+        return
+    fastest = max(timed, key=lambda row: row.best["samples_per_s"])
+    disturbed = [row for row in timed if _is_disturbed(row.best)]
+    if disturbed:
+        loads = ", ".join(f"{row.name} {load_text(row.best)}" for row in disturbed)
+        yield (
+            f"No strategy is called the fastest: other programs were at work on the {disturbed[0].best['cores']} "
+            f"cores (load average: {loads}). Measure again on a quiet machine."
+        )
+        return
+    faster = speed_up(fastest, first)
+    against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
+    rate = f"{rounded(fastest.best['samples_per_s'])} samples/s{against}"
+    yield f"The fastest is {fastest.name} at {fastest.best['size']} per process: {rate}."
+    low = rates(fastest.best)[0]
+    near = [row.name for row in timed if row is not fastest and rates(row.best)[1] >= low]
+    if near:
+        yield f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves."

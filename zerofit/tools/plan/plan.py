@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from zerofit.estimate.device_speeds import STAND_IN, device_speeds, stand_in_speeds
-from zerofit.estimate.peak import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
+from zerofit.estimate.memory_constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.read_model import read_planned_model
@@ -33,10 +33,10 @@ from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.lengths_option import possible_lengths
 from zerofit.tools.plan.calibrate import calibrate
 from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
+from zerofit.tools.plan.lengths import possible_lengths
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.plan.plan_report import PlanReport

@@ -8,8 +8,8 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
-from zerofit.tools.lengths_option import SizesOptions, length_problems
-from zerofit.tools.tool_recipe import StrategiesOptions
+from zerofit.tools.plan.lengths import length_problems
+from zerofit.tools.tool_recipe import BatchSizesOptions, StrategiesOptions
 
 # Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
 # guides of DGX A100, H100, H200 and B200; AWS, "Accelerated computing instances" (p4d and p4de: 400 Gbit/s of EFA, p5:
@@ -79,11 +79,17 @@ class SpeedOptions(Recipe):
 
 
 @dataclass
-class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions):
+class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions):
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
     strategies: list[str] = option(  # noqa: RUF009
         ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True
+    )
+    lengths: list[str] | None = option(  # noqa: RUF009
+        None,
+        "Find the longest of these rows, 8k,16k,32k, that fit with the recipe's per_device_train_batch_size, or 1. "
+        "auto: multiples of 1024 up to the model's positions.",
+        common=True,
     )
     gpus_per_node: int = option(
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
@@ -141,7 +147,7 @@ class PlanOptions(SizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions)
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
-        found += length_problems(self, automatic=True, without_use=("batch_sizes", "max_batch_size", "mean_length"))
+        found += length_problems(self)
         if self.price and not self.tokens:
             found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
         if self.num_tags and self.task != "cls":

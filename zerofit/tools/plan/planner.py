@@ -5,12 +5,14 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
-from zerofit.estimate.model_states import States
-from zerofit.estimate.peak import (
+from zerofit.estimate.memory_constants import (
     CPU_DEEPSPEED_BYTES,
     CPU_GROUP_BYTES,
     CPU_GROUPS,
     CPU_PROGRAM_BYTES,
+)
+from zerofit.estimate.model_states import States
+from zerofit.estimate.peak import (
     InFlight,
     KeyValueCache,
     Peak,
@@ -27,8 +29,8 @@ from zerofit.estimate.timing import Timing
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.lengths_option import micro_batch_of
 from zerofit.tools.plan.layouts import possible_degrees, read_pair, resolve_with
+from zerofit.tools.plan.lengths import micro_batch_of
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
 from zerofit.tools.plan.size_search import search
 

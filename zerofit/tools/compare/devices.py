@@ -4,7 +4,7 @@ Simulated devices (`--simulate`) hold no data: floating-point tensors are addres
 kernels are skipped (shapes come from torch's meta kernels), their collectives move nothing. Integers and masks are
 real, and the allocator counts and refuses as a GPU's does (zerofit/tools/simulate/csrc/without_data.h).
 
-`python -m zerofit.tools.compare.trial_machine` prints its description, as another process: one that uses a GPU through
+`python -m zerofit.tools.compare.devices` prints its description, as another process: one that uses a GPU through
 torch takes half a GiB of it until it ends.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zerofit.estimate.peak import CUDA_CONTEXT_BYTES
+from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import known_architectures
 from zerofit.model.folders import is_adapter
@@ -32,7 +32,6 @@ from zerofit.tools.machine import Device, Machine, inspect_machine
 from zerofit.tools.simulate import build
 
 USABLE = 0.9  # part of a device's memory
-SHARE = 0.75  # of the host's memory, for all processes together
 
 
 @dataclass(frozen=True)
@@ -59,24 +58,6 @@ class TrialMachine(Machine):
             **{name: value for name, value in self.simulated.items() if name.startswith("SIMGPU_")},
         }
 
-    @property
-    def settings(self) -> dict[str, str]:
-        """Environment variables of trials, so that a CPU's memory counts what is in use, as a GPU's does.
-
-        A GPU's allocator releases its cache before it reports that memory is out. The C library gives back blocks that
-        are mapped one by one; smaller ones stay in the heap, with its holes. From 64 KiB on, the heap holds next to no
-        tensors. And oneDNN keeps code and weights for every shape that it has seen: a launch that tries many batch
-        sizes has many shapes.
-        """
-        if self.devices:
-            return {}
-        one_by_one = str(2**16)
-        return {
-            "MALLOC_MMAP_THRESHOLD_": one_by_one,
-            "MALLOC_TRIM_THRESHOLD_": one_by_one,
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
-        }
-
     def describe(self) -> str:
         """One line."""
         hardware = self.environment["hardware"]
@@ -87,10 +68,10 @@ class TrialMachine(Machine):
 
 
 def launch_environment(machine: TrialMachine, num_processes: int) -> dict[str, str]:
-    """Environment variables of a launch: the machine's settings, and that processes may share its devices where it has
-    fewer."""
+    """Environment variables of a launch: the simulated devices, and that processes may share real ones where there
+    are fewer."""
     shares = 0 < len(machine.devices) < num_processes
-    return machine.settings | machine.simulated | ({SHARES_DEVICES: "1"} if shares else {})
+    return {**machine.simulated, **({SHARES_DEVICES: "1"} if shares else {})}
 
 
 def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachine:
@@ -104,7 +85,7 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
     """
     root = Path(__file__).resolve().parents[3]
     finished = subprocess.run(
-        [sys.executable, "-m", "zerofit.tools.compare.trial_machine"],
+        [sys.executable, "-m", "zerofit.tools.compare.devices"],
         capture_output=True,
         text=True,
         cwd=root,
@@ -122,25 +103,15 @@ def _print_description() -> None:
     print(json.dumps({**asdict(machine), "environment": describe_environment([], torch.device(machine.kind))}))
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bytes that each rank may use of its device; None: all of it. `notes` say what was chosen."""
+def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
+    """(bytes that each rank may use of its device; None: all of it, notes that say what was chosen).
 
-    device: int | None
-    notes: list[str]
-
-
-def choose_limits(machine: TrialMachine, num_processes: int, limit: int | None) -> Limits:
-    """The limits of a rank, whose device has `limit` bytes by the options.
+    Args:
+        limit: what the options say.
 
     Raises:
-        UserError: the machine has less than all ranks together may use.
+        UserError: a device has less than its ranks together may use.
     """
-    choose = _limit_on_devices if machine.devices else _limit_on_cpu
-    return Limits(*choose(machine, num_processes, limit))
-
-
-def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
     ranks, total = -(-num_processes // len(machine.devices)), min(device.total for device in machine.devices)
     context = CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0
     each = (limit or 0) + context
@@ -159,17 +130,6 @@ def _limit_on_devices(machine: TrialMachine, num_processes: int, limit: int | No
     return limit, notes
 
 
-def _limit_on_cpu(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
-    if limit is None:
-        limit = int(SHARE * machine.memory / num_processes)
-        return limit, [f"memory_limit {size(limit)}: {SHARE:.0%} of this machine's memory, in equal parts"]
-    if num_processes * limit > machine.memory:
-        raise UserError(
-            f"memory_limit = {size(limit)} x {num_processes}: at most {machine.memory // num_processes // 2**20}MiB"
-        )
-    return limit, []
-
-
 NOT_COUNTED = (
     "Simulated: not in the peaks are workspaces of kernels and of NCCL, fragmentation, and what the driver takes for "
     "each process (on CUDA about half a GiB). Host memory is not limited"
@@ -177,24 +137,13 @@ NOT_COUNTED = (
 NAME = "npu"  # of the device's type, for accelerate has a list of those that it lets train in fp16
 
 
-@dataclass(frozen=True)
-class Timer:
-    """The real machine, which times what simulated devices hold."""
-
-    machine: TrialMachine
-
-    def precision(self, wanted: str) -> tuple[str, str]:
-        """(the precision of timed updates, why it is not the wanted one: empty if it is)."""
-        if wanted == "bf16" and self.machine.bf16_slowdown:
-            return "fp32", f"bf16 products take {self.machine.bf16_slowdown:.0f} times as long on this CPU"
-        if wanted == "fp16" and not self.machine.devices:
-            return "fp32", "fp16 needs a GPU"
-        return wanted, ""
-
-    def note(self, wanted: str) -> str:
-        """Where updates are timed, and in which precision: a sentence."""
-        precision, why = self.precision(wanted)
-        return f"Timed on {self.machine.describe()} without a memory limit, in {precision}{', for ' * bool(why)}{why}"
+def timed_precision(machine: TrialMachine, wanted: str) -> tuple[str, str]:
+    """(the precision of timed updates on a machine, why it is not the wanted one: empty if it is)."""
+    if wanted == "bf16" and machine.bf16_slowdown:
+        return "fp32", f"bf16 products take {machine.bf16_slowdown:.0f} times as long on this CPU"
+    if wanted == "fp16" and not machine.devices:
+        return "fp32", "fp16 needs a GPU"
+    return wanted, ""
 
 
 def simulated_machine(device: str, num_processes: int) -> TrialMachine:
@@ -206,7 +155,11 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
     Raises:
         UserError: the size or the name is unknown, or there is no C++ compiler.
     """
-    total, model = _device(device)
+    gpu = GPUS.get(device.lower())
+    try:
+        total = gpu.usable_bytes if gpu else parse_bytes(device)
+    except ValueError:
+        raise UserError(f"simulate = {device!r} is neither 24GiB nor one of {', '.join(GPUS)}") from None
     lacks = build.missing()
     if lacks:
         raise UserError(
@@ -219,22 +172,10 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
             **build.environment(build.build()),
             "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
             "SIMGPU_WITHOUT_DATA": "1",
-            "SIMGPU_MODEL": model,
+            "SIMGPU_MODEL": f"simulated {gpu.name if gpu else f'device of {size(total)}'}",
             "SIMGPU_NAME": NAME,
         }
     )
-
-
-def _device(text: str) -> tuple[int, str]:
-    """(bytes, what the device calls itself)."""
-    gpu = GPUS.get(text.lower())
-    if gpu is not None:
-        return gpu.usable_bytes, f"simulated {gpu.name}"
-    try:
-        total = parse_bytes(text)
-    except ValueError:
-        raise UserError(f"simulate = {text!r} is neither 24GiB nor one of {', '.join(GPUS)}") from None
-    return total, f"simulated device of {size(total)}"
 
 
 def without_weights(values: dict) -> dict:

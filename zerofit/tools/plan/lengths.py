@@ -1,45 +1,11 @@
-"""`--batch_sizes` and `--lengths` of a tool: which micro-batches it looks at, or lengths of rows in their place."""
+"""`zerofit plan --lengths`: the longest rows that fit, in place of the largest micro-batch."""
 
 import re
-from dataclasses import dataclass
 
 from zerofit.model.configuration import usable_positions
-from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
 
 STEP = 1024  # tokens between the lengths that are looked at where none is named
-
-
-@dataclass
-class SizesOptions(Recipe):
-    """Which micro-batches, or which lengths of rows"""
-
-    batch_sizes: list[str] = option(  # noqa: RUF009
-        ["auto"], "auto: find the largest micro-batch; or the micro-batches to look at: 1,8,40.", common=True
-    )
-    lengths: list[str] | None = option(  # noqa: RUF009
-        None,
-        "Find the longest of these rows, 8k,16k,32k, that fit with the recipe's per_device_train_batch_size, or 1. "
-        "A plan takes auto, too: multiples of 1024 up to the model's positions.",
-        common=True,
-    )
-
-    @property
-    def micro_batches(self) -> list[int] | None:
-        """The micro-batches that were named, in order; None: auto."""
-        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
-        return None if texts == ["auto"] else sorted({int(text) for text in texts})
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        try:
-            is_wrong = self.micro_batches is not None and (not self.micro_batches or self.micro_batches[0] < 1)
-        except ValueError:
-            is_wrong = True
-        if is_wrong:
-            problems.append(f"batch_sizes = {' '.join(self.batch_sizes)!r}: expected auto, or sizes such as 8,16,40")
-        return problems
 
 
 def parse_length(text: str) -> int:
@@ -67,31 +33,27 @@ def read_lengths(given: list[str]) -> list[int]:
     return lengths
 
 
-def length_problems(options, automatic: bool, without_use: tuple[str, ...]) -> list[str]:
+def length_problems(options) -> list[str]:
     """What is wrong with `--lengths`.
 
     Args:
-        options: of the tool and the recipe, in one.
-        automatic: whether `auto` is possible.
-        without_use: options of the tool that have no effect beside it.
+        options: of the plan and the recipe, in one.
     """
     if options.lengths is None:
         return []
     given, problems = " ".join(options.lengths), []
     try:
-        if not (automatic and options.lengths == ["auto"]):
+        if options.lengths != ["auto"]:
             read_lengths(options.lengths)
     except ValueError:
-        expected = f"{'auto, or ' * automatic}lengths of rows in tokens"
-        problems.append(f"lengths = {given!r}: expected {expected}, such as 8k,16k,32k (8k is 8192)")
+        expected = "auto, or lengths of rows in tokens, such as 8k,16k,32k (8k is 8192)"
+        problems.append(f"lengths = {given!r}: expected {expected}")
     if not hasattr(options, "block_size"):
         problems.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
     elif (options.source("block_size") or "").startswith("--"):
         problems.append("--block_size and --lengths: keep one of the two")
-    problems += [
-        f"{name} has no effect with lengths = {given}. Remove it" for name in without_use if options.source(name)
-    ]
-    return problems
+    without_use = [name for name in ("batch_sizes", "max_batch_size", "mean_length") if options.source(name)]
+    return problems + [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
 
 
 def micro_batch_of(options) -> int:

@@ -1,0 +1,518 @@
+"""The parts of `zerofit compare` that launch nothing: search, journal, limits, options, report, runs to finish."""
+
+import csv
+import json
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers import ROOT, Samples, refusal
+
+from zerofit.cli import main
+from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parsing import parse_bytes
+from zerofit.strategy.gpu_table import GPUS
+from zerofit.tools.compare import devices, trial
+from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
+from zerofit.tools.compare.compare import CompareOptions
+from zerofit.tools.compare.comparison import Comparison
+from zerofit.tools.compare.devices import TrialMachine, choose_limit, timed_precision, without_weights
+from zerofit.tools.compare.finish import batch_to_train, values_to_finish
+from zerofit.tools.compare.report import ComparisonReport
+from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, spread, with_rates_of
+from zerofit.tools.compare.search import bounds, next_size
+from zerofit.tools.compare.trial import Journal, outcome_of
+from zerofit.tools.machine import Device
+from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.training.measurement import limit_device, longest_rows
+from zerofit.training.task import Task
+
+SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
+CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+GIB, MIB = 2**30, 2**20
+
+
+def options(*flags, config=SMALL):
+    return read_with_recipe(CompareOptions, ["--config", str(config), *flags], "zerofit compare")
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+
+def searched(limit, base, each, noise=0.0, seed=0, sizes=None, guess=0, per_sample=None):
+    """{size: peak} of all that are tried where a process takes base + each * size."""
+    random, sizes, peaks = Random(seed), sizes or list(range(1, 4097)), {}
+    while (size := next_size(sizes, peaks, limit, (), guess, per_sample)) is not None:
+        peak = base + each * size + random.uniform(0, noise)
+        peaks[size] = int(peak) if peak <= limit else None
+        assert len(peaks) < 60
+    return peaks
+
+
+@pytest.mark.parametrize("limit", [1009, 1100, 3000, 30000])
+def test_the_exact_largest_size_is_found_in_few_launches(limit):
+    true, peaks = int((limit - 1000) / 8.3), searched(limit, 1000, 8.3)
+    assert bounds(peaks) == (true, true + 1)
+    assert len(peaks) <= 12
+
+
+@pytest.mark.parametrize("limit", [1009, 1100, 3000, 30000])
+@pytest.mark.parametrize("error", [0.0, 0.02, -0.02, 0.1, -0.1, 1.0, -0.5])
+def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
+    true = int((limit - 1000) / 8.3)
+    guess = min(4096, max(1, round(true * (1 + error))))
+    peaks = searched(limit, 1000, 8.3, guess=guess, per_sample=8.3 * (1 + error))
+    assert bounds(peaks) == (true, true + 1)
+    assert next(iter(peaks)) == guess
+    assert len(peaks) == 2 if guess == true else len(peaks) <= 12
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_moves_it_by_its_own_size_only(seed):
+    peaks = searched(3000, 1000, 8.3, noise=10, seed=seed)
+    assert abs(bounds(peaks)[0] - 240) <= 2
+
+
+def test_sizes_with_a_step_and_named_sizes():
+    peaks = searched(1500, 1000, 8.3, sizes=list(range(8, 4097, 8)))
+    assert bounds(peaks) == (56, 64)
+    assert all(size % 8 == 0 for size in peaks)
+    assert bounds(searched(1500, 1000, 8.3, sizes=[8, 16, 40, 200])) == (40, 200)
+    assert bounds(searched(5000, 1000, 8.3, sizes=[8, 16, 40])) == (40, None)
+    assert next_size([8, 10, 12, 16], {8: 50}, None, [8, 10, 12, 16]) == 10
+    assert next_size([8, 10, 12, 16], {8: 50}, None) == 16
+
+
+# ------------------------------------------------------------------------------------------------------------- a trial
+
+
+def test_a_journal_goes_on_after_a_torn_line(tmp_path):
+    file = tmp_path / "journal.jsonl"
+    Journal(file).add("size", key="k", size=4, outcome="fits")
+    with file.open("a") as torn:
+        torn.write('{"kind": "size", "key"')
+    again = Journal(file)
+    again.add("size", key="k", size=8, outcome="out_of_memory")
+    assert {size: line["outcome"] for size, line in Journal(file).results("k", 60).items()} == {
+        4: "fits", 8: "out_of_memory"
+    }  # fmt: skip
+    again.add("size", key="late", size=8, outcome="timed_out", patience_s=60)
+    assert len(again.results("late", 60)) == 1
+    assert not again.results("late", 600), "more patience: not known any more"
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("text", "code", "how", "where"), [
+    ("error: task_name = 'x': no such task\n", 1, "refused", None),
+    ("\nrank 0 (pid 7) ended without a message in forward\n  cause    the kernel's out-of-memory killer ended it\n", 1,
+     "out_of_memory", "host"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),
+    ("    return data.pin_memory()\nRuntimeError: CUDA error: out of memory\n", 1, "out_of_memory", "host"),
+    ("  rank      : 0\n  exitcode  : -9 (pid: 7)\n", 1, "killed", None),
+    ("", -9, "killed", None),
+    ("ValueError: shapes\n", 1, "failed", None),
+    ("", 0, "failed", None),
+])  # fmt: skip
+def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where, tmp_path):
+    process = SimpleNamespace(returncode=code, poll=lambda: code)
+    ended = SimpleNamespace(text=text, process=process, log=tmp_path / "log", seconds=1.0)
+    result = outcome_of(ended)
+    assert (result["outcome"], result.get("where")) == (how, where)
+
+
+@pytest.mark.parametrize(("answers", "words"), [([], "starts, for"), ([{"event": "begins"}], "its updates, for")])
+def test_a_silent_launch_says_how_long(answers, words, capsys):
+    """Each minute without an answer."""
+    clock, given = (
+        SimpleNamespace(seconds=0.0, process=SimpleNamespace(returncode=0), text=""),
+        [[*map(dict, answers)]],
+    )
+
+    def wait(until: float) -> str:
+        clock.seconds += 10
+        return "ended" if clock.seconds > 300 else "running"
+
+    clock.wait = wait
+    reader = SimpleNamespace(poll=lambda: given.pop() if given else [])
+    assert trial._follow(clock, reader, 1000.0)["outcome"] == "failed"
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4
+    assert all(words in line for line in said)
+    assert said[0].endswith("1:10 now")
+
+
+def comparison(tmp_path, *flags, outcomes: dict, simulated: bool = False) -> Comparison:
+    """One of ddp whose trials end as `outcomes` say, by size: the launches are in `tried`."""
+    given, cls = options("--strategies", "ddp", "--batch_sizes", ",".join(map(str, outcomes)), *flags)
+    (tmp_path / "recipe.yaml").write_text(make_recipe(given, cls).to_yaml())
+    made = Comparison(given, read_candidates(["ddp"]), machine=machine([GPU]), limit=GIB, timer=None,
+                      recipe=tmp_path / "recipe.yaml", output=tmp_path)  # fmt: skip
+    made.tried = []
+
+    def launch(candidate, size, *rest):
+        made.tried.append(size)
+        return {name: value for name, value in outcomes[size].items() if name != "size"}
+
+    made._launch = launch
+    return made
+
+
+def test_named_sizes_are_tried_up_to_the_first_that_does_not_fit(tmp_path, capsys):
+    found = comparison(tmp_path, outcomes={2: tried(2, 100), 4: tried(4, 200), 8: tried(8), 16: tried(16)})
+    found.run()
+    assert found.tried == [2, 4, 8]
+    assert "ddp: holds 4, and 8 does not" in capsys.readouterr().out
+    again = comparison(tmp_path, outcomes={2: tried(2, 100), 4: tried(4, 200), 8: tried(8), 16: tried(16)})
+    again.run()
+    assert not again.tried, "the journal has all of it"
+
+
+def test_a_trial_that_is_killed_twice_ran_out_of_memory(tmp_path):
+    killed = {"outcome": "killed", "text": "a process was killed"}
+    found = comparison(tmp_path, outcomes={2: tried(2, 100), 4: killed})
+    found.run()
+    assert found.tried == [2, 4, 4]
+    assert found.rows()[0].fails["where"] == "host"
+
+
+def test_a_mistake_in_the_recipe_ends_the_comparison(tmp_path):
+    found = comparison(tmp_path, outcomes={2: {"outcome": "refused", "text": "lora_r = 0: expected more"}})
+    with pytest.raises(UserError, match="lora_r = 0"):
+        found.run()
+
+
+# -------------------------------------------------------------------------------------------------------- longest rows
+
+
+def worst(longest, collate, size, start, *samples):
+    return longest_rows(Task(None, Samples(samples), collate, None, None, longest=longest), size, start)
+
+
+def test_rows_of_text_are_stretched_and_wholly_trained_on():
+    chat = {"input_ids": np.arange(5), "labels": np.array([-100, -100, 2, 3, -100]), "num_tokens": np.array(4)}
+    batch = worst({"input_ids": 12}, CausalCollator(0), 3, 0, chat)
+    assert batch.inputs["input_ids"].shape == (3, 12)
+    assert batch.num_targets == 3 * 11
+    assert batch.num_tokens == batch.num_positions == 36
+    assert batch.inputs["input_ids"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [(np.arange(5), list(range(8))), (np.array([0, 1, 2, 0, 1]), [0, 1, 2, 0, 1, 0, 1, 2])],
+)
+def test_one_document_stays_one_and_packed_ones_stay_several(positions, expected):
+    row = {"input_ids": np.arange(5), "labels": np.arange(5), "position_ids": positions}
+    batch = worst({"input_ids": 8}, CausalCollator(0), 2, 0, row)
+    assert batch.inputs["position_ids"][0].tolist() == expected
+    assert worst({"input_ids": 3}, CausalCollator(0), 1, 0, row).inputs["input_ids"].tolist() == [[0, 1, 2]]
+
+
+def test_examples_keep_their_labels():
+    rows = [{"input_ids": np.arange(n), "token_type_ids": np.zeros(n, int), "label": np.int64(n)} for n in (2, 9)]
+    batch = worst({"input_ids": 8}, ExampleCollator({"input_ids": 0, "token_type_ids": 0}), 3, 1, *rows)
+    assert batch.inputs["input_ids"].shape == batch.inputs["token_type_ids"].shape == (3, 8)
+    assert batch.labels.tolist() == [9, 2, 9]
+    assert batch.num_tokens == batch.num_positions
+
+
+def test_sources_and_targets_have_lengths_of_their_own():
+    pair = {"input_ids": np.arange(3), "labels": np.arange(3)}
+    batch = worst({"input_ids": 7, "labels": 5}, PairCollator(0), 2, 0, pair)
+    assert batch.inputs["input_ids"].shape == (2, 7)
+    assert batch.inputs["labels"].shape == (2, 5)
+    assert batch.num_targets == 10
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def test_sizes_of_memory():
+    assert parse_bytes("24GiB") == parse_bytes("24G") == 24 * GIB
+    assert parse_bytes("1.5 MiB") == 3 * MIB // 2
+    assert parse_bytes("24GB") == 24 * 10**9
+    for wrong in ("", "GiB", "-1GiB", "24 apples", "0GiB", "iB"):
+        with pytest.raises(ValueError):
+            parse_bytes(wrong)
+
+
+def test_mistakes_are_named():
+    assert "expected a size such as 24GiB" in refusal(options, "--memory_limit", "lots")
+    assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "8,big")
+    assert "no effect with batch_sizes" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
+    assert "zerofit plan --lengths" in refusal(options, "--lengths", "8k,16k")
+    said = refusal(make_recipe, *options("--per_device_train_batch_size", "4", "--save_steps", "9"))
+    assert "--per_device_train_batch_size has no effect in a comparison" in said
+    assert options("--batch_sizes", "40,8", "16")[0].micro_batches == [8, 16, 40]
+    assert "--output_dir has no effect" in refusal(make_recipe, *options("--finish", "--output_dir", "x"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [("output_dir x", "--output"), ("per_device_train_batch_size 4", "--batch_sizes"), ("resume never", "resumes")],
+)
+def test_a_run_s_option_names_that_of_a_comparison(flag, instead, capsys):
+    model = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "300", "--train_file", str(ROOT / "README.md")]
+    assert main(["compare", "--task", "clm", *model, *f"--{flag}".split()]) == 2
+    said = capsys.readouterr().err
+    assert f"--{flag.split()[0]} has no effect in a comparison" in said
+    assert instead in said.partition("comparison")[2]
+
+
+def test_strategies_and_what_they_override(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plain, lora = read_candidates(["zero2", "zero2:lora=true:lora-r=4"])
+    assert lora.flags == ["--lora", "true", "--lora_r", "4"]
+    assert "Did you mean zero" in refusal(read_candidates, ["zero9", "ddp"])
+    assert "sets nothing" in refusal(read_candidates, ["zero2:lora"])
+    recipe = make_recipe(*options())
+    check_overrides([plain, lora], recipe, options()[1])
+    said = refusal(check_overrides, read_candidates(["zero2:lorra=true"]), recipe, options()[1])
+    assert "Did you mean lora" in said
+    said = refusal(check_overrides, read_candidates(["ddp:per_device_train_batch_size=4"]), recipe, options()[1])
+    assert "set by the comparison" in said
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_in_the_tree_makes_trials_with_and_without_weights(path, tmp_path):
+    given, cls = options(config=path)
+    made, file = make_recipe(given, cls), tmp_path / "recipe.yaml"
+    file.write_text(made.to_yaml())
+    again = parse_recipe(cls, ["--config", str(file)])
+    assert again.global_batch_size is None
+    assert again.save_strategy == "no"
+    assert bool(given.global_batch_size and not given.gradient_accumulation_steps) == bool(made.notes)
+    file.write_text(yaml.safe_dump(without_weights(made.values)))
+    assert not parse_recipe(cls, ["--config", str(file)]).model_name_or_path
+
+
+def test_there_are_recipes_of_both_kinds():
+    named = [options(config=path)[0].model_name_or_path for path in RECIPES]
+    assert len(named) >= 12
+    assert sum(map(bool, named)) >= 5
+
+
+def test_trials_evaluate_one_batch_on_each_process():
+    assert make_recipe(*options("--num_processes", "2", config=CLS)).values["max_eval_samples"] == 2 * 64
+    given, cls = options()
+    assert make_recipe(given, cls).values["max_eval_samples"] == given.num_processes, "of text, blocks"
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+
+def machine(devices=(), memory=24 * GIB, available=20 * GIB) -> TrialMachine:
+    environment = {"hardware": {"cpu": "a CPU", "cores": 2}, "packages": {"torch": "2.13"}, "python": "3.11",
+                   "zerofit_commit": "0123456789abcdef", "zerofit_changed": False}  # fmt: skip
+    kind = "cuda" if devices else "cpu"
+    return TrialMachine(kind, tuple(devices), 2, memory, available, environment=environment)
+
+
+GPU = Device("GPU", 80 * GIB, 79 * GIB)
+CONTEXT = 640 * MIB
+
+
+def test_limits_are_what_the_devices_have():
+    """Contexts of processes that share a device are counted: the allocator's limit knows nothing of them."""
+    assert choose_limit(machine([GPU, GPU]), 2, None) == (None, [])
+    limit, notes = choose_limit(machine([GPU]), 2, 24 * GIB)
+    assert limit == 24 * GIB
+    assert "gloo" in notes[0]
+    assert choose_limit(machine([GPU]), 4, None)[0] == int(0.9 * (80 * GIB - 4 * CONTEXT) / 4)
+    exact = 20 * GIB - CONTEXT
+    assert choose_limit(machine([GPU]), 4, exact)[0] == exact
+    assert "Use --num_processes 3" in refusal(choose_limit, machine([GPU]), 4, exact + 1)
+    small = Device("GPU", 2 * GIB, 2 * GIB)
+    assert "each needs 640.0 MiB" in refusal(choose_limit, machine([small]), 4, None)
+
+
+def test_without_a_gpu_a_limit_is_needed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("zerofit.tools.compare.compare.inspect_trial_machine", lambda: machine())
+    assert main(["compare", "--config", str(SMALL), "--output", str(tmp_path / "out")]) == 2
+    assert "set --memory_limit, e.g. 1GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(38 * GIB, True), (39 * GIB, False)])
+def test_what_contexts_take_is_measured_before_the_cap(limit, fits, monkeypatch):
+    """Two ranks on 80 GiB, of which their contexts and another program have 3 GiB, and each allocator 256 MiB."""
+    fractions = []
+    free = 80 * GIB - 3 * GIB - 2 * 256 * MIB
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free, 80 * GIB))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 256 * MIB)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    if fits:
+        limit_device(torch.device("cuda"), limit, ranks=2)
+        assert fractions == [38 / 80]
+    else:
+        said = refusal(limit_device, torch.device("cuda"), limit, ranks=2)
+        assert "2 processes use it, and 3.00 GiB are in use" in said
+        assert "At most 38.50 GiB" in said
+        assert not fractions
+
+
+@pytest.mark.parametrize(("size", "total", "name"), [
+    ("24GiB", 24 * GIB, "simulated device of 24.00 GiB"),
+    ("A100-80GB", GPUS["a100-80gb"].usable_bytes, "simulated a100-80gb"),
+])  # fmt: skip
+def test_a_simulated_device_for_each_process(size, total, name, monkeypatch, tmp_path):
+    monkeypatch.setattr(devices.build, "target", lambda: ROOT / "README.md")
+    monkeypatch.setattr(devices.build, "build", lambda: tmp_path / "simgpu_c.so")
+    monkeypatch.setattr(devices, "inspect_trial_machine", lambda variables: variables)
+    variables = devices.simulated_machine(size, 2)
+    assert variables["SIMGPU_MEMORY"] == f"{total},{total}"
+    assert variables["SIMGPU_WITHOUT_DATA"] == "1"
+    assert variables["SIMGPU_LIBRARY"].endswith("simgpu_c.so")
+    assert variables["SIMGPU_MODEL"] == name
+
+
+def test_of_a_model_its_shape_and_tokenizer_are_read():
+    name = "microsoft/deberta-v2-xlarge"
+    values = without_weights({"model_name_or_path": name, "lora": True})
+    assert values == {"lora": True, "tokenizer_name": name, "config_name": name}
+    assert without_weights({"config_name": "gpt2"}) == {"config_name": "gpt2"}
+
+
+def test_updates_are_timed_in_fp32_where_bf16_is_slow():
+    slow = replace(machine(), bf16_slowdown=12.4)
+    assert timed_precision(slow, "bf16") == ("fp32", "bf16 products take 12 times as long on this CPU")
+    assert timed_precision(slow, "fp16")[0] == timed_precision(slow, "fp32")[0] == "fp32"
+    assert timed_precision(machine(), "bf16") == ("bf16", "")
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+ABOUT = {"longest": {"input_ids": 128}, "mean_sample": 50, "num_samples": 1000, "accumulation": 1,
+         "precision": "fp32", "parameters": 10**6}  # fmt: skip
+EVALUATED = {"evaluation_seconds": 0.5, "evaluation_samples_per_s": 32.0, "evaluation_samples": 16}
+
+
+def tried(size, peak=None, rate=1.0):
+    """A result of the journal; without a peak the size does not fit."""
+    if peak is None:
+        return {"size": size, "outcome": "out_of_memory", "where": "device", "phase": "backward"}
+    ranks = [dict.fromkeys(("allocated", "reserved", "host"), peak * MIB - rank) for rank in (1, 0)]
+    return {"size": size, "outcome": "fits", "ranks": ranks, "samples_per_s": rate, "tokens_per_s": 100 * rate,
+            "loss": 2.5, "seconds": [1.0], "about": ABOUT}  # fmt: skip
+
+
+def rows():
+    of_each = {
+        "ddp": [tried(4, 500, 8.0), tried(8, 600, 10.0), tried(9)],
+        "zero2": [tried(8, 400, 9.0) | EVALUATED, tried(32, 800, 12.0), tried(40, 900, 9.5) | EVALUATED, tried(41)],
+        "zero3|x": [tried(1)],
+    }
+    return [StrategyRow(name, trials) for name, trials in of_each.items()]
+
+
+def test_rows_say_what_the_trials_say():
+    ddp, zero2, none = rows()
+    assert (ddp.largest, zero2.largest, none.largest) == (8, 40, 0)
+    assert zero2.best["size"] == 32
+    assert zero2.epoch_s == pytest.approx(1000 / 12)
+    assert common_size(rows()) == 8
+    assert none.limit_text == "none (out of memory in backward)"
+    assert StrategyRow("a", [tried(4, 1), tried(8, 2)]).limit_text == "8 or more"
+    predicted = replace(ddp, predicted={1: 100, 8: 170, 9: 180})
+    assert [predicted.predicted_peak(size) for size in (1, 8, 10)] == [100, 170, 190]
+
+
+def of_comparison(**changes) -> SimpleNamespace:
+    options = SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", task="clm", num_processes=2, steps=5)
+    common = {"timer": None, "rows": rows, "machine": machine([GPU]), "options": options, "limit": 1000 * MIB}
+    return SimpleNamespace(**{**common, **changes})
+
+
+def test_the_report_has_all_of_it(tmp_path):
+    report = ComparisonReport(of_comparison(), "zerofit compare --config <x>", ["left out"])
+    report.write(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<img alt="') == 2
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("memory", "throughput"))
+    assert (tmp_path / "memory.svg").read_text().count("<!-- 0 -->") == 2, "both axes begin at 0"
+    assert ">none (out of memory in backward)</td>" in page
+    assert "://" not in page, "it loads nothing"
+    assert "&lt;x&gt;" in page
+    text = (tmp_path / "report.md").read_text()
+    for words in ("zero3\\|x", "0123456789ab", "left out", "1,000.0 MiB", "one batch of 16 samples"):
+        assert words in text, words
+    with (tmp_path / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 8
+    assert [line["outcome"] for line in lines].count("out_of_memory") == 3
+    assert lines[1]["reserved_bytes"] == str(600 * MIB)
+    assert "zero2" in report.for_terminal()
+    shown = [dict(zip(report.results_table()[0], row)) for row in report.results_table()[1:]]
+    assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
+    assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "", "0.5", ""]
+
+
+def test_speeds_that_were_timed_stand_beside_simulated_sizes(tmp_path):
+    """Rates come from this machine and never from the simulation."""
+    timed = {8: {"size": 8, "samples_per_s": 21.0, "tokens_per_s": 2100.0, "seconds": [1.0]}}
+    compared = [
+        replace(row, trials=[with_rates_of(line, timed.get(line["size"])) for line in row.trials]) for row in rows()
+    ]
+    ours = replace(machine([Device("simulated device", GIB, GIB)]), simulated={"SIMGPU_MEMORY": str(GIB)})
+    report = ComparisonReport(of_comparison(timer=machine(), rows=lambda: compared, machine=ours), "x", [])
+    shown = {row[0]: dict(zip(report.results_table()[0], row)) for row in report.results_table()[1:]}
+    for name in ("ddp", "zero2"):
+        assert [shown[name][column] for column in ("samples/s at 8", "best batch", "tokens/s there")] == [
+            "21", "8", "2,100"
+        ]  # fmt: skip
+    report.write(tmp_path)
+    assert "Timed on 2 cores of a CPU" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "load", "words", "without"),
+    [
+        ([[1.0, 1.01], [0.5, 0.51]], [1.0, 2.0], "The fastest is b", "timed updates"),
+        ([[1.0, 1.4, 0.6], [0.5, 0.9, 0.9]], [1.0, 2.0], "From a it differs by no more than the timed updates", "No "),
+        ([[1.0, 1.0], [0.5, 0.5]], [1.0, 9.1], "load average: a 1.0 to 9.1, b 1.0 to 9.1", "The fastest"),
+    ],
+)
+def test_a_headline_has_the_spread_and_the_load(seconds, load, words, without):
+    measured = {"load": load, "cores": 2}
+    rows = [
+        StrategyRow(name, [tried(8, 500, 16 / sorted(each)[len(each) // 2]) | measured | {"seconds": each}])
+        for name, each in zip("ab", seconds)
+    ]
+    said = conclusion(rows)
+    assert words in said
+    assert without not in said
+    assert spread(rows[0].best | {"seconds": [0.8, 1.0, 1.25]}) == "45%"  # 1.25 to 0.8 of the median's rate
+
+
+# ------------------------------------------------------------------------------------------------------ runs to finish
+
+
+@pytest.mark.parametrize(("best", "global_batch", "size"), [
+    (44, None, 44), (44, 64, 32), (44, 88, 44), (44, 90, 15), (8, 1024, 8), (200, 64, 32), (44, 2, 1),
+])  # fmt: skip
+def test_the_batch_divides_the_global_batch(best, global_batch, size):
+    assert batch_to_train(SimpleNamespace(best={"size": best}), global_batch, 2) == size
+
+
+def test_runs_have_the_recipe_as_it_is(tmp_path):
+    given, cls = options("--finish", "--save_steps", "50", "--eval_steps", "9", "--gradient_accumulation_steps", "4",
+                         "--global_batch_size", "32", config=CLS)  # fmt: skip
+    values = values_to_finish(given, cls)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    run = parse_recipe(cls, ["--config", str(recipe), "--per_device_train_batch_size", "8", "--output_dir", "x"])
+    assert (run.global_batch_size, run.gradient_accumulation_steps) == (32, None)
+    assert (run.eval_steps, run.save_steps, run.num_train_epochs) == (9, 50, given.num_train_epochs)
+    assert "output_dir" not in values
+    trials = make_recipe(given, cls).values
+    assert not {"save_steps", "eval_steps", "global_batch_size"} & trials.keys(), "trials have no use for them"
+    said = refusal(values_to_finish, *options("--finish", "--num_processes", "3", config=CLS))
+    assert "global_batch_size = 32" in said
+    assert "no multiple of 3" in said

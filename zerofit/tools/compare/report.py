@@ -1,0 +1,265 @@
+"""The report of a comparison: one table of results at the terminal, and report.md, report.html and results.csv.
+
+report.html is one file with its pictures, which loads nothing from elsewhere, for a wide screen and for a phone.
+"""
+
+import base64
+import csv
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+from zerofit.recipe.errors import printable
+from zerofit.recipe.parsing import counted
+from zerofit.recipe.paths import name_of_recipe
+from zerofit.record.terminal import duration, rounded, screen_width, size, table
+from zerofit.tools.compare.comparison import Comparison
+from zerofit.tools.compare.devices import timed_precision
+from zerofit.tools.compare.finish import Finished, agreement, finished_table
+from zerofit.tools.compare.plots import memory_plot, png, svg, throughput_plot
+from zerofit.tools.compare.results import (
+    RATES,
+    StrategyRow,
+    common_size,
+    conclusion,
+    factor,
+    load_text,
+    speed_up,
+    spread,
+)
+from zerofit.tools.compare.trial import peak_of
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
+STYLE = """
+body { font: 15px/1.5 sans-serif; max-width: 1180px; margin: auto; padding: 1rem; overflow-wrap: anywhere }
+table { border-collapse: collapse }
+th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #ddd; overflow-wrap: normal }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere }
+img { width: 40rem; max-width: 100% }
+@media (max-width: 800px) { /* a block for each row, its cells below each other */
+  table, tbody, tr { display: block }
+  tr:first-child { display: none }
+  tr { padding: .5rem 0; border-bottom: 1px solid #ddd }
+  td { display: flex; justify-content: space-between; gap: 1rem; padding: 0; border: 0 }
+  td:first-child { font-weight: bold }
+  td:not(:first-child)::before { content: attr(data-label); text-align: left; color: #555 }
+}
+"""
+Part = str | list[tuple[str, ...]] | list[str]  # a heading (# and ##) or a paragraph; a table; bullets
+
+
+class ComparisonReport:
+    """All that is said of a comparison.
+
+    Args:
+        command: the command that made it.
+        notes: lines for the list of what was done.
+    """
+
+    def __init__(self, comparison: Comparison, command: str, notes: list[str]):
+        self.comparison, self.options, self.command, self.notes = comparison, comparison.options, command, notes
+        self.rows = comparison.rows()
+        self.common = common_size(self.rows)
+        self.finished: list[Finished] = []  # the runs of --finish
+
+    def write(self, output: Path) -> None:
+        """Write all files into the folder."""
+        figures = {"memory": memory_plot(self.rows, self.comparison.limit)}
+        if any(row.timed for row in self.rows):
+            figures["throughput"] = throughput_plot(self.rows)
+        pictures = {name: {"png": png(figure), "svg": svg(figure)} for name, figure in figures.items()}
+        for name, formats in pictures.items():
+            for ending, content in formats.items():
+                (output / f"{name}.{ending}").write_bytes(content)
+        parts = self._parts()
+        (output / "report.md").write_text(printable(markdown(parts, [*pictures])), encoding="utf-8")
+        (output / "report.html").write_text(html_page(parts, pictures), encoding="utf-8")
+        with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
+            lines = [self._values(row, line) for row in self.rows for line in row.trials]
+            writer = csv.DictWriter(file, lines[0] if lines else ())
+            writer.writeheader()
+            writer.writerows(lines)
+
+    def for_terminal(self) -> str:
+        """The table and the conclusion; of finished runs theirs."""
+        if self.finished:
+            text = "\n".join(self._about_finished())
+            return "\n\n".join(["trained to the end:", table(finished_table(self.finished), screen_width()), text])
+        problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        return "\n".join([table(self.results_table(), screen_width()), "", *problems, conclusion(self.rows)])
+
+    def results_table(self) -> list[tuple[str, ...]]:
+        """A row for each candidate; the others are compared with the first."""
+        columns = [self._cells(row) for row in self.rows]
+        names = [name for name in columns[0] if any(cells[name] != "-" for cells in columns)]
+        return [tuple(names), *(tuple(cells[name] for name in names) for cells in columns)]
+
+    def _cells(self, row: StrategyRow) -> dict[str, str]:
+        first, largest, common, best = self.rows[0], row.at(row.largest), row.at(self.common), row.best
+        times, faster = factor(row, first), speed_up(row, first)
+        evaluated = next((line for line in reversed(row.fitting) if "evaluation_seconds" in line), None)
+        return {
+            "strategy": row.name,
+            "largest batch": row.limit_text,
+            "factor": f"{times:.2f}" if times else "-",
+            "its peak": size(peak_of(largest)) if largest else "-",
+            "predicted": size(row.predicted_peak(row.largest)) if largest and row.predicted else "-",
+            f"peak at {self.common}": size(peak_of(common)) if common else "-",
+            f"samples/s at {self.common}": rounded(common["samples_per_s"]) if common in row.timed else "-",
+            "best batch": str(best["size"]) if best else "-",
+            "samples/s there": rounded(best["samples_per_s"]) if best else "-",
+            "spread": spread(best) if best else "-",
+            "load": load_text(best) if best else "-",
+            "tokens/s there": rounded(best["tokens_per_s"]) if best else "-",
+            "speed-up": f"{faster:.2f}" if faster else "-",
+            "an epoch": duration(row.epoch_s) if row.epoch_s else "-",
+            "evaluation samples/s": rounded(evaluated["evaluation_samples_per_s"]) if evaluated else "-",
+        }
+
+    def _parts(self) -> list[Part]:
+        """What stands in report.md and report.html, in its order."""
+        simulated = ", simulated" if self.comparison.machine.simulated else ""
+        name = name_of_recipe(self.options.source("config"), self.options.task)
+        parts: list[Part] = [f"# Batch sizes{simulated}: {name}", conclusion(self.rows)]
+        parts += [self.results_table(), " ".join(self._about_results())]
+        if self.finished:
+            about = (
+                "A run of the task for each strategy, as the recipe says, at its best batch and without the limit of "
+                "the trials. Training is the sum of all updates' seconds, an evaluation the one of median duration."
+            )
+            parts += [
+                "## Trained to the end",
+                finished_table(self.finished),
+                " ".join([about, *self._about_finished()]),
+            ]
+        return [*parts, self._provenance()]
+
+    def _about_results(self) -> list[str]:
+        said = [f"{row.name}: {row.problem}." for row in self.rows if row.problem]
+        about = next((row.about for row in self.rows if row.about), None)
+        if about is None:
+            return said
+        lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
+        said.append(
+            f"{counted(self.options.num_processes, 'process')}; {about['parameters']:,} parameters, "
+            f"{about['precision']}; all rows have the greatest length of {lengths} tokens (the data: "
+            f"{about['mean_sample']:,} on average); accumulation {about['accumulation']}. Sizes are those of one "
+            "process, rates of all together, factor and speed-up against the first strategy. Peaks are of the process "
+            "that needs most, evaluation included; predicted is the peak of the largest batch by `zerofit plan`. "
+            "Spread is the range of the timed updates, load the machine's load average before and after them."
+        )
+        if timer := self.comparison.timer:
+            precision, why = timed_precision(timer, about["precision"])
+            because = f", for {why}" if why else ""
+            said.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
+        samples = {
+            line["evaluation_samples"] for row in self.rows for line in row.fitting if "evaluation_samples" in line
+        }
+        if samples:
+            several = " or ".join(f"{count:,}" for count in sorted(samples))
+            said.append(f"Evaluation is one batch of {several} samples, generation included, not a full evaluation.")
+        return said
+
+    def _about_finished(self) -> list[str]:
+        agree = agreement(self.finished)
+        problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
+        return [f"{agree}.", *problems] if agree else problems
+
+    def _values(self, row: StrategyRow, line: dict[str, Any]) -> dict[str, Any]:
+        """A line of results.csv; empty is what a size that does not fit, or was not timed, does not have."""
+        fits = line["outcome"] == "fits"
+        return {
+            "strategy": row.name,
+            "batch_size": line["size"],
+            "outcome": line["outcome"],
+            "where": line.get("where", ""),
+            "phase": line.get("phase", ""),
+            **{f"{name}_bytes": peak_of(line, name) if fits else "" for name in ("allocated", "reserved", "host")},
+            **{name: line.get(name, "") for name in RATES},
+        }
+
+    def _provenance(self) -> list[str]:
+        machine, limit = self.comparison.machine, self.comparison.limit
+        environment = machine.environment
+        packages = environment["packages"]
+        versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
+        changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
+        launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
+        limited = (
+            f"{size(limit)} for each process, of what the allocator reserves; what the driver takes for each process "
+            "(CUDA: 640 MiB) is extra"
+        )
+        return [
+            f"Command: `{self.command}`",
+            f"Hardware: {machine.describe()}",
+            f"Limit: {limited if limit else 'none'}",
+            f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
+            f"{environment['python']}, {versions}",
+            f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",
+            *(f"Note: {note}" for note in self.notes),
+        ]
+
+
+def markdown(parts: list[Part], pictures: list[str]) -> str:
+    """The parts as Markdown; the pictures follow the first table."""
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part[0], tuple):
+            head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in part]
+            marks = [":--", *["--:"] * (len(head) - 1)]
+            texts.append("\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest)))
+            texts += [f"![{name} against batch size]({name}.svg)" for name in pictures]
+            pictures = []
+        else:
+            texts.append("\n".join(f"* {line}" for line in part))
+    return "\n\n".join(texts) + "\n"
+
+
+def html_page(parts: list[Part], pictures: dict[str, dict[str, bytes]]) -> str:
+    """The same as one page.
+
+    Args:
+        pictures: {name: its PNG, which is shown and can be copied, and its SVG, to save}.
+    """
+    lines = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{_escaped(parts[0].lstrip('# '))}</title><style>{STYLE}</style></head><body>",
+    ]
+    for part in parts:
+        if isinstance(part, str):
+            level = len(part) - len(part.lstrip("#"))
+            tag = f"h{level}" if level else "p"
+            lines.append(f"<{tag}>{_escaped(part.lstrip('# '))}</{tag}>")
+        elif isinstance(part[0], tuple):
+            lines.append(_html_table(part))
+            lines += [_html_figure(name, **formats) for name, formats in pictures.items()]
+            pictures = {}
+        else:
+            lines += ["<ul>", *(f"<li>{_escaped(line)}</li>" for line in part), "</ul>"]
+    return "\n".join([*lines, "</body></html>"]) + "\n"
+
+
+def _html_figure(name: str, png: bytes, svg: bytes) -> str:
+    png_text, svg_text = base64.b64encode(png).decode(), base64.b64encode(svg).decode()
+    return (
+        f'<figure><img alt="{name}" src="data:image/png;base64,{png_text}"><figcaption>{name}: a PNG to copy, '
+        f'or <a download="{name}.svg" href="data:image/svg+xml;base64,{svg_text}">SVG</a></figcaption></figure>'
+    )
+
+
+def _html_table(rows: list[tuple[str, ...]]) -> str:
+    """A table; each cell has the name of its column, which is shown on a narrow screen."""
+    unbroken = [[re.sub(r"(?<=\d) (?=\S+$)", "\N{NO-BREAK SPACE}", cell) for cell in row] for row in rows]  # 1.2 MiB
+    names, *rest = [[_escaped(cell) for cell in row] for row in unbroken]
+    lines = ["".join(f"<th>{name}</th>" for name in names)]
+    lines += ["".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, row)) for row in rest]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _escaped(text: str) -> str:
+    """A text in HTML, with its words in backquotes as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(printable(text)))
