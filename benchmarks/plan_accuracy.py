@@ -367,8 +367,7 @@ class Predictor:
     def peak(self, micro_batch: int):
         """The Peak, without the workspace and the unused blocks that the simulated accelerator does not have."""
         from zerofit.estimate.caching_allocator import Unused
-        from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES
-        from zerofit.estimate.peak import WORKSPACE
+        from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, WORKSPACE
         from zerofit.tools.plan import planner
 
         planner.unused_bytes = lambda *blocks: Unused(0, 0)

@@ -267,6 +267,20 @@ def main_of(task: str) -> Callable[[list[str]], int]:
     return run
 
 
+def not_installed(programs: tuple[str, ...], packages: tuple[str, ...]) -> str:
+    """Why programs are not there; empty where they are. Installs Debian's packages where apt can."""
+    missing = [program for program in programs if not shutil.which(program)]
+    if missing and not shutil.which("apt-get"):
+        return f"{', '.join(missing)}: not installed"
+    if missing:
+        subprocess.run(["apt-get", "update", "-qq"], capture_output=True)
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
+        done = subprocess.run(install, capture_output=True, text=True)
+        if done.returncode:
+            return f"{' '.join(install)}: {done.stderr.strip().splitlines()[-1:]}"
+    return ""
+
+
 def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:
     """Run a script of the tests in forked ranks."""
     ours = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
@@ -445,8 +459,7 @@ def updates(lines: list[dict]) -> list[dict]:
 def check_offloaded_inputs(device: torch.device) -> None:
     """That inputs wait on the host: gradients are the same, and of 12 layers at most half of the inputs are on the
     device."""
-    from zerofit.model.recomputation import enable_recomputation
-    from zerofit.strategy.offloaded_inputs import offload_inputs, saved_on_host
+    from zerofit.model.recomputation import enable_recomputation, offload_inputs
 
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = tiny_model("llama", vocab_size=64, num_hidden_layers=12, max_position_embeddings=256, **shape)
@@ -463,7 +476,7 @@ def check_offloaded_inputs(device: torch.device) -> None:
 
     measured()
     plain, before = measured()
-    offload_inputs(model, saved_on_host(device))
+    offload_inputs(model, torch.autograd.graph.save_on_cpu)
     for _ in range(2):
         offloaded, peak = measured()
         torch.testing.assert_close(offloaded, plain, rtol=1e-6, atol=1e-8)

@@ -85,13 +85,6 @@ class Job:
         ]
         return "\n".join(line for log in new for line in log.splitlines() if not line.startswith(("  File", "Thread")))
 
-    def reaches(self, update: int, limit_s: float = 240) -> None:
-        def is_there() -> bool:
-            assert any(process.poll() is None for process in self.running.values()), self.said()[-6000:]
-            return (self.folder / "metrics.jsonl").is_file() and self.last_update() >= update
-
-        wait_for(is_there, limit_s, f"update {update}")
-
     def last_update(self) -> int:
         return max((line["update"] for line in LineReader(self.folder / "metrics.jsonl").poll()), default=0)
 

@@ -2,13 +2,13 @@
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 from machines import Machine, wait_for
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+PACKAGES = ("slurmctld", "slurmd", "slurm-client")
 
 CONFIGURATION = """
 ClusterName=zerofit
@@ -40,21 +40,6 @@ SlurmdLogFile={folder}/%n.log
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def why_no_slurm() -> str:
-    """Why there can be no Slurm here; empty where there can. Installs Debian's where apt can."""
-    if missing := [program for program in PROGRAMS if not shutil.which(program)]:
-        packages = ["slurmctld", "slurmd", "slurm-client"]
-        if not shutil.which("apt-get"):
-            return f"{', '.join(missing)}: not installed"
-        subprocess.run(["apt-get", "update", "-qq"], capture_output=True)
-        done = subprocess.run(
-            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages], capture_output=True, text=True
-        )
-        if done.returncode:
-            return f"apt-get install {' '.join(packages)}: {done.stderr.strip().splitlines()[-1:]}"
-    return ""
 
 
 class Slurm:

@@ -9,9 +9,9 @@ def test_a_run_outlives_what_happens_to_it(job, machines, tmp_path):
     """Only the launcher of its machine sees a rank end; both restart. A launcher too many is refused, and disturbs
     nothing. A signal to one machine ends all. The losses are those of a run on one machine."""
     run = job("run", steps=40, flags=["--max_restarts", 2]).start_all()
-    run.reaches(12)
+    run.kept_up_to(12)
     run.machines[1].ranks()[3].kill()
-    run.reaches(20)
+    run.kept_up_to(20)
     assert "rank 3 was killed by SIGKILL" in run.said()
     assert "restart 1 of 2" in run.said()
 

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, environment, metrics, updates
+from helpers import ROOT, environment, metrics, not_installed, updates
 from machines import wait_for
-from slurm import Slurm, why_no_slurm
+from slurm import PACKAGES, PROGRAMS, Slurm
 
 from zerofit.record.jsonl import LineReader
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def slurm(tmp_path, machines):
-    if reason := why_no_slurm():
+    if reason := not_installed(PROGRAMS, PACKAGES):
         pytest.skip(reason)
     with Slurm(tmp_path / "slurm", machines) as cluster:
         yield cluster

@@ -10,13 +10,12 @@ import os
 import re
 import resource
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, environment, metrics
+from helpers import ROOT, environment, metrics, not_installed
 from job_files import documents
 
 from zerofit.recipe.errors import EXIT_TO_BE_RESUMED
@@ -27,21 +26,6 @@ BASE = re.search(r"^ARG BASE=(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTI
 SUITE = {"debian:12-slim": "bookworm"}[BASE.rpartition("/")[2]]
 SHORT = "--max_eval_samples 8 --sample_tokens 4"
 USER = 4321
-
-
-def why_not() -> str:
-    """Why no image can be built here; empty where it can. Installs Debian's Podman where apt can."""
-    if os.getuid() != 0:
-        return "not root"
-    missing = [program for program in PROGRAMS if not shutil.which(program)]
-    if missing and not shutil.which("apt-get"):
-        return f"{', '.join(missing)}: not installed"
-    if missing:
-        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing]
-        done = subprocess.run(install, capture_output=True, text=True)
-        if done.returncode:
-            return f"{' '.join(install)}: {done.stderr.strip().splitlines()[-1:]}"
-    return ""
 
 
 def pip_sources(file: Path) -> list[str]:
@@ -93,7 +77,7 @@ class Docker:
 @pytest.fixture(scope="module")
 def docker(tmp_path_factory):
     """With the image zerofit."""
-    if reason := why_not():
+    if reason := "not root" if os.getuid() else not_installed(PROGRAMS, PROGRAMS):
         pytest.skip(reason)
     docker = Docker(tmp_path_factory.mktemp("containers"))
     base = BASE

@@ -10,7 +10,6 @@ from helpers import ROOT, environment
 
 from zerofit.record.environment import describe_environment
 from zerofit.strategy import devices
-from zerofit.strategy.host_memory import usable_cores
 
 CPU = torch.device("cpu")
 
@@ -63,48 +62,3 @@ def test_threads_are_given_back_to_torch_and_to_what_is_parallel_through_openmp(
     ours = environment(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="3", PYTHONPATH=str(ROOT))
     done = subprocess.run([sys.executable, "-c", THREADS], env=ours, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == ["4", "4", "4"], done.stderr
-
-
-BOUND = """
-import os, sys, torch
-from zerofit.strategy import devices
-
-torch.cuda.is_available = lambda: True
-cores = sorted(os.sched_getaffinity(0))[:2]
-os.sched_setaffinity(0, cores)
-nodes = {0: {cores[0]}, 1: {cores[1]}, 2: set(cores)}  # NUMA nodes made up of two cores that are there
-node_of = [int(node) for node in sys.argv[1]]
-devices.binding._get_numa_node_index_for_gpu_index = lambda gpu_index: node_of[gpu_index]
-devices.binding._get_allowed_logical_cpu_indices_for_numa_node = lambda numa_node_index: nodes[numa_node_index]
-if len(sys.argv) > 2:
-    def forbidden(*_):
-        raise PermissionError("not permitted")
-    os.sched_setaffinity = forbidden
-torch.set_num_threads(2)
-large = torch.ones(1000, 1000)
-large @ large  # threads that are there before
-sharing, note = devices.bind_to_numa_node()
-devices.use_threads_of_share(sharing)
-large @ large
-masks = {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
-print(len(masks), sorted(map(cores.index, min(masks))), sharing, torch.get_num_threads())
-print(note)
-"""
-
-
-@pytest.mark.skipif(usable_cores() < 2, reason="one core")
-@pytest.mark.parametrize(
-    ("nodes", "forbidden", "masks", "said"),
-    [
-        ("0011", (), "1 [1] 2 1", "2 on the 1 cores of node 0, 2 on the 1 cores of node 1"),
-        ("2222", (), "1 [0, 1] 4 1", "None"),  # one node
-        ("0011", ("forbidden",), "1 [0, 1] 4 1", "not bound to the NUMA nodes of their GPUs: PermissionError"),
-    ],
-)
-def test_ranks_are_bound_to_the_numa_node_of_their_gpu_with_all_their_threads(nodes, forbidden, masks, said):
-    ours = environment(LOCAL_RANK="2", LOCAL_WORLD_SIZE="4", PYTHONPATH=str(ROOT))
-    words = [sys.executable, "-c", BOUND, nodes, *forbidden]
-    done = subprocess.run(words, env=ours, capture_output=True, text=True, cwd=ROOT)
-    counted, note = done.stdout.splitlines()
-    assert counted == masks, done.stderr
-    assert said in note

@@ -1,6 +1,5 @@
 """Parts of the engine and of loading that need no launch: the gradient norm, where weights go, and which are drawn."""
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,32 +31,6 @@ def strategy_of(stage: int | None) -> Strategy:
 
 
 STRATEGY = strategy_of(None)
-
-
-@pytest.mark.parametrize(("norm", "moves"), [(1.5, True), (2.5, False), (-1.0, False)])  # -1: it is not finite
-def test_the_optimizer_that_adds_up_gradients_in_fp32_asks_about_the_update_too(monkeypatch, norm, moves):
-    """DeepSpeed's step, on one weight and without processes: what is refused does not move it."""
-    from deepspeed.runtime import bf16_optimizer
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    assert not hasattr(BF16_Optimizer, "_update_scale"), "it needs no path of its own"
-    monkeypatch.setattr(bf16_optimizer, "is_invalid_grad_norm", None)
-    monkeypatch.setattr(bf16_optimizer, "get_global_norm_of_tensors", lambda **_: torch.tensor(norm))
-    weight, optimizer = torch.zeros(1, requires_grad=True), BF16_Optimizer.__new__(BF16_Optimizer)
-    optimizer.optimizer, optimizer.clip_grad, optimizer.norm_type, optimizer.mpu = None, 0.0, 2, None
-    optimizer.has_moe_layers = optimizer._uses_muon = False
-    optimizer.grad_acc_dtype, optimizer.get_grads_for_norm = torch.float32, lambda: ([], {})
-    optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradient_flat_partition = [weight], [torch.ones(1)]
-    for name in ("clear_hp_grads", "clear_lp_grads", "update_lp_params", "_lazy_init_hp_params_optimizer_state"):
-        setattr(optimizer, name, lambda: None)
-    optimizer.optimizer = torch.optim.SGD([weight], lr=1.0)
-    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
-    engine._decide_before_step(optimizer)
-    engine._take_step = optimizer.step
-    found = engine.gradient_norm()
-    assert found == pytest.approx(norm if norm >= 0 else math.nan, nan_ok=True)
-    (engine.apply if found < 2 else engine.discard)()
-    assert bool(weight.item()) == moves
 
 
 @pytest.mark.parametrize(("kind", "stage"), [(TorchEngine, None), (DeepSpeedEngine, 1), (DeepSpeedEngine, 2)])

@@ -4,25 +4,19 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from helpers import ROOT, forked, refusal, tiny_model
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter
-from zerofit.model.rows import keep_rows, rows_of
+from zerofit.model.rows import rows_of
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.fsdp import REPLICAS, SYNCS, VERSION
-from zerofit.strategy.fsdp_engine import FullyShardedEngine
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 
@@ -92,54 +86,6 @@ def test_rows_are_those_of_torch(count, size):
     chunks = [chunk.tolist() for chunk in torch.arange(count).chunk(size)]
     ours = [list(range(*rows_of(count, rank, size))) for rank in range(size)]
     assert ours == [*chunks, *[[]] * (size - len(chunks))]
-
-
-class Collectives(TorchDispatchMode):
-    """Notes their sizes: elements of the larger side."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = {"_allgather_base_": [], "_reduce_scatter_base_": [], "allreduce_": []}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
-            self.sizes[function._opname].append(max(each.numel() for each in tensors))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def four_ranks():
-    """The first of four, whose collectives bring nothing."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(("settings", "tied", "counts"), [
-    ({}, True, (21, 12, 0)),  # of 4 groups in 3 micro-batches: all, 3 blocks once more in the backward pass
-    ({}, False, (24, 15, 0)),  # the embedding is a group, and the head with the final norm
-    ({SYNCS: "false"}, False, (24, 5, 0)),
-    ({REPLICAS: "2"}, False, (24, 15, 5)),
-])  # fmt: skip
-def test_the_collectives_of_an_update(four_ranks, settings, tied, counts):
-    launch = launch_module.Launch(4, 0, deepspeed=False, precision=None, json_path=None, config_file=None)
-    strategy = Strategy(launch, BatchSizes(2, 3, 4), "fp32", None, "a test", fsdp={VERSION: "2", **settings})
-    model = tiny_model("llama", num_hidden_layers=3, tie_word_embeddings=tied)
-    keep_rows(model, 0, strategy.layout.shard_size)
-    recipe, accelerator = ClmRecipe(model_name_or_path="x"), SimpleNamespace(device=torch.device("cpu"))
-    engine, ids = FullyShardedEngine(strategy, accelerator, model, recipe, None), torch.arange(32).view(2, 16)
-    with Collectives() as collectives:
-        for is_last in (False, False, True):
-            with engine.accumulate(is_last):
-                engine.backward(engine.module(input_ids=ids, labels=ids).loss)
-    assert tuple(map(len, collectives.sizes.values())) == counts
-    table, layer = 100 * 32, 32 * (2 * 32 + 2 * 16 + 3 * 64 + 2)  # four ranks have 25 rows of the vocabulary each
-    if not tied and strategy.layout.shard_size == 4:
-        gathered, reduced, _ = (sizes[-8:] for sizes in collectives.sizes.values())
-        assert gathered == [table, *3 * [layer], table + 32, *3 * [layer]], "forward, and backward: blocks alone"
-        assert reduced[-5:] == [table + 32, *3 * [layer], table]
-    assert len(engine.gradients()) == len(engine.parameters), "each rank has its rows of all"
 
 
 def adapted(base: str, world_size: int, rank: int = 0) -> dict:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers import tiny_model
 
-from zerofit.estimate.allocations import AllocationTracker
-from zerofit.estimate.fused_layers import FusedLayers
+from zerofit.estimate.allocations import AllocationTracker, FusedLayers
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1}
 IDS = torch.arange(2 * 64).view(2, 64) % 97

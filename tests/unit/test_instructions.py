@@ -34,11 +34,8 @@ def form_of(record: dict, **options) -> Form | None:
          Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
-        ({"messages": TURNS, "prompt": "x", "completion": "y"}, {"data_format": "prompt"},
-         Form("prompt", "prompt", "completion", plain=True)),
         ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
          Form("messages", "conversations", system_prompt="s")),
-        ({"said": TURNS}, {"messages_column": "said"}, Form("messages", "said")),
         ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
         ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
          Form("instruction", "question", "answers", "context")),  # SQuAD
@@ -51,19 +48,6 @@ def test_forms_that_are_found(record, options, expected):
     if found:
         assert all(name in found.describe for name in found.columns)
         assert found.read(record)[-1]["role"] == "assistant"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"data_format": "instruction"}, "reads the columns instruction and output or response"),
-        ({"messages_column": "a"}, "messages_column = 'a' holds no list of turns"),
-    ],
-)
-def test_forms_that_are_not_found(options, words):
-    message = refusal(form_of, {"a": "x", "b": "y"}, **options)
-    assert words in message
-    assert "the columns are a, b" in message
 
 
 INSTRUCTION = Form("instruction", "instruction", "output", "input", "history", "system", "Default.")
@@ -174,8 +158,6 @@ def test_preferences_are_refused(record):
     message = refusal(form_of, record)
     assert "the records are preferences" in message
     assert "--preference_loss dpo" in message
-    if isinstance(record.get("chosen"), list):
-        assert form_of(record, messages_column="chosen") == Form("messages", "chosen")
 
 
 @pytest.fixture

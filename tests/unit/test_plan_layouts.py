@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT
 
 from zerofit.cli import main
-from zerofit.estimate.fully_sharded import fully_sharded_states
+from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.read_model import read_planned_model
@@ -60,7 +60,7 @@ def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
 @pytest.mark.parametrize(("processes", "held"), [(2, 255_232), (4, 127_744)])
 def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
     """docs/measurements/strategies.md; beside the moments the optimizer has counters, and pads nothing."""
-    states = fully_sharded_states(model_of(*GPT2).weights, processes, torch.float32, True, reshards=True)
+    states = fully_sharded_states(model_of(*GPT2).weights, processes, torch.float32, True, FullyShards(reshards=True))
     assert states.weights == held
     assert states.optimizer == 2 * held
 

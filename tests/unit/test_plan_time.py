@@ -8,13 +8,19 @@ from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
 from zerofit.estimate.device_speeds import VERSION, Calibration, cpu_name, key_name, place_of, read_calibration
-from zerofit.estimate.exchanges import Exchange, Exchanges, Links, MeasuredLinks, deepspeed_exchanges, torch_exchanges
+from zerofit.estimate.exchanges import (
+    SHARED_BY,
+    Exchange,
+    Exchanges,
+    Links,
+    MeasuredLinks,
+    deepspeed_exchanges,
+    torch_exchanges,
+)
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, KINDS, MATRIX, REDUCE_SCATTER
-from zerofit.estimate.pass_time import PassTime
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.speeds import Curve, Speeds
-from zerofit.estimate.time_constants import SHARED_BY
-from zerofit.estimate.timing import update_time
+from zerofit.estimate.timing import PassTime, update_time
 from zerofit.estimate.weights import Weight, Weights
 from zerofit.tools.plan.calibrate import Bench
 

@@ -38,8 +38,9 @@ def members(monkeypatch):
 
         def work(place: int):
             number = place if numbers is None else numbers[place]
-            about = {"here": 1, "machine": number, "limit_s": limit_s, "again": False}
-            return acts[place](Rendezvous(PrefixStore("test", store), "rank", number, count or len(acts), **about))
+            return acts[place](
+                Rendezvous(PrefixStore("test", store), "rank", number, count or len(acts), limit_s=limit_s)
+            )
 
         return at_once(*(partial(work, place) for place in range(len(acts))))
 
@@ -110,7 +111,7 @@ def test_a_lost_peer_is_named_by_its_machine_and_other_code_is_noted():
     rank = RankRendezvous(TORCHRUN)
     lost = "[pair.cc:552] Connection closed by peer [10.0.0.2]:38716"
     assert rank.named(lost) == lost, "they have not met"
-    rank.rendezvous = Rendezvous(HashStore(), "rank", 0, 2, here=1, machine=0, limit_s=1.0, again=False)
+    rank.rendezvous = Rendezvous(HashStore(), "rank", 0, 2, limit_s=1.0)
     rank.rendezvous.machines = {
         str(number): {
             "machine": number,

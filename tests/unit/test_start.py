@@ -197,16 +197,12 @@ def test_idle_devices(monkeypatch):
 
 
 def test_which_failures_are_worth_a_restart(tmp_path):
-    restarts, metrics = Restarts(tmp_path), tmp_path / "metrics.jsonl"
-    assert [code for code in (1, 2, 85, 86, 87, 143, -9) if Restarts(None).refused({code})] == [2, 86, 87]
+    restarts = Restarts(tmp_path)
     assert not Restarts(None).refused({-9, 143}), "the agent has ended the others"
     assert Restarts(None).refused({1, 2}), "the others have lost a process"
-    metrics.write_text('{"update": 7, "loss": 1.0}\n{"eval_loss": 1.0}\n{"upd')
+    (tmp_path / "metrics.jsonl").write_text('{"update": 7, "loss": 1.0}\n{"eval_loss": 1.0}\n{"upd')
     assert not restarts.refused({-9})
-    assert not restarts.refused({85})
     assert "twice after update 7" in restarts.refused({1})
-    metrics.write_text('{"update": 8, "loss": 1.0}\n')
-    assert not restarts.refused({1})
     restarts.stop()
     assert restarts.refused({85})
 

@@ -47,8 +47,6 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
         return prepare_corpora(recipe, config, block_size, consumed)
     options = DataOptions.of(recipe)
     form = FormOptions(
-        recipe.data_format,
-        recipe.messages_column,
         recipe.text_column,
         recipe.system_prompt,
         answered=not recipe.predict_file,
@@ -82,7 +80,7 @@ def _prepare_source(
     recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int, source: Source, unit: str = ""
 ) -> TextData:
     recipe = recipe.columns_in(source.first.column_names)
-    form = replace(form, messages_column=recipe.messages_column, text_column=recipe.text_column)
+    form = replace(form, text_column=recipe.text_column)
     if recipe.preference_loss:
         pairs = {part: find_preferences(form, table) for part, table in source.parts.items()}
         return prepare_preferences(options, config, source, pairs, block_size, recipe.chat_template)
@@ -96,7 +94,7 @@ def _prepare_source(
             f"{source.where(part)}: {KINDS[form.kind] if form else 'text'}, {columns_present(source.parts[part])}"
             for part, form in forms.items()
         )
-        raise UserError(f"training and held-out data have different forms. {kinds}. Name one with --data_format")
+        raise UserError(f"training and held-out data have different forms. {kinds}. Let both have the same columns")
     parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
     texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
@@ -208,10 +206,10 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
     """Raises UserError for options that have no effect on what the data was taken for."""
     if form is None:
         given = [name for name in OF_CHATS if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
-        what = f"text; {columns_present(source.first)}. Name the form with --data_format"
+        what = f"text; {columns_present(source.first)}"
     else:
         given = [name for name in OF_TEXT if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
-        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --data_format text"
+        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --text_column"
     if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")

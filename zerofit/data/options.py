@@ -12,7 +12,7 @@ from zerofit.recipe.tasks import TaskRecipe
 PREDICT = "predict"  # the part of predict_file, without labels
 PARTS = {"train": "training", "validation": "held-out"}  # in messages
 PART_FILES = {name: f"{name}_file" for name in ("train", "validation", "validation_mismatched", PREDICT)}
-COLUMN_OPTIONS = ("messages_column", "dialogue_column", "source_column", "target_column", "text_column",
+COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_column",
                   "text_columns", "label_column")  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def read_causal_prompts(
     sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
     source = read_source(options, sample_by=lambda files: sample_by)
     recipe = recipe.columns_in(source.first.column_names)
-    asked = replace(asked, messages_column=recipe.messages_column, text_column=recipe.text_column)
+    asked = replace(asked, text_column=recipe.text_column)
     form = find_form(asked, source.first)
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:

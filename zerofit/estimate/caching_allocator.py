@@ -1,4 +1,4 @@
-"""What torch's caching allocator holds of a GPU's memory beyond the tensors that are alive.
+"""A model of torch's caching allocator: the memory of a GPU that it holds beyond the tensors that are alive.
 
 It takes memory of the driver in segments and does not give them back: a block is cut from the smallest free one that
 is large enough, and a free one joins its neighbours of the same segment. Source: torch 2.13, c10/cuda/

@@ -11,24 +11,43 @@ from typing import Any
 from zerofit.estimate.exchanges import Links, MeasuredLinks
 from zerofit.estimate.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
 from zerofit.estimate.speeds import Curve, Speeds
-from zerofit.estimate.time_constants import (
-    ADAM_OF_ONE,
-    CONTENTION,
-    CONTENTION_CPU,
-    HOST_ADAM,
-    MULTIPROCESSORS,
-    NETWORK,
-    NEWER_ATTENTION,
-    NEWER_HOST_ADAM,
-    OF_MEMORY_BY_BYTES,
-    OF_PCIE,
-    OPERATION_S,
-)
 from zerofit.recipe.places import cache_root
 from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
 from zerofit.strategy.host_memory import cpu_model, usable_cores
 
 VERSION = 1
+
+# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
+# docs/measurements/plan-times.md says on how many.
+
+MULTIPROCESSORS = 108  # where the table of GPUs has none: those of an A100
+
+# What kernels written for Hopper and Blackwell reach of the peak in attention, forward and backward. Fitted on rows of
+# flash attention 3 and 4; Shah et al. 2024 have 0.75 forward.
+NEWER_ATTENTION = 0.65
+
+# What operations that move (size in bytes) reach of the memory's bandwidth. Source: Calculon, mem1, MB_efficiency.
+OF_MEMORY_BY_BYTES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
+
+# Python, torch, transformers and peft start an operation of the forward pass in so many seconds. Fitted on LoRA with
+# short rows; calibration replaces it.
+OPERATION_S = 22e-6
+
+# What is reached of PCIe. Source: 55.4 of 63 GB/s measured beside an H200 (stas00/ml-engineering, network).
+OF_PCIE = 0.88
+
+# Computation loses this part of the time of communication that runs beside it. Fitted; Calculon has 0.15 for NVLink's
+# processor_usage. On a CPU both take the same cores: nothing is hidden.
+CONTENTION, CONTENTION_CPU = 0.1, 1.0
+
+# The network of one GPU where its maker's machine is not known: 100 Gbit/s. An assumption; --network_bandwidth.
+NETWORK = 12.5e9
+
+# The host's Adam, elements a second of a machine of eight GPUs. Fitted: on hosts of H200 and B200 (6.4e9, two rows),
+# and of V100 and A800 (1e9, six rows). Ren et al. 2021, ZeRO-Offload, table 4, has 3.9e9 for Adam alone on a DGX-2.
+# One process reaches half of that: measured beside an H100, with 16 cores (docs/measurements/gpu.md). --calibrate
+# measures it.
+HOST_ADAM, NEWER_HOST_ADAM, ADAM_OF_ONE = 1e9, 6.4e9, 0.5
 
 
 @dataclass(frozen=True)
@@ -54,8 +73,8 @@ class Calibration:
     measured: str  # when, and with which torch
 
     def speeds(self, local: int, peak_half: float | None) -> Speeds:
-        """As rates of one of `local` processes. On a CPU they share its cores: together they reach what was measured
-        together."""
+        """Return the speeds of one of `local` processes. On a CPU they share its cores: together they reach what was
+        measured together."""
         on_cpu = self.host_link is None
         share = self.processes / local if on_cpu else 1.0
         rates = {_key(name): Curve(_points(points)).times(share) for name, points in self.rates.items()}
@@ -83,7 +102,7 @@ class Calibration:
 
 
 def read_calibration(device: str) -> Calibration | None:
-    """That of a device of this name; None where there is none, or an older one."""
+    """Read the calibration of a device of this name; None where there is none, or an older one."""
     try:
         found: dict[str, Any] = json.loads(place_of(device).read_text(encoding="utf-8"))
     except (OSError, ValueError):

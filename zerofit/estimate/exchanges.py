@@ -6,26 +6,45 @@ Bytes are of the full buffers; sizes are of one process otherwise.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from zerofit.estimate.memory_constants import NORM_BYTES
+from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.model_states import offload_device
-from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MATRIX, REDUCE_SCATTER, Operation
 from zerofit.estimate.speeds import Curve
-from zerofit.estimate.time_constants import (
-    ADAM_BYTES,
-    BASE_S,
-    DISK_BYTES,
-    HOP_S,
-    LL_OF_BANDWIDTH,
-    MOVED_BYTES,
-    OF_LINK,
-    OF_NETWORK,
-    SHARED_BY,
-    TREE_HOP_S,
-)
-from zerofit.estimate.weights import Weights
+from zerofit.estimate.weights import NORM_BYTES, Weights
+from zerofit.strategy.muon import ITERATIONS
+
+# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
+# docs/measurements/plan-times.md says on how many.
+
+# What collectives reach of a link. Source: NCCL's own limit on an A100, 235 of 300 GB/s (src/graph/tuning.cc), and
+# S. Bekman's "about 80 %"; between machines Calculon's 0.9.
+OF_LINK, OF_NETWORK = 0.78, 0.9
+
+# What a hop of a ring takes, and of a tree (NVLink, PCIe, network), in the protocols LL and Simple; LL has a quarter
+# of the bandwidth. Source: NCCL, src/graph/tuning.cc at 01afd20 (baseLat, hwLat).
+BASE_S = {"ring": (3.6e-6, 8.4e-6), "tree": (4.4e-6, 4.4e-6)}
+HOP_S = {"link": (0.47e-6, 3.4e-6), "pcie": (1.0e-6, 5.7e-6), "network": (2.7e-6, 9.6e-6)}
+TREE_HOP_S = {"link": 1.2e-6, "pcie": 1.9e-6, "network": 8.5e-6}
+LL_OF_BANDWIDTH = 0.25
+
+# A network between many machines has its links shared: it reaches 1 / (1 + machines / SHARED_BY) of one link. Fitted.
+SHARED_BY = 110
+
+# Bytes that AdamW moves for each element: weight, gradient and two moments are read, three of them are written; fp32.
+ADAM_BYTES = 28
+
+# The same of others. In 8 bits both moments take a byte each. Adafactor's single operations (transformers 5.23,
+# Adafactor.step) read and write a tensor of the parameter's size 21 times. Of Muon see MUON_MOVED_BYTES.
+MOVED_BYTES = {"adamw": ADAM_BYTES, "muon": ADAM_BYTES, "adamw_8bit": 16, "adafactor": 21 * 4}
+
+# Bytes that a step of Muon moves for each element beside AdamW's: mean and gradient mixed, norm, scale, the result.
+MUON_MOVED_BYTES = 44
+
+# An optimizer on a disk: of each element weight, moments and gradient in fp32 are read and written in an update.
+DISK_BYTES = 2 * 16
 
 
 class Exchange(NamedTuple):
@@ -47,7 +66,7 @@ class Exchange(NamedTuple):
 
 
 def bus_factor(kind: str, world_size: int) -> float:
-    """What each process sends, relative to the buffer, if a ring does it."""
+    """Return the bytes that each process of a ring sends, relative to the buffer."""
     return (2 if kind == ALL_REDUCE else 1) * (world_size - 1) / world_size
 
 
@@ -66,7 +85,8 @@ class Links:
     over_pcie: bool = False
 
     def seconds(self, exchange: Exchange, world_size: int, per_machine: int) -> float:
-        """As NCCL's own model has it (src/graph/tuning.cc): hops, and the volume over the slowest link."""
+        """Time of collectives, as NCCL's own model has it (src/graph/tuning.cc): hops, and the volume over the
+        slowest link."""
         if world_size < 2 or not exchange.bytes:
             return 0.0
         machines, local = -(-world_size // per_machine), min(per_machine, world_size)
@@ -171,28 +191,19 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str 
 
 
 def fully_sharded_exchanges(
-    weights: Weights,
-    world_size: int,
-    width: int,
-    reshards: bool,
-    divided: frozenset[str] = frozenset(),
-    syncs: bool = True,
-    replicas: int = 1,
+    weights: Weights, world_size: int, width: int, fsdp: FullyShards, replicas: int = 1
 ) -> Exchanges:
     """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch, the latter in fp32; of several
-    replicas an all-reduce of the shards in the last one.
+    replicas an all-reduce of the shards in the last one. What travels to divided experts is in the trace.
 
     Args:
         world_size: ranks of a replica.
         width: bytes of an element of the weights that are gathered.
-        divided: names of weights of experts, which are neither gathered nor reduced: what travels to them is in the
-            trace.
-        syncs: False: gradients are reduced in the last micro-batch only.
     """
-    gathered = [one for one in weights.all if one.name not in divided]
+    gathered = [one for one in weights.all if one.name not in fsdp.divided]
     total, half = sum(one.size for one in gathered), width < 4
     trained = sum(one.size for one in gathered if one.trained)
-    in_blocks = sum(one.size for one in gathered if weights.place_of(one.name)) if reshards else 0
+    in_blocks = sum(one.size for one in gathered if weights.place_of(one.name)) if fsdp.reshards else 0
     groups = len({weights.group_of(one.name) for one in gathered})
     blocks = len({weights.place_of(one.name) for one in gathered} - {None})
     shard = weights.trained / world_size
@@ -201,8 +212,8 @@ def fully_sharded_exchanges(
     between = between if trained and replicas > 1 else []
     return Exchanges(
         forward=[Exchange(ALL_GATHER, width * total, groups, half)],
-        backward=[Exchange(ALL_GATHER, width * in_blocks, blocks, half)] * bool(in_blocks) + reduced * syncs,
-        last_backward=reduced * (not syncs) + between,
+        backward=[Exchange(ALL_GATHER, width * in_blocks, blocks, half)] * bool(in_blocks) + reduced * fsdp.syncs,
+        last_backward=reduced * (not fsdp.syncs) + between,
         micro_moved=2 * width * (total + in_blocks) + (width + 4) * trained,  # out of flat tensors, and into them
         step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW
     )
@@ -276,3 +287,26 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps
         return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, disk=disk, **common)
     moved = (width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
     return Exchanges(step_moved=moved * trained_shard, **common)
+
+
+def with_muon(exchanges: Exchanges, weights: Weights, half: bool, ranks: int, is_split: bool) -> Exchanges:
+    """The exchanges of an update with what Muon's orthogonal updates add (zerofit/strategy/muon.py).
+
+    Args:
+        ranks: that share the work.
+    """
+    size, products = sum(weight.size for weight in weights.matrices), []
+    for weight in weights.matrices:
+        count, short, long = weight.sides
+        for shape in ((count, short, short, long), (count, short, short, short), (count, short, long, short)):
+            moved = (2 if half else 4) * count * (shape[1] * shape[2] + shape[1] * shape[3] + shape[2] * shape[3])
+            products.append(Operation(MATRIX, half, 2 * math.prod(shape), moved, shape))
+    rounds = 2 * math.ceil(len(weights.matrices) / ranks)
+    sent = Exchange(ALL_TO_ALL, 2 * (2 if half else 4) * size / ranks, rounds, half)
+    return replace(
+        exchanges,
+        step=[*exchanges.step, *([sent] if is_split else [])],
+        step_moved=exchanges.step_moved + MUON_MOVED_BYTES * size / ranks,
+        products=products,
+        product_rounds=ITERATIONS / ranks,
+    )

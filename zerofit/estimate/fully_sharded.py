@@ -1,4 +1,4 @@
-"""What FSDP2 holds during the passes: torch's fully_shard, with one group for each block, two for the ends where they
+"""A model of what FSDP2 holds during the passes: torch's fully_shard, a group for each block, two for ends that
 are not tied (the embedding; final norm and head), and one for what is in none.
 
 A group's weights are gathered as its forward pass begins; the flat tensor that they arrive in is kept until the next
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofit.estimate.memory_constants import MASTER_BYTES, NORM_BYTES
 from zerofit.estimate.model_states import GradientMemory, States
 from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.weights import ENDS, Place, Weight, Weights
+from zerofit.estimate.weights import ENDS, MASTER_BYTES, NORM_BYTES, Place, Weight, Weights
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,13 @@ class FullyShards:
 
     Attributes:
         reshards: the forward pass forgets the weights of blocks that it has gathered.
-        divides_experts: each rank has some experts of a mixture in full.
         syncs: gradients are reduced in each micro-batch; else a rank keeps full ones until the last.
+        divided: names of weights of experts, of which each rank has its own and gathers none.
     """
 
     reshards: bool
-    divides_experts: bool = False
     syncs: bool = True
+    divided: frozenset[str] = frozenset()
 
 
 EMBEDDING, LAST = (ENDS, 0), (ENDS, 1)
@@ -58,18 +57,12 @@ class ShardedGroup:
 
 
 def fully_sharded_states(
-    weights: Weights,
-    world_size: int,
-    dtype: torch.dtype,
-    on_gpu: bool,
-    reshards: bool,
-    divided: frozenset[str] = frozenset(),
-    syncs: bool = True,
+    weights: Weights, world_size: int, dtype: torch.dtype, on_gpu: bool, fsdp: FullyShards
 ) -> States:
-    """
+    """The states of a rank under FSDP2.
+
     Args:
         dtype: that weights are gathered in, and frozen ones are stored in; those that are trained are stored in fp32.
-        divided: names of weights of experts, of which each rank has its own and gathers none.
     """
 
     def shard_of(trained: bool) -> int:
@@ -80,7 +73,7 @@ def fully_sharded_states(
     return States(
         weights=held,
         optimizer=sum(one.moments_bytes * one.padded(world_size) // world_size for one in weights.all if one.trained),
-        engine=lambda: FullyShardedMemory(weights, dtype.itemsize, world_size, reshards, divided, syncs),
+        engine=lambda: FullyShardedMemory(weights, dtype.itemsize, world_size, fsdp),
         step={"gradients": MASTER_BYTES * trained, "workspace": 0 if on_gpu else NORM_BYTES * largest // world_size},
         load=held,
         late=weights.late_states(lambda weight: weight.padded(world_size) // world_size),
@@ -90,21 +83,12 @@ def fully_sharded_states(
 class FullyShardedMemory(GradientMemory):
     """FSDP2's groups, on one rank."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        width: int,
-        world_size: int,
-        reshards: bool,
-        divided: frozenset[str] = frozenset(),
-        syncs: bool = True,
-    ):
+    def __init__(self, weights: Weights, width: int, world_size: int, fsdp: FullyShards):
         super().__init__(weights, width)
-        self.reshards, self.place_of, self.world_size, self.divided = reshards, weights.group_of, world_size, divided
-        self.syncs = syncs
+        self.fsdp, self.place_of, self.world_size = fsdp, weights.group_of, world_size
         members: dict[Place | None, list[Weight]] = {None: []}
         for weight in weights.all:
-            if weight.name not in divided:
+            if weight.name not in fsdp.divided:
                 members.setdefault(self.place_of(weight.name), []).append(weight)
         self.groups = {place: _group(several, width, world_size) for place, several in members.items()}
         self.kept = 0  # shards of gradients
@@ -183,12 +167,12 @@ class FullyShardedMemory(GradientMemory):
             return self.held
         if self.backward:
             return self._reduce(self.place)
-        if self.reshards and self.place != LAST:
+        if self.fsdp.reshards and self.place != LAST:
             self.here.discard(self.place)
         return self.held
 
     def complete(self, name: str) -> int:
-        if name in self.divided:
+        if name in self.fsdp.divided:
             return self._complete_experts(MASTER_BYTES * self.sizes[name] // self.world_size)
         place, size = self.place_of(name), self.width * self.sizes[name]
         self.completed[place] = self.completed.get(place, 0) + size
@@ -207,13 +191,13 @@ class FullyShardedMemory(GradientMemory):
         """A group's gradients; those of the group before it are free now."""
         group = self.groups[place]
         self.here.discard(place)
-        if not (self.syncs or self.last):
+        if not (self.fsdp.syncs or self.last):
             return self._keep_full(place)
         self.buffers = group.reduced
         most = self.held
         self.gradients -= self.completed.pop(place, 0) + self.full.pop(place, 0)
         most = max(most, self.held + group.shard)
-        if self.first or not self.syncs:
+        if self.first or not self.fsdp.syncs:
             self.kept += group.shard
             self.gradients += group.shard
         return most

@@ -79,7 +79,7 @@ class MeasuredRow:
 
 
 def kind_of(strategy: str, is_divided: bool, is_lora: bool) -> str:
-    """What decides how well seconds are predicted."""
+    """Return the kind of run, which decides how well seconds are predicted."""
     if is_lora:
         return LORA
     if "offload" in strategy:

@@ -12,9 +12,17 @@ from typing import Any
 
 import torch
 
-from zerofit.estimate.memory_constants import ADAFACTOR_BYTES, MASTER_BYTES, MOMENTS_BYTES, NORM_BYTES
 from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.weights import FlatGroup, Weight, Weights, kept_by_rank
+from zerofit.estimate.weights import (
+    ADAFACTOR_BYTES,
+    MASTER_BYTES,
+    MOMENTS_BYTES,
+    NORM_BYTES,
+    FlatGroup,
+    Weight,
+    Weights,
+    kept_by_rank,
+)
 from zerofit.estimate.zero3_weights import GatheredWeights
 
 

@@ -88,5 +88,6 @@ def _forward_stack() -> list[torch.nn.Module]:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """Of a tensor's memory: itself, its views, and what autograd has saved of these; saved itself it counts once."""
+    """Count who holds a tensor's memory: itself, its views, and what autograd has saved of these; saved itself it
+    counts once."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""What one operation of a traced pass costs: its kind, its floating-point operations, and the bytes that it moves."""
+"""The cost of one operation of a traced pass: its kind, its floating-point operations, and the bytes that it moves."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
 
 def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
-    """What a call of an aten operator costs; None where it costs nothing.
+    """Return the cost of a call of an aten operator; None where it costs nothing.
 
     FLOPs are those of torch.utils.flop_counter; a causal mask halves those of attention.
     """
@@ -82,7 +82,8 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 def _shape(kind: str, name: str, factors: tuple[Any, ...]) -> tuple[int, ...]:
-    """As Operation has it; empty of a product that is neither of matrices nor of attention, such as a convolution."""
+    """Return the shape, as Operation has it; empty for a product that is neither of matrices nor of attention, such as
+    a convolution."""
     if kind == ATTENTION:
         query, keys = (factors[1], factors[2]) if name.endswith("backward") else (factors[0], factors[1])
         return query.shape[0] * query.shape[1], query.shape[2], keys.shape[2], query.shape[3]
@@ -120,7 +121,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of an expanded tensor, what it has in memory."""
+    """Return a tensor's bytes; for an expanded one, those that it has in memory."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 

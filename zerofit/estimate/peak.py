@@ -8,14 +8,37 @@ from typing import Any, NamedTuple
 import torch
 
 from zerofit.estimate.caching_allocator import Unused
-from zerofit.estimate.memory_constants import (
-    CPU_PROGRAM_BYTES,
-    CUBLAS_WORKSPACE_BYTES,
-    CUDA_CONTEXT_BYTES,
-    NCCL_BYTES,
-)
 from zerofit.estimate.model_states import GradientMemory, States
 from zerofit.estimate.traced_steps import TracedStep
+
+# Sizes that no configuration and no trace gives, each with its source. None is fitted to a published table.
+
+# What the driver holds for a process beside torch's allocator, and outside its limit: the CUDA context and the
+# libraries' code. Source: 287 MB at first, and 667 MB with all of torch's kernels loaded (pytorch/pytorch#86509).
+CUDA_CONTEXT_BYTES = 640 * 2**20
+
+# Host memory of a rank before it has a model: Python, torch and transformers. Source: measured.
+PROGRAM_BYTES = 400 * 2**20
+
+# Buffers of an NCCL communicator, in each process of a group of several. Source: NCCL's documentation of
+# NCCL_BUFFSIZE (4 MiB for each channel and peer; rings of 16 to 32 channels, send and receive). An estimate.
+NCCL_BYTES = 256 * 2**20
+
+# On a CPU, beyond what the process takes with its libraries imported: buffers of MKL,
+# and what is too small to be a tensor. Under DeepSpeed also the stacks of the three threads of its second gloo group,
+# 8 MiB each (pthread_create(3): as large as `ulimit -s` allows). Source: measured with models of two layers, 8 wide,
+# whose tensors take next to nothing (docs/measurements/plan.md).
+CPU_PROGRAM_BYTES = 8 * 2**20
+CPU_DEEPSPEED_BYTES = 26 * 2**20
+
+# On a CPU, the stacks of a gloo group's three threads, and the groups that a process has beside the two of plain
+# DeepSpeed. Source: threads of a process under tp, sp and pp, less those under zero2.
+CPU_GROUP_BYTES = 3 * 8 * 2**20
+CPU_GROUPS = {"tensor": 3, "sequence": 1, "pipeline": 5}  # a pipeline's grid has those of its tensor parallelism too
+
+# cuBLAS keeps a workspace for each handle and stream: 32 MiB on Hopper, 8 MiB before. Source: torch's documentation
+# of CUBLAS_WORKSPACE_CONFIG.
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
 ACTIVATIONS, HEAD, WORKSPACE = "activations", "head and loss", "workspace"
 
@@ -76,7 +99,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a stage of a pipeline holds beside the micro-batch that it works on; sizes in bytes.
+    """The memory of a pipeline's stage beside the micro-batch that it works on; sizes in bytes.
 
     Attributes:
         micro_batches: of which it holds what their backward passes need, this one included.
@@ -130,7 +153,8 @@ def find_peak(
 def training_moments(
     states: States, training: list[TracedStep], accumulation: int, in_flight: InFlight | None = None
 ) -> Iterator[Moment]:
-    """
+    """Yield the moments of an update with most on the device: start, optimizer step, passes.
+
     Args:
         training: the forward and backward pass of a micro-batch.
         in_flight: of a stage of a pipeline.
@@ -143,7 +167,8 @@ def training_moments(
 def evaluation_moments(
     states: States, training: list[TracedStep], evaluation: list[TracedStep], generated: dict[str, int]
 ) -> Iterator[Moment]:
-    """
+    """Yield the moments of an evaluation with most on the device.
+
     Args:
         evaluation: the forward pass of an evaluation batch.
         generated: what is on the device beside weights while texts are generated for it; empty: none are.
@@ -195,7 +220,7 @@ def _passes(
 
 
 def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation: int, number: int) -> dict[str, int]:
-    """What a pipeline's stage holds for micro-batches other than the one that is in its backward pass."""
+    """Return what a pipeline's stage holds for micro-batches other than the one that is in its backward pass."""
     if in_flight is None:
         return {}
     kept = next((step.start for step in training if step.phase == "backward"), 0) + in_flight.received
@@ -204,7 +229,7 @@ def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation
 
 
 class _Moment(NamedTuple):
-    """What is held beside the states, in bytes."""
+    """A moment of a pass: what is held beside the states, in bytes."""
 
     step: TracedStep
     at_hand: int  # weights that ZeRO-3 has gathered
@@ -274,7 +299,7 @@ PROBE = 2  # positions of the pass that shows what is cached
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """What an encoder-decoder caches, in elements.
+    """The keys and values that an encoder-decoder caches, in elements.
 
     Attributes:
         written: of each generated token, in all layers.
@@ -311,7 +336,7 @@ class KeyValueCache:
 
 @torch.no_grad()
 def cache_of(model: torch.nn.Module) -> KeyValueCache:
-    """What an encoder-decoder on "meta" caches, seen in a pass of one short row."""
+    """Run one short row through an encoder-decoder on "meta", and return what it caches."""
     tokens = torch.zeros(1, PROBE, dtype=torch.int64, device="meta")
     mask = torch.zeros(1, 1, PROBE, PROBE, device="meta")  # as attention takes it: nothing is asked of its values
     was_training = model.training

@@ -42,7 +42,7 @@ WHOLE = Stage(0, 1, 0)  # no pipeline
 
 
 def stages_of(layout: ParallelLayout, model: torch.nn.Module) -> list[Stage]:
-    """Those of which one needs most: the first, the last, and the first of those with most layers.
+    """Return the stages of which one needs most: the first, the last, and the first of those with most layers.
 
     Args:
         model: all of it, on "meta".
@@ -56,7 +56,7 @@ def stages_of(layout: ParallelLayout, model: torch.nn.Module) -> list[Stage]:
 
 
 def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str) -> Weights:
-    """Those of a stage, whose layers are called as if they were the first ones.
+    """Return the weights of a stage, whose layers are called as if they were the first ones.
 
     Args:
         body: the name of the model's body.

@@ -12,13 +12,12 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 import zerofit.model.activations  # noqa: F401
-from zerofit.estimate.memory_constants import MASTER_BYTES, NF4_BYTES
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
 from zerofit.estimate.planned_rows import OF_WORDS, TASKS, Rows
 from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
-from zerofit.estimate.weights import Weight, Weights
+from zerofit.estimate.weights import MASTER_BYTES, NF4_BYTES, Weight, Weights
 from zerofit.model.configuration import has_head
 from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.lora import split_targets
@@ -33,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class PlannedModel:
-    """What is trained.
+    """The model that a plan is made for, with its rows.
 
     Args:
         recipe: the training recipe.
@@ -56,7 +55,7 @@ class PlannedModel:
         self._shares: dict[tuple[int, Stage], Weights] = {}
 
     def with_options(self, recipe: Any, rows: Rows) -> "PlannedModel":
-        """The same with other options that change its passes alone; tracers are shared."""
+        """Return a copy with other options that change its passes alone; tracers are shared."""
         other = replace(self, recipe=recipe, rows=rows)
         other._shares, other._tracers = self._shares, self._tracers
         return other
@@ -67,7 +66,7 @@ class PlannedModel:
         return sum(each.numel() for each in self.teacher.parameters()) if self.teacher is not None else 0
 
     def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
-        """Those of the rank that has most, or of a stage; before ZeRO shards them."""
+        """Return the weights of the rank that has most, or of a stage; before ZeRO shards them."""
         if stage is None:
             several = [self.weights_of(layout, one) for one in self.stages(layout)]
             return max(several, key=lambda weights: weights.trained)
@@ -84,7 +83,7 @@ class PlannedModel:
         return self.weights if layout.tensor == 1 else self.weights.shared(self._share_sizes(layout.tensor))
 
     def stages(self, layout: ParallelLayout) -> list[Stage]:
-        """Those of a pipeline that may need most; one that stands for the model where there is no pipeline."""
+        """Return the stages of a pipeline that may need most; without a pipeline one that stands for the model."""
         return stages_of(layout, self.full)
 
     @property
@@ -92,7 +91,7 @@ class PlannedModel:
         return getattr(self.config.get_text_config(), "num_hidden_layers", 0)
 
     def hidden_bytes(self, precision: str, layout: ParallelLayout, micro_batch: int) -> int:
-        """Of the hidden states between two layers, of which each rank that shares these has a part of the tokens."""
+        """Bytes of the hidden states between two layers; each rank that shares these has a part of the tokens."""
         tokens = -(-micro_batch * self.rows.per_sample * self.rows.length // layout.tensor)
         return tokens * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
 
@@ -186,7 +185,7 @@ class PlannedModel:
     def trace_settings(
         self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False
     ) -> TraceSettings:
-        """Of the passes as they run under a strategy: those that compute alike share their traces."""
+        """Return the settings of a trace under a strategy: passes that compute alike share their traces."""
         trained, frozen = self.dtypes(precision, sharding is not None)
         is_third_stage = int(getattr(sharding, "stage", 0)) == 3
         autocast = None if sharding is not None or precision == "fp32" else torch.bfloat16
@@ -202,7 +201,7 @@ class PlannedModel:
             keeps_inputs=is_third_stage and sharding.memory_efficient_linear,
             watched=is_third_stage,
             offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
-            experts=layout.data_size if getattr(sharding, "divides_experts", False) else 0,
+            experts=layout.data_size if getattr(sharding, "divided", ()) else 0,
             compiled=bool(self.recipe.torch_compile),
         )
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
-from zerofit.estimate.memory_constants import MASTER_BYTES
 from zerofit.estimate.model_states import States, deepspeed_states, torch_states
-from zerofit.estimate.newton_schulz import workspace
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.traced_shares import expert_names
+from zerofit.estimate.weights import MASTER_BYTES
 from zerofit.strategy.deepspeed_config import fill_by_sizes
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.strategy import Strategy
@@ -46,14 +45,6 @@ class PlannedStrategy:
         """Ranks that share the optimizer's work."""
         return 1 if self.sharding is None else self.layout.shard_size
 
-    @property
-    def divides_experts(self) -> bool:
-        return getattr(self.sharding, "divides_experts", False)
-
-    def divided(self, model: PlannedModel) -> frozenset[str]:
-        """The parameters with experts of which each rank has some in full."""
-        return expert_names(model.full) if self.divides_experts else frozenset()
-
     def states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
         found, weights, ranks = self._states(model, accumulates, stage), model.weights, self.optimizer_ranks
         if not weights.matrices:
@@ -62,35 +53,28 @@ class PlannedStrategy:
         of_gradients = 0  # in DeepSpeed's step: in fp32, under ZeRO-3 also in half precision
         if self.zero is not None:
             of_gradients = MASTER_BYTES + 2 * (half and self.shards_weights)
-        taken = workspace(weights, half, is_split) + of_gradients * sum(one.size for one in weights.matrices) // ranks
+        taken = (
+            weights.muon_workspace(half, is_split) + of_gradients * sum(one.size for one in weights.matrices) // ranks
+        )
         return replace(found, step={**found.step, "workspace": max(found.step["workspace"], taken)})
 
     def _states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
         trained, frozen = model.dtypes(self.precision, self.sharding is not None)
         weights, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
-            return fully_sharded_states(
-                weights,
-                sharers,
-                trained,
-                model.on_gpu,
-                self.sharding.reshards,
-                self.divided(model),
-                self.sharding.syncs,
-            )
+            return fully_sharded_states(weights, sharers, trained, model.on_gpu, self.sharding)
         if self.zero is None:
             return torch_states(weights, sharers, trained, frozen, model.on_gpu, model.recipe.optim)
         return deepspeed_states(weights, self.zero, sharers, trained, accumulates, model.on_gpu, model.keeps_layers)
 
 
 def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> PlannedStrategy:
-    """With what follows from the model: sizes of buckets and thresholds."""
+    """Add to a strategy what follows from the model: sizes of buckets and thresholds."""
     if strategy.deepspeed is None:
-        sharding = (
-            FullyShards(strategy.reshards, strategy.divides_experts, strategy.syncs_each_batch)
-            if strategy.fully_shards
-            else None
-        )
+        sharding = None
+        if strategy.fully_shards:
+            divided = expert_names(model.full) if strategy.divides_experts else frozenset()
+            sharding = FullyShards(strategy.reshards, strategy.syncs_each_batch, divided)
         return PlannedStrategy(name, strategy.layout, strategy.precision, sharding)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
     weights = model.weights_of(strategy.layout)

@@ -7,7 +7,7 @@ nothing is read. `zerofit plan`, whose command the report ends with, searches la
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.estimate.memory_constants import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES, NF4_BYTES
+from zerofit.estimate.weights import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES, NF4_BYTES
 from zerofit.model.parameters import true_numel
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.engine import Engine

@@ -1,11 +1,28 @@
-"""How fast a device does each kind of operation: from its maker's figures, or as `zerofit plan --calibrate` found."""
+"""The speed of a device at each kind of operation: from its maker, or as `zerofit plan --calibrate` has measured."""
 
 import bisect
 import math
 from dataclasses import dataclass
 
 from zerofit.estimate.operations import ATTENTION, BY_FLOPS, MATRIX, MEMORY, Operation
-from zerofit.estimate.time_constants import ATTENTION_ROWS, FILL, MISALIGNED, NARROW_HEADS, TILES, UNEVEN
+
+# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
+# docs/measurements/plan-times.md says on how many.
+
+# How a GPU divides a product among its multiprocessors: tiles of (rows, columns), and what small ones reach of the
+# best. Source: cuBLAS and CUTLASS choose among these; NVIDIA, Matrix Multiplication Background (tile and wave
+# quantization). The parts that small tiles reach are assumptions.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
+
+# A product reaches K / (K + FILL) of the best: a tile has to be filled and written, whatever its depth. Fitted.
+FILL = 124
+
+# What a product reaches whose widths are not multiples of 64 elements, or not of 8, which tensor cores ask for.
+# Fitted.
+UNEVEN, MISALIGNED = 0.64, 0.27
+
+# Attention reaches S / (S + ROWS) of its best on rows of S tokens, and less with heads of at most 64. Fitted.
+ATTENTION_ROWS, NARROW_HEADS = 296, 0.82
 
 
 @dataclass(frozen=True)
@@ -30,7 +47,7 @@ class Curve:
 
 
 def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
-    """What a matrix product reaches of a GPU's best, by its tiles, their waves, its depth and its alignment.
+    """Return the part of a GPU's best that a matrix product reaches, by its tiles, waves, depth and alignment.
 
     Args:
         shape: (products, M, N, K).
@@ -50,7 +67,7 @@ def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
 
 
 def attention_efficiency(shape: tuple[int, ...]) -> float:
-    """What attention reaches of its best.
+    """Return the part of its best that attention reaches.
 
     Args:
         shape: (rows x heads, queries, keys, width of a head).
@@ -61,7 +78,7 @@ def attention_efficiency(shape: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one process of a device reaches.
+    """The speeds that one process of a device reaches.
 
     Attributes:
         rates: {(kind, half precision): FLOP/s of matrix products and attention, else bytes/s}.
@@ -86,7 +103,7 @@ class Speeds:
     multiprocessors: int | None = None
 
     def seconds(self, operation: Operation) -> float:
-        """Of its work alone: what starting it takes is not included."""
+        """Time of an operation's work alone, without starting it."""
         kind, half, flops, moved, shape = operation
         if kind not in BY_FLOPS:
             return moved / self.rates[kind, half].at(moved)

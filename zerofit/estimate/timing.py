@@ -3,32 +3,133 @@
 import bisect
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from zerofit.estimate.exchanges import (
+    ADAM_BYTES,
     Exchange,
     Exchanges,
     Links,
     deepspeed_exchanges,
     fully_sharded_exchanges,
     torch_exchanges,
+    with_muon,
 )
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.newton_schulz import with_muon
-from zerofit.estimate.operations import ALL_GATHER, Operation
-from zerofit.estimate.pass_time import COMMUNICATION, PassTime, pass_time
+from zerofit.estimate.operations import ALL_GATHER, BY_FLOPS, EXCHANGES, Operation
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.speeds import Speeds
-from zerofit.estimate.time_constants import DISK, HOST_STEP, WAITED
+from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import Tracer
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.strategy.layout import ParallelLayout
 
+# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
+# docs/measurements/plan-times.md says on how many.
+
+# Autograd, which runs without Python, starts an operation of the backward pass in this part of the time. Fitted.
+BACKWARD_STARTS = 0.6
+
+# What torch.compile leaves of the time of operations that move bytes, and of starting operations. Fitted; assumption.
+FUSED, FUSED_STARTS = 0.15, 0.4
+
+# Collectives within a pass, which wait for it and which it waits for, take longer than alone by this factor. Fitted.
+WAITED = 1.44
+
+# What a machine's disk does, in bytes/s. An assumption: one NVMe disk of PCIe 4.
+DISK = 3e9
+
+# What a step on the host takes, relative to its Adam alone: each fp32 gradient is also scaled for clipping (read and
+# written), and each weight cast to half precision (4 bytes read, 2 written). Source: DeepSpeed 0.19,
+# unscale_and_clip_grads and step in runtime/zero/stage_1_and_2.py and stage3.py.
+HOST_STEP = (ADAM_BYTES + 8 + 6) / ADAM_BYTES
+
+STARTS, COMMUNICATION = "starting operations", "communication"  # parts of a time that are no operations
 OPTIMIZER, HOST, BUBBLE = "optimizer step", "host", "pipeline bubble"
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """The time of a micro-batch's passes on one device, in seconds.
+
+    Attributes:
+        parts: {kind of operation: seconds}, of both passes.
+        offloaded: bytes that are copied to the host in the forward pass, and back in the backward pass.
+    """
+
+    forward: float
+    backward: float
+    parts: dict[str, float]
+    offloaded: float = 0.0
+
+    def towards(self, other: "PassTime", part: float) -> "PassTime":
+        """On the line from this one (part 0) to another (part 1), and beyond it."""
+        between = lambda first, second: max(0.0, first + part * (second - first))  # noqa: E731
+        names = dict.fromkeys((*self.parts, *other.parts))
+        return PassTime(
+            between(self.forward, other.forward),
+            between(self.backward, other.backward),
+            {name: between(self.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in names},
+            between(self.offloaded, other.offloaded),
+        )
+
+
+def pass_time(
+    steps: list[TracedStep],
+    speeds: Speeds,
+    exchanged: Callable[[Operation], float] = lambda operation: 0.0,
+    is_compiled: bool = False,
+) -> PassTime:
+    """Sum up the operations of the passes.
+
+    A GPU's queue is filled while it works: where starting all operations of a pass takes longer than their work, that
+    is what counts. On a CPU both are added.
+
+    Args:
+        exchanged: seconds of a collective within the passes, which wait for it: that of ranks which share layers or
+            rows.
+        is_compiled: by torch.compile, which fuses operations that move bytes.
+    """
+    times = {"forward": 0.0, "backward": 0.0}
+    starts, waits = times.copy(), times.copy()
+    parts: dict[str, float] = {}
+    known: dict[int, tuple[dict[str, float], int]] = {}
+    for step in steps:
+        key = id(step.operations)
+        if key not in known:
+            known[key] = _segment_time(step.operations, speeds, exchanged, is_compiled)
+        of_kinds, count = known[key]
+        phase = "backward" if step.phase == "backward" else "forward"
+        starts[phase] += count * speeds.operation_s
+        for kind, seconds in of_kinds.items():
+            parts[kind] = parts.get(kind, 0.0) + seconds
+            (waits if kind == COMMUNICATION else times)[phase] += seconds
+    starts["backward"] *= BACKWARD_STARTS
+    for phase, started in starts.items():
+        started *= FUSED_STARTS if is_compiled else 1.0
+        more = max(0.0, started - times[phase]) if speeds.is_queued else started
+        times[phase] += more + waits[phase]
+        parts[STARTS] = parts.get(STARTS, 0.0) + more
+    return PassTime(times["forward"], times["backward"], parts, sum(step.offloaded for step in steps))
+
+
+def _segment_time(
+    operations: Iterable[Operation], speeds: Speeds, exchanged: Callable[[Operation], float], is_compiled: bool
+) -> tuple[dict[str, float], int]:
+    """({kind: seconds}, operations that are started)."""
+    parts, count = dict[str, float](), 0
+    for operation in operations:
+        if operation.kind in EXCHANGES:
+            parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + exchanged(operation)
+            continue
+        count += 1
+        fused = FUSED if is_compiled and operation.kind not in BY_FLOPS else 1.0
+        parts[operation.kind] = parts.get(operation.kind, 0.0) + fused * speeds.seconds(operation)
+    return parts, count
 
 
 class AnyLinks(Protocol):
@@ -44,7 +145,7 @@ class UpdateTime:
 
     @property
     def bound(self) -> str:
-        """What takes most of it."""
+        """The part that takes most of the time."""
         return max(self.parts, key=self.parts.__getitem__)
 
 
@@ -161,7 +262,7 @@ class Timing:
         self._exchanges: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
 
     def of(self, model: PlannedModel) -> "Timing":
-        """The same for a model that shares its tracers; what is known of their passes is shared too."""
+        """Return a copy for a model that shares its tracers; what is known of their passes is shared too."""
         other = copy.copy(self)
         other.model, other._exchanges, other._flops_per_token = model, {}, None
         other.rows = model.rows.shortened(self.mean_length) if self.mean_length else model.rows
@@ -193,7 +294,7 @@ class Timing:
         return UpdateSpeed(time, tokens_per_s, mfu, self.is_known)
 
     def passes(self, resolved: PlannedStrategy, micro_batch: int) -> PassTime:
-        """Of the whole model, or of the stage that takes longest: the others wait for it."""
+        """Time of the passes of the whole model, or of the stage that takes longest: the others wait for it."""
         stages = self.model.stages(resolved.layout)
         times = (self._passes_of(resolved, micro_batch, stage) for stage in stages)
         slowest = max(times, key=lambda one: one.forward + one.backward)
@@ -205,7 +306,8 @@ class Timing:
         return replace(slowest, forward=slowest.forward + teacher, parts=parts)
 
     def _passes_of(self, resolved: PlannedStrategy, micro_batch: int, stage: Stage) -> PassTime:
-        """Of a size that is traced already, or was asked for first; else on the line through its neighbours."""
+        """Time of a micro-batch size that is traced already, or was asked for first; else on the line through its
+        neighbours."""
         about = resolved.precision, resolved.sharding, resolved.layout
         tracer = self.model.tracer(*about, rows=self.rows)
         exchanged = self._exchanged(resolved)
@@ -241,7 +343,7 @@ class Timing:
         """Seconds of a collective of the ranks that share layers or rows, which stand side by side, or experts: these
         are all ranks."""
         layout = resolved.layout
-        together = layout.data_size if resolved.divides_experts else layout.tensor * layout.sequence
+        together = layout.data_size if getattr(resolved.sharding, "divided", ()) else layout.tensor * layout.sequence
 
         def seconds(operation: Operation) -> float:
             exchange = Exchange(operation.kind, operation.bytes, 1, operation.half)
@@ -263,17 +365,8 @@ class Timing:
     def exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
         weights, world_size = self.model.weights_of(resolved.layout), resolved.layout.shard_size
         if isinstance(resolved.sharding, FullyShards):
-            width = DTYPES[resolved.precision].itemsize
-            divided = resolved.divided(self.model)
-            return fully_sharded_exchanges(
-                weights,
-                world_size,
-                width,
-                resolved.sharding.reshards,
-                divided,
-                resolved.sharding.syncs,
-                resolved.layout.replicas,
-            )
+            width, replicas = DTYPES[resolved.precision].itemsize, resolved.layout.replicas
+            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding, replicas)
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.model.on_gpu, self.model.recipe.optim)
         return deepspeed_exchanges(
@@ -287,7 +380,7 @@ class Timing:
 
     @property
     def flops_per_token(self) -> float:
-        """As a run counts them (zerofit/record/meters.py)."""
+        """FLOPs of a token, as a run counts them (zerofit/record/meters.py)."""
         if self._flops_per_token is None:
             rows, full = self.rows, self.model.full
             if rows.target_length:

@@ -22,7 +22,7 @@ from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDU
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel
 from zerofit.strategy.layout import replaced
-from zerofit.strategy.ring_attention import RING
+from zerofit.strategy.sequence import RING
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FakeGroup:
 
 
 class Collectives:
-    """What layers and rows that are shared call of torch.distributed and deepspeed.comm.
+    """Stands for torch.distributed and deepspeed.comm where layers and rows are shared.
 
     Args:
         note: takes each collective, as an operation.

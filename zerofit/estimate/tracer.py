@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerofit.estimate.allocations import AllocationTracker, Segment
-from zerofit.estimate.fused_layers import FusedLayers
+from zerofit.estimate.allocations import AllocationTracker, FusedLayers, Segment
 from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs
 from zerofit.estimate.traced_shares import (
@@ -31,9 +30,8 @@ from zerofit.estimate.traced_shares import (
     tokens_exchanged,
 )
 from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
-from zerofit.model.recomputation import enable_recomputation
+from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.strategy.layout import replaced
-from zerofit.strategy.offloaded_inputs import offload_inputs
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
@@ -45,7 +43,7 @@ ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose atte
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What a trace depends on, beside the model's configuration and the batch size.
+    """Settings of a trace, beside the model's configuration and the batch size.
 
     Args:
         autocast: the dtype of autocast, where weights stay in fp32 (DDP, one process); None: computed in `dtype`.
@@ -83,7 +81,7 @@ class TraceSettings:
 
 
 def reduced_configuration(config: Any) -> Any:
-    """The same model with two layers in each stack."""
+    """Return the configuration of the same model with two layers in each stack."""
     reduced = copy.deepcopy(config)
     for name in DEPTHS:
         if isinstance(getattr(reduced, name, None), int):

@@ -1,13 +1,28 @@
 """The parameters of the full model, in elements, and how ZeRO-1 and 2 lay them out over the ranks."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from zerofit.estimate.memory_constants import AVERAGE_BYTES, MOMENTS_BYTES, NF4_BYTES
 from zerofit.strategy.optimizers import state_bytes
+
+# An NF4 weight with double quantisation: 4 bits and 0.127 bits of scales. Source: Dettmers et al. 2023, QLoRA.
+NF4_BYTES = (4 + 0.127) / 8
+
+# Bytes of a gradient's norm, element by element: DeepSpeed turns each gradient to fp64 (runtime/zero/utils.py,
+# get_norm_dtype), and so does zerofit/strategy/torch_engine.py on a CPU.
+NORM_BYTES = 8
+
+# Adam: two moments in fp32, and under DeepSpeed a copy of the weights in fp32. Source: Rajbhandari et al. 2020, ZeRO.
+MOMENTS_BYTES, MASTER_BYTES = 8, 4
+AVERAGE_BYTES = 4  # of the mean of the weights, with ema_decay
+
+# What a step of Adafactor makes of each parameter on its way: its squared gradient, or the update and its negative.
+# Source: transformers/optimization.py 5.23, Adafactor.step, where `update` lives on while the next one is made.
+ADAFACTOR_BYTES = 2 * 4
 
 ENDS = "ends"
 Place = tuple[str, int]  # (stack, number of the layer)
@@ -30,11 +45,17 @@ class Weight:
 
     @property
     def moments_bytes(self) -> int:
-        """Of the optimizers that shards are enough for, for each element; with its mean."""
+        """Bytes of moments for each element, and of its mean, under the optimizers that shards are enough for."""
         return (MOMENTS_BYTES // 2 if self.takes_muon else MOMENTS_BYTES) + AVERAGE_BYTES * self.is_averaged
 
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """(matrices, the shorter side, the longer one): experts are matrices of their own."""
+        *experts, rows, columns = self.shape
+        return math.prod(experts), min(rows, columns), max(rows, columns)
+
     def padded(self, world_size: int) -> int:
-        """Its elements with rows filled up, so that each rank has as many."""
+        """Number of elements with rows filled up, so that each rank has as many."""
         return -(-self.rows // world_size) * world_size * (self.size // self.rows)
 
 
@@ -72,7 +93,7 @@ class Weights:
         return sum(weight.size for weight in self.all if not weight.trained)
 
     def state_bytes(self, optim: str) -> int:
-        """What an optimizer keeps of all that is trained, of parameters that are not sharded."""
+        """Bytes that an optimizer keeps of all that is trained, of parameters that are not sharded."""
         rest = "adamw" if optim == "muon" else optim
         return sum(
             state_bytes(optim if weight.takes_muon else rest, weight.shape or (weight.size,))
@@ -83,8 +104,20 @@ class Weights:
 
     @property
     def matrices(self) -> list[Weight]:
-        """Those that take Muon."""
+        """The weights that Muon updates."""
         return [weight for weight in self.all if weight.trained and weight.takes_muon]
+
+    def muon_workspace(self, half: bool, is_split: bool) -> int:
+        """Bytes that Muon's step takes beside gradients, of the largest matrix: what an iteration begins and ends
+        with, two products of its shorter side, and the matrix itself where it is not a view of the gradient.
+
+        Args:
+            is_split: parts of it come from all ranks, and each sends as much.
+        """
+        copies = 2 + (2 if is_split else int(half))
+        sides = (weight.sides for weight in self.matrices)
+        largest = max((count * short * (copies * long + 2 * short) for count, short, long in sides), default=0)
+        return (2 if half else 4) * largest
 
     def late_states(self, held_of: Callable[[Weight], int]) -> tuple[int, ...]:
         """Bytes of the moments that torch's AdamW makes in its first step, tensor by tensor; Muon makes one. With
@@ -110,7 +143,7 @@ class Weights:
         return [[weight for weight in trained if weight.group == number] for number in numbers]
 
     def shared(self, shares: dict[str, int]) -> "Weights":
-        """Those of one rank of several that share each layer.
+        """Return the weights of one rank of several that share each layer.
 
         Args:
             shares: {name: elements}, also of a model with fewer layers: the last one stands for those that follow.
@@ -136,12 +169,12 @@ class Weights:
         return replace(self, all=every, layer=max(layers.values(), default=0))
 
     def place_of(self, name: str) -> "Place | None":
-        """Of a weight; None: it is in no layer."""
+        """Return the layer of a weight; None: it is in no layer."""
         stack = next((stack for stack in self.stacks if name.startswith(f"{stack}.")), None)
         return None if stack is None else (stack, number_of(name, stack))
 
     def group_of(self, name: str) -> "Place | None":
-        """Of a weight, what FSDP2 gathers with it: its layer, or an end; None: the rest."""
+        """Return the group in which FSDP2 gathers a weight: its layer, or an end; None: the rest."""
         return (ENDS, self.ends[name]) if name in self.ends else self.place_of(name)
 
     def persistent(self, threshold: int) -> int:
@@ -153,7 +186,7 @@ class Weights:
 
 
 def number_of(name: str, stack: str) -> int:
-    """Of the layer that a weight belongs to."""
+    """Return the number of the layer that a weight belongs to."""
     return int(name[len(stack) + 1 :].partition(".")[0])
 
 

@@ -25,7 +25,7 @@ from zerofit.estimate.weights import Weights
 
 @dataclass(frozen=True)
 class FetchRules:
-    """What the coordinator is told.
+    """The settings of DeepSpeed's coordinator.
 
     Attributes:
         threshold: weights up to this size are not sharded.

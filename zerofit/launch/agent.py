@@ -30,7 +30,7 @@ from accelerate.commands import launch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 from torch.distributed.launcher import api as launcher
 
 from zerofit.launch.machine_group import MachineGroup
@@ -66,7 +66,9 @@ class RestartingAgent(LocalElasticAgent):
         ends = ", ".join(f"rank {rank} {_end(failure.exitcode)}" for rank, failure in sorted(result.failures.items()))
         ended = f"{ends} after update {self.restarts.updates()}"
         codes, allowed = {failure.exitcode for failure in result.failures.values()}, worker_group.spec.max_restarts
-        refused = self._refused(codes) if allowed else "--max_restarts 0"
+        refused = self.restarts.refused(codes) if allowed else "--max_restarts 0"
+        if allowed and self.group is not None and self.group.has_finished():
+            refused = "another machine has finished"
         used = self._count(not have_saved(codes))
         if not refused and used > allowed:
             refused = "none is left"
@@ -77,11 +79,6 @@ class RestartingAgent(LocalElasticAgent):
         if refused and self.group is not None:
             self.group.end(ended, code_of_run([_positive(code) for code in codes]))
         return result
-
-    def _refused(self, codes: set[int]) -> str:
-        if self.group is not None and self.group.has_finished():
-            return "another machine has finished"
-        return self.restarts.refused(codes)
 
     def _count(self, failed: bool) -> int:
         """Failures so far, of all machines."""
@@ -108,20 +105,22 @@ class RestartingAgent(LocalElasticAgent):
 class MachineRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
     """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one."""
 
-    def next_rendezvous(self):
+    def next_rendezvous(self) -> RendezvousInfo:
         if self.world_size == 1 and self.master_addr in LOOPBACK:
-            self._store = serve_store(0 if self._store else self.master_port, everywhere=False)
-            self.master_port = self._store.port
+            store = serve_store(0 if self._store else self.master_port, everywhere=False)
+            self._store = store
+            self.master_port = store.port
         elif self.world_size > 1:
             if RestartingAgent.group is None:
                 RestartingAgent.group = MachineGroup(
                     self.master_addr, self.master_port, self.rank, self.world_size, self.timeout.total_seconds()
                 )
-            self._store = RestartingAgent.group.meet()
-            self.master_port = self._store.port
+            store = RestartingAgent.group.meet()
+            self._store = store
+            self.master_port = store.port
         return super().next_rendezvous()
 
-    def num_nodes_waiting(self):
+    def num_nodes_waiting(self) -> int:
         return 0 if RestartingAgent.group is None else RestartingAgent.group.num_waiting()
 
 
@@ -135,9 +134,9 @@ def main() -> int:
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
     folder = Path(os.environ[RUN]) if RUN in os.environ else None
-    static_tcp_rendezvous.StaticTCPRendezvous = MachineRendezvous
+    static_tcp_rendezvous.StaticTCPRendezvous = MachineRendezvous  # type: ignore[misc]
     RestartingAgent.restarts = restarts = Restarts(folder)
-    launcher.LocalElasticAgent = RestartingAgent
+    launcher.LocalElasticAgent = RestartingAgent  # type: ignore[misc]
     signal.signal(STOP, lambda number, frame: restarts.stop())
     try:
         code = run_launcher()
@@ -175,7 +174,7 @@ def end_with_parent() -> None:
     """Get SIGTERM when the parent is gone, and pass it on where accelerate does not: to the process of a launch of
     one. (Of several, torchrun takes care.)"""
 
-    def pass_on(number: int, frame) -> None:
+    def pass_on(number: int, frame: Any) -> None:
         processes = psutil.Process().children()
         for process in processes:
             process.send_signal(number)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.runs import layout_of
-from zerofit.launch.schedulers import RANK_VARIABLES, Machines, given_machines, read_machines, without_machines
+from zerofit.launch.schedulers import GENERIC, RANK_VARIABLES, SCHEDULERS, Machines, given_machines, read_machines
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
@@ -196,8 +196,8 @@ def choose_machines(options: LaunchOptions) -> Machines:
         machines = read_machines(os.environ)
     else:
         machines = given_machines(options.num_machines, os.environ)
-    given = {"rank": options.machine_rank, "address": options.main_process_ip}
-    machines = dataclasses.replace(machines, **{name: value for name, value in given.items() if value is not None})
+    rank = machines.rank if options.machine_rank is None else options.machine_rank
+    machines = dataclasses.replace(machines, rank=rank, address=options.main_process_ip or machines.address)
     needed = {"--machine_rank N": machines.rank, "--main_process_ip": machines.address} if machines.count > 1 else {}
     lacking = [option for option, value in needed.items() if value is None]
     described = f"{counted(machines.count, 'machine')} ({machines.source})"
@@ -215,9 +215,12 @@ def choose_machines(options: LaunchOptions) -> Machines:
 
 
 def environment_of_launcher() -> dict[str, str]:
-    """This environment without the scheduler's numbers of machines, and with the programs of this Python on PATH
-    (DeepSpeed builds with ninja)."""
-    environment = without_machines(os.environ)
+    """This environment without the scheduler's numbers of machines, which torchrun would read in another sense, and
+    with the programs of this Python on PATH (DeepSpeed builds with ninja)."""
+    machines = SCHEDULERS[GENERIC]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in machines and not name.startswith("PET_")
+    }
     programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
     if programs not in path.split(os.pathsep):
         environment["PATH"] = os.pathsep.join((programs, path))

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
@@ -26,8 +27,9 @@ def find_folder(task: str, argv: list[str]) -> Path:
         recipe, _ = read_recipe(TASKS[task], [word for word in words if word.partition("=")[0] != "--config"])
     if recipe.trains:
         return output_folder(task, recipe)
-    by_flag = recipe.output_dir and recipe.source("output_dir") == "--output_dir"
-    return Path(recipe.output_dir if by_flag else answers_folder(task, recipe))
+    if recipe.output_dir and recipe.source("output_dir") == "--output_dir":
+        return Path(recipe.output_dir)
+    return Path(answers_folder(task, recipe))
 
 
 class ExitCode:
@@ -67,11 +69,11 @@ class ExitCode:
                 {**environment, "exit_code": code, **({"exit_reason": reason} if reason else {})}
             )
 
-    def read(self) -> dict:
+    def read(self) -> dict[str, Any]:
         """environment.json; empty where there is none."""
         return self.folder.environment()
 
-    def _is_ours(self, environment: dict) -> bool:
+    def _is_ours(self, environment: dict[str, Any]) -> bool:
         """Whether the folder is a run's, or may become one."""
         folder = self.folder.path
         return "zerofit_commit" in environment or not folder.exists() or not set(os.listdir(folder)) - {".lock"}

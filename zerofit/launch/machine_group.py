@@ -45,7 +45,8 @@ class MachineGroup:
     def __init__(self, address: str, port: int, number: int, count: int, limit_s: float):
         self.address, self.number, self.count, self.limit_s = address, number, count, limit_s
         self._servers = [serve_store(port, everywhere=True)] if number == 0 else []
-        self._store = PrefixStore("zerofit", open_store(address, port, limit_s))
+        store = open_store(address, port, limit_s)
+        self._store = PrefixStore("zerofit", store)
         try:
             self._take_part()
         except RuntimeError as error:
@@ -54,7 +55,9 @@ class MachineGroup:
             ) from error
         self._looked_at = self._waiting_since = 0.0
         self._beat_ends = threading.Event()
-        self._beats = threading.Thread(target=self._beat, args=(Heartbeats(self._store.clone()),), daemon=True)
+        self._beats = threading.Thread(
+            target=self._beat, args=(Heartbeats(PrefixStore("zerofit", store.clone())),), daemon=True
+        )
         self._beats.start()
 
     def _take_part(self) -> None:
@@ -186,9 +189,9 @@ class MachineGroup:
 
     def _next_rendezvous(self) -> Rendezvous:
         """The machines come to it before the next start of the processes."""
-        store, again = PrefixStore(f"machines{self.round}", self._store), self._replaces or self.round > 0
-        about = {"here": 1, "machine": self.number, "limit_s": self.limit_s, "again": again}
-        return Rendezvous(store, "machine", self.number, self.count, **about)
+        store = PrefixStore(f"machines{self.round}", self._store)
+        again = self._replaces or self.round > 0
+        return Rendezvous(store, "machine", self.number, self.count, limit_s=self.limit_s, again=again)
 
 
 def log(message: str) -> None:

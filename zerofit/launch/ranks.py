@@ -36,7 +36,7 @@ class RankRendezvous:
 
         self.rank, self.count = number("RANK", 0), number("WORLD_SIZE", 1)
         self.local_rank, self.here = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", self.count)
-        self.machine = number("GROUP_RANK", self.rank // self.here)
+        self.machine = self.rank // self.here
         self.address, self.port = environment.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -132,8 +132,7 @@ class RankRendezvous:
         from torch.distributed import PrefixStore
 
         store = PrefixStore(f"zerofit/ranks{self.attempt}", self._connect(limit_s))
-        about = {"here": self.here, "machine": self.machine, "limit_s": limit_s, "again": False}
-        self.rendezvous = Rendezvous(store, "rank", self.rank, self.count, **about)
+        self.rendezvous = Rendezvous(store, "rank", self.rank, self.count, limit_s=limit_s, here=self.here)
         self.rendezvous.come()
         return self.rendezvous
 

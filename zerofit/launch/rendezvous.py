@@ -66,9 +66,8 @@ class Rendezvous:
         kind: what the members are: machine or rank.
         number: of this member.
         count: of all members.
-        here: members on this machine.
-        machine: the number of this machine.
         limit_s: a member without a sign of life for so long ends the rendezvous.
+        here: members on each machine.
         again: the members have met before, or this one has come before and died.
 
     Attributes:
@@ -76,10 +75,10 @@ class Rendezvous:
     """
 
     def __init__(
-        self, store: Any, kind: str, number: int, count: int, *, here: int, machine: int, limit_s: float, again: bool
+        self, store: Any, kind: str, number: int, count: int, *, limit_s: float, here: int = 1, again: bool = False
     ) -> None:
         self.store, self.kind, self.number, self.count, self.here = store, kind, number, count, here
-        self.machine, self.limit_s, self.again = machine, limit_s, again
+        self.machine, self.limit_s, self.again = number // here, limit_s, again
         self.machines: dict[str, dict[str, Any]] = {}
         self.is_ready, self._has_left = False, False
         self._beats = Heartbeats(store)

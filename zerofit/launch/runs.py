@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,9 +33,8 @@ def layout_of(config: Path, processes: int, machines: Machines = ONE_MACHINE, po
     words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]  # also if the YAML has some
     if machines.count > 1:
         words += ["--main_process_ip", machines.address or ""]
-    if port is None:
-        port = machines.port or PORT if machines.count > 1 else 0
-    return [*words, "--main_process_port", str(port)]
+    default = machines.port or PORT if machines.count > 1 else "0"
+    return [*words, "--main_process_port", default if port is None else str(port)]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class RunningLaunch:
         environment: dict[str, str] | None = None,
     ):
         self.command, self.output, self.log = command, output, log
-        self.mark, self.process = mark or uuid.uuid4().hex, None
+        self.mark = mark or uuid.uuid4().hex
+        self.process: subprocess.Popen[bytes] | None = None
         self.environment, self.began = environment or {}, time.time()
 
     def start(self) -> None:
@@ -107,6 +108,7 @@ class RunningLaunch:
 
     def wait(self, limit_s: float, until: Callable[["RunningLaunch"], bool] | None = None) -> str:
         """Wait for its end, or until `until` returns True. Returns ended, until, or late after `limit_s`."""
+        assert self.process is not None, "start comes first"
         while self.process.poll() is None:
             if self.seconds > limit_s:
                 return "late"
@@ -179,7 +181,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def launched(command: list[str], output: Path, log: Path, **kwargs) -> Iterator[RunningLaunch]:
+def launched(command: list[str], output: Path, log: Path, **kwargs: Any) -> Iterator[RunningLaunch]:
     """A launch that is started now. All its processes are killed when the block is left, also by an error.
 
     Args:
@@ -200,7 +202,7 @@ def ending_in_order() -> Iterator[None]:
     What is ignored, as under nohup, stays so.
     """
 
-    def leave(number: int, frame) -> None:
+    def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
     heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
@@ -218,7 +220,7 @@ def failure(launch: RunningLaunch, how: str) -> str | None:
     Args:
         how: the result of `wait`.
     """
-    code, text = launch.process.poll(), launch.text
+    code, text = launch.process and launch.process.poll(), launch.text
     if how == "late":
         problem = f"has not ended in {launch.seconds / 60:.1f} minutes"
     elif code:

@@ -102,13 +102,13 @@ def _read(name: str, environment: Mapping[str, str]) -> Machines | None:
         return None
     shown = (f"{each} = {' '.join(environment[each].split())}" for each in variables[:4] if each in environment)
     number = number_in(environment, rank) if rank in environment else None
-    port = environment.get(port)
-    if not port and environment.get(job):  # one that two jobs on the same machines do not share
-        port = str(FIRST_PORT + zlib.crc32(environment[job].encode()) % PORTS)
+    own_port = environment.get(port)
+    if not own_port and environment.get(job):  # one that two jobs on the same machines do not share
+        own_port = str(FIRST_PORT + zlib.crc32(environment[job].encode()) % PORTS)
     first = first_host(environment.get(address, ""))
     if name == "Slurm":
         first = environment.get("MASTER_ADDR") or first
-    return Machines(number_in(environment, count), number, first, port or None, f"{', '.join(shown)} ({name})")
+    return Machines(number_in(environment, count), number, first, own_port or None, f"{', '.join(shown)} ({name})")
 
 
 def _check_tasks(environment: Mapping[str, str]) -> None:
@@ -138,12 +138,6 @@ def first_host(machines: str) -> str | None:
     first = next(iter(machines.split()), None)
     match = re.match(r"([^,\[\]]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[\]]*))?", first or "")
     return first if match is None else "".join(part or "" for part in match.groups())
-
-
-def without_machines(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables that torchrun's agent or its processes would read in another sense."""
-    generic = SCHEDULERS[GENERIC]
-    return {name: value for name, value in environment.items() if name not in generic and not name.startswith("PET_")}
 
 
 def given_machines(count: int, environment: Mapping[str, str]) -> Machines:

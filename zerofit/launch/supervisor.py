@@ -30,7 +30,7 @@ class Supervisor:
 
     def __init__(self, exit_code: ExitCode, is_launch: bool):
         self._exit_code, self._is_launch = exit_code, is_launch
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._is_starting = False
         self._stopped: int | None = None  # before there was a rank
         self._before: dict[int, Any] = {}
@@ -42,7 +42,7 @@ class Supervisor:
             self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._is_launch and isinstance(error, UserError):
@@ -71,7 +71,7 @@ class Supervisor:
         if recorded is not None:
             return recorded
         if self._stopped is not None:
-            return self._leave()
+            return self._leave(self._stopped)
         if code == EXIT_USER_ERROR:
             self._write(code, "the launcher has refused to start")
         return code if code >= 0 else 128 - code
@@ -84,12 +84,12 @@ class Supervisor:
                 process.send_signal(signal.SIGTERM)
         psutil.wait_procs(orphans)
 
-    def _receive(self, number: int, frame) -> None:
+    def _receive(self, number: int, frame: Any) -> None:
         """Pass a signal on to the ranks, which are the launcher's children. It ends by itself when they have."""
         if self._process is None:
             self._stopped = number
             if not self._is_starting:
-                raise SystemExit(self._leave())
+                raise SystemExit(self._leave(number))
             return
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if ranks := psutil.Process(self._process.pid).children():
@@ -100,10 +100,10 @@ class Supervisor:
                 self._stopped = number
                 os.killpg(self._process.pid, signal.SIGTERM)
 
-    def _leave(self) -> int:
+    def _leave(self, number: int) -> int:
         """The exit code of a launch that was stopped before it had ranks."""
-        code = EXIT_INTERRUPTED if self._stopped == signal.SIGINT else EXIT_TO_BE_RESUMED
-        message = f"stopped by {SIGNALS[signal.Signals(self._stopped)].text} before its processes were started"
+        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TO_BE_RESUMED
+        message = f"stopped by {SIGNALS[signal.Signals(number)].text} before its processes were started"
         print(message, file=sys.stderr, flush=True)
         self._write(code, message)
         return code

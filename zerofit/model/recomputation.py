@@ -7,6 +7,8 @@ create_selective_checkpoint_contexts.
 """
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -132,3 +134,22 @@ def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         if "dropout" in argument.name and isinstance(value, (int, float)) and value > 0:
             return True
     return False
+
+
+def offload_inputs(model: torch.nn.Module, saved: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Save the inputs of the layers that `model` recomputes elsewhere, for instance in the host's memory. What such a
+    layer saves within has hooks of its own.
+
+    Args:
+        saved: makes a context in which autograd saves tensors there (torch.autograd.graph.save_on_cpu).
+    """
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None:
+            saving = functools.partial(_checkpoint, checkpoint, saved)
+            module._gradient_checkpointing_func = saving  # type: ignore[assignment]  # a Module's setter wants tensors
+
+
+def _checkpoint(checkpoint: Any, saved: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with saved():
+        return checkpoint(layer, *args, **kwargs)

@@ -2,18 +2,51 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 from zerofit.recipe.files import without_folders
 
 TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold text which a user wrote
+OF_GROUP = {"phase": "always", "identity": True, "shapes_input": False, "needs": "", "idle": False}
+CONDITION = re.compile(r"(!?)([\w|]+?)(?:=(\S+))?")
+
+
+class Clash(NamedTuple):
+    """An option that is set, and has no effect as others are.
+
+    Args:
+        others: the options because of which it has none.
+        excludes: each of the two takes the other's place; else the option depends on the others.
+        is_noted: it is no mistake.
+    """
+
+    name: str
+    others: list[str]
+    text: str
+    excludes: bool = False
+    is_noted: bool = False
 
 
 @dataclass
 class Recipe:
     """Base of all recipes: the source of each value, and checks that concern several options."""
+
+    def __init_subclass__(cls, **of_group: str | bool) -> None:
+        """Say `phase`, `needs`, ... (see `option`) once of a group: of all options that do not say otherwise."""
+        super().__init_subclass__()
+        for field in vars(cls).values():
+            if isinstance(field, dataclasses.Field):
+                field.metadata = MappingProxyType({**OF_GROUP, **of_group, **field.metadata})
+
+    @classmethod
+    def names_with(cls, **metadata: str | bool) -> list[str]:
+        """The options that were declared with this metadata."""
+        fields = dataclasses.fields(cls)
+        return [each.name for each in fields if all(each.metadata[key] == value for key, value in metadata.items())]
 
     def remember_sources(self, sources: dict[str, str], unset: Iterable[str] = ()) -> None:
         """Record what set each option, and which options of the recipe's file a flag has set to null."""
@@ -122,4 +155,57 @@ class Recipe:
 
     def problems(self) -> list[str]:
         """What is wrong with this combination of options; empty if nothing is."""
-        return []
+        return [clash.text for clash in self.clashes() if not clash.is_noted]
+
+    def idle_options(self) -> list[str]:
+        """A sentence for each option that is set and has no effect, and is no mistake."""
+        return [f"{clash.text} ({self.source(clash.name)})" for clash in self.clashes() if clash.is_noted]
+
+    def clashes(self) -> list[Clash]:
+        """The options that are set and do not go together with others, as their `needs` and `excludes` say."""
+        found = []
+        for field in dataclasses.fields(self):
+            if not (field.metadata["needs"] or field.metadata["excludes"]) or not self.is_changed(field.name):
+                continue
+            idle = bool(field.metadata["idle"])
+            for need in field.metadata["needs"].split():
+                others, text = self._broken(need)
+                if text:
+                    what = f"{field.name} = {shown(getattr(self, field.name))}" if need[0] == "!" else field.name
+                    found.append(Clash(field.name, others, f"{what} has no effect {text}", is_noted=idle))
+            for excluded in field.metadata["excludes"].split() if is_set(getattr(self, field.name)) else ():
+                others, text = self._broken(f"!{excluded}")
+                if text:
+                    pair = " and ".join(f"{name} = {shown(getattr(self, name))}" for name in (field.name, *others))
+                    found.append(Clash(field.name, others, f"{pair}: keep one of them", excludes=True))
+        return found
+
+    def _broken(self, condition: str) -> tuple[list[str], str]:
+        """(the options of a condition that does not hold, `without those`); ([], "") if it holds."""
+        denied, names, values = CONDITION.fullmatch(condition).groups()  # type: ignore[union-attr]
+        others = [name for name in names.split("|") if hasattr(self, name)]
+        if not others:
+            return [], ""
+        wanted = values.split("|") if values else None
+        given = {name: getattr(self, name) for name in others}
+        holds = [name for name, value in given.items() if (shown(value) in wanted if wanted else is_set(value))]
+        if bool(holds) != bool(denied):
+            return [], ""
+        if not denied:
+            values = f" = {' or '.join(wanted)}" if wanted else ""
+            return others, f"without {' or '.join(others)}{values}"
+        why = next(field.metadata["why"] for field in dataclasses.fields(self) if field.name == others[0])
+        why = f": {why}" if why else ""
+        return others, f"with {others[0]} = {shown(given[others[0]])}{why}. Remove one of them"
+
+
+def is_set(value: Any) -> bool:
+    """Whether an option is set to anything but false, nothing or "no"."""
+    return bool(value) and value not in ("no", "none")
+
+
+def shown(value: Any) -> str:
+    """The value of an option, in a message."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,16 +3,12 @@
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Clash, Recipe
 from zerofit.recipe.fields import option
 
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
 # Options whose sum is the length of a full row, of the tasks that have them.
 FULL_ROW = (("block_size",), ("max_source_length", "max_target_length"))
-OTHER_SAMPLES = (  # options that decide which samples an update has
-    "global_batch_warmup", "block_size_warmup", "data_path", "mixture_temperature",
-    "pad_to_max_length", "length_grouping",
-)  # fmt: skip
 FORM = "START@UPDATES"
 
 
@@ -49,7 +45,7 @@ def growth_problems(recipe, name: str, example: str) -> list[str]:
 
 
 @dataclass
-class BatchOptions(Recipe):
+class BatchOptions(Recipe, phase="train"):
     """Batches and length of the run"""
 
     per_device_train_batch_size: int = option(
@@ -58,32 +54,45 @@ class BatchOptions(Recipe):
         positive=True,
         aliases=("micro_batch_size",),
         common=True,
+        identity=False,
     )
-    per_device_eval_batch_size: int = option(8, "Micro-batch size in evaluation.", positive=True)
+    per_device_eval_batch_size: int = option(
+        8, "Micro-batch size in evaluation.", positive=True, phase="always", identity=False
+    )
     gradient_accumulation_steps: int | None = option(
-        None, "Micro-batches per update (default 1).", positive=True, said_of=("global_batch_size",)
+        None, "Micro-batches per update (default 1).", positive=True, follows="global_batch_size", identity=False
     )
     global_batch_size: int | None = option(
         None,
         "Samples per update on all devices; sets gradient_accumulation_steps.",
         positive=True,
-        said_of=("gradient_accumulation_steps",),
+        follows="gradient_accumulation_steps",
         common=True,
+        identity=False,
     )
     tokens_per_batch: int | None = option(
         None,
         "Tokens per update on all devices, padding included, in place of global_batch_size: a micro-batch has as many "
         "rows of similar length as fit into per_device_train_batch_size rows of full length. For rows of different "
         "lengths of clm (--packing none) and seq2seq.",
+        why="both decide which samples a batch has",
         positive=True,
+        needs="!streaming",
     )
     global_batch_warmup: str | None = option(
         None,
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
         "global batch, which those after UPDATES have.",
+        needs="!tokens_per_batch",
     )
     num_train_epochs: float = option(
-        3.0, "Passes over the training data.", positive=True, common=True, zero=WITHOUT_TRAINING
+        3.0,
+        "Passes over the training data.",
+        positive=True,
+        common=True,
+        zero=WITHOUT_TRAINING,
+        needs="!max_train_steps",
+        idle=True,
     )
     max_train_steps: int | None = option(
         None,
@@ -93,9 +102,12 @@ class BatchOptions(Recipe):
         common=True,
         zero=WITHOUT_TRAINING,
     )
-    seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0)
+    seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0, phase="always")
     dataloader_num_workers: int | None = option(
-        None, "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.", minimum=0
+        None,
+        "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.",
+        minimum=0,
+        identity=False,
     )
 
     @property
@@ -111,6 +123,16 @@ class BatchOptions(Recipe):
         if self.tokens_per_batch and self.row_tokens and self.global_batch_size is None:
             rows = self.tokens_per_batch // self.row_tokens
             self.adopt("global_batch_size", rows, f"tokens_per_batch = {self.tokens_per_batch}")
+
+    def clashes(self) -> list[Clash]:
+        found, tokens, row = super().clashes(), self.tokens_per_batch, self.row_tokens
+        if tokens and row and not tokens % row and self.global_batch_size != tokens // row:
+            text = (
+                f"tokens_per_batch = {tokens} and global_batch_size = {self.global_batch_size}: set one of the two "
+                f"({tokens} tokens are {tokens // row} full rows of {row})"
+            )
+            found.append(Clash("global_batch_size", ["tokens_per_batch"], text, excludes=True))
+        return found
 
     def problems(self) -> list[str]:
         growth = growth_problems(self, "global_batch_warmup", "64@5000")
@@ -132,11 +154,7 @@ def token_batch_problems(recipe) -> list[str]:
         return [
             f"{stated}: the loss is a mean over pairs here, and short ones would count less. Set global_batch_size"
         ]
-    problems = [
-        f"{stated} and {name} = {getattr(recipe, name)}: both decide which samples a batch has. Keep one of the two"
-        for name in OTHER_SAMPLES
-        if hasattr(recipe, name) and recipe.is_changed(name)
-    ]
+    problems = []
     if getattr(recipe, "mixture", None) and not recipe.is_changed("mixture_temperature"):
         problems.append(f"{stated} and weights in train_file: both decide which samples a batch has")
     if getattr(recipe, "packing", "none") != "none":
@@ -149,9 +167,4 @@ def token_batch_problems(recipe) -> list[str]:
         fewer, remedy = tokens // row * row, f"{tokens // row * row + row}"
         remedy = f"{fewer} or {remedy}" if fewer else remedy
         problems.append(f"{stated} is no multiple of a full row, {row} tokens. Say {remedy}")
-    elif recipe.global_batch_size != tokens // row:
-        problems.append(
-            f"{stated} and global_batch_size = {recipe.global_batch_size}: set one of the two ({tokens} tokens are "
-            f"{tokens // row} full rows of {row})"
-        )
     return problems

@@ -4,31 +4,31 @@ import math
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Clash, Recipe
 from zerofit.recipe.batch_options import growth_problems
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes, parse_number
 from zerofit.recipe.paths import is_weight
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
-TEXT_OPTIONS = (  # options of text data, without effect on corpora
-    "dataset_config_name", "validation_file", "encoding", "delimiter", "field",
-    "validation_split_percentage", "allow_data_loss",
-    "max_train_samples", "preprocessing_num_workers", "train_tokenizer_vocab_size", "skip_bad_records", "text_column",
-    "document_separator", "packing", "append_eos", "data_format", "messages_column", "chat_template", "system_prompt",
-    "train_on_prompt", "cache_dir", "preference_loss",
-)  # fmt: skip
 
 
 @dataclass
 class TextOptions(Recipe):
     """Samples of text"""
 
-    text_column: str | None = option(None, "Column of the text; by default `text`, or the only column of text.")
+    text_column: str | None = option(
+        None,
+        "Column of the text; by default `text`, or the only column of text.",
+        shapes_input=True,
+        needs="!data_path !preference_loss",
+    )
     document_separator: str | None = option(
         None,
         "What separates documents in a text file: line, paragraph, file (no separator), or the separator itself. By "
         "default <|endoftext|> if the file has it; else file, and with --packing none line.",
+        shapes_input=True,
+        needs="!data_path !streaming",
     )
     block_size: int | None = option(
         None,
@@ -36,11 +36,14 @@ class TextOptions(Recipe):
         minimum=2,
         aliases=("seq_length",),
         common=True,
+        shapes_input=True,
     )
     block_size_warmup: str | None = option(
         None,
         "START@UPDATES, as 64@2000: samples of text are cut to START tokens in the first update, and grow in steps of "
         "START to block_size, which those after UPDATES have. What is cut off is not read in that epoch.",
+        phase="train",
+        needs="!tokens_per_batch !preference_loss",
     )
     packing: str = option(
         "documents",
@@ -48,42 +51,51 @@ class TextOptions(Recipe):
         "boundaries, as group_texts does; none: one document per row, truncated at block_size and padded. A "
         "conversation is never split over two blocks.",
         choices=("documents", "concatenate", "none"),
+        shapes_input=True,
+        needs="!data_path",
     )
     append_eos: bool | None = option(
-        None, "Append the end-of-text token to each document; by default yes, except with --packing concatenate."
+        None,
+        "Append the end-of-text token to each document; by default yes, except with --packing concatenate.",
+        shapes_input=True,
+        needs="!data_path",
     )
     make_vocab_size_divisible_by: int | None = option(
         None,
         "From scratch: pad the model's vocabulary to a multiple of this; model/ is exported without the padding.",
         positive=True,
+        phase="train",
+        needs="!model_name_or_path",
     )
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.make_vocab_size_divisible_by and getattr(self, "model_name_or_path", None):
-            problems.append(
-                f"make_vocab_size_divisible_by = {self.make_vocab_size_divisible_by} has no effect with "
-                "model_name_or_path: pretrained weights keep their size. Remove it"
-            )
-        return problems + growth_problems(self, "block_size_warmup", "64@2000")
+        return super().problems() + growth_problems(self, "block_size_warmup", "64@2000")
 
 
 @dataclass
-class CorpusOptions(Recipe):
+class CorpusOptions(Recipe, phase="data", needs="data_path"):
     """Corpora in Megatron's format"""
 
     data_path: list[str] | None = option(  # noqa: RUF009
         None,
         "Path of a corpus without .bin and .idx; or several corpora, each after its weight: 0.3 A 0.7 B.",
         common=True,
+        why="a corpus is already tokenized, and --split divides it",
+        needs="!streaming !tokens_per_batch",
     )
     split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
     data_cache_path: str | None = option(
-        None, "Folder for the index of the samples; by default in the cache of prepared data."
+        None, "Folder for the index of the samples; by default in the cache of prepared data.", identity=False
     )
-    reset_position_ids: bool = option(False, "Restart position ids after each end-of-document token.")
-    reset_attention_mask: bool = option(False, "Attend only within a document (after the last end-of-document token).")
-    eod_mask_loss: bool = option(False, "Do not train on the token that follows an end-of-document token.")
+    reset_position_ids: bool = option(
+        False, "Restart position ids after each end-of-document token.", shapes_input=True
+    )
+    reset_attention_mask: bool = option(
+        False, "Attend only within a document (after the last end-of-document token).", shapes_input=True
+    )
+    eod_mask_loss: bool = option(
+        False, "Do not train on the token that follows an end-of-document token.", shapes_input=True
+    )
 
     def __post_init__(self):
         if self.data_path:  # A.bin means A, in the run's recipe.yaml as well
@@ -101,17 +113,7 @@ class CorpusOptions(Recipe):
     def problems(self) -> list[str]:
         problems = super().problems()
         if not self.data_path:
-            names = ("split", "data_cache_path", *RESETS)
-            return problems + [f"{name} has no effect without data_path" for name in names if self.is_changed(name)]
-        for name in ("dataset_name", "train_file"):
-            if other := getattr(self, name):
-                problems.append(f"data_path = {' '.join(self.data_path)} and {name} = {other}: keep one of the two")
-        unused = [name for name in TEXT_OPTIONS if self.is_changed(name)]
-        problems += [
-            f"{name} ({self.source(name)}) has no effect with data_path: a corpus is already tokenized, and --split "
-            "divides it"
-            for name in unused
-        ]
+            return problems
         if not self._split_is_sound():
             problems.append(
                 f"split = {self.split!r}: expected proportions of training, evaluation and test, the first above 0, "
@@ -146,42 +148,23 @@ class CorpusOptions(Recipe):
 
 
 @dataclass
-class ChatOptions(Recipe):
+class ChatOptions(Recipe, shapes_input=True, needs="!data_path"):
     """Instructions and chats"""
 
-    data_format: str = option(
-        "auto",
-        "What a record is. text: plain text; instruction: instruction (, input) and output; prompt: prompt and "
-        "completion; messages: turns with roles. auto: decided by the names of the columns.",
-        choices=("auto", "text", "instruction", "prompt", "messages"),
-    )
-    messages_column: str | None = option(None, "Column of the turns; by default `messages` or a similar name.")
     chat_template: str | None = option(
         None,
         "Chat template: chatml, llama-2-chat, instruction, instruction-ja, none (the answer follows the prompt), or "
         "a .jinja file; by default the tokenizer's own.",
         common=True,
+        shapes_input=False,
     )
     system_prompt: str | None = option(None, "System prompt for conversations without one.")
-    train_on_prompt: bool = option(False, "Train on the prompts too, not only on the answers.")
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        text_column, packing = getattr(self, "text_column", None), getattr(self, "packing", None)
-        columns = {"text_column": text_column, "messages_column": self.messages_column}
-        named = [f"{name} = {column!r}" for name, column in columns.items() if column]
-        if len(named) > 1:
-            problems.append(f"{' and '.join(named)}: keep one of the two")
-        elif self.data_format != "auto":
-            used = {"text": "text_column", "messages": "messages_column"}.get(self.data_format)
-            unused = [line for line in named if not (used and line.startswith(used))]
-            problems += [f"{line} has no effect with data_format = {self.data_format}" for line in unused]
-        if self.data_format not in ("auto", "text") and packing == "concatenate":
-            problems.append(
-                f"packing = concatenate and data_format = {self.data_format}: conversations are not "
-                "split, use --packing documents"
-            )
-        return problems
+    train_on_prompt: bool = option(
+        False,
+        "Train on the prompts too, not only on the answers.",
+        shapes_input=True,
+        needs="!data_path !preference_loss",
+    )
 
 
 WITH_REFERENCE = ("dpo", "ipo", "hinge")
@@ -196,28 +179,36 @@ class PreferenceOptions(Recipe):
         None,
         "Train on pairs of answers (columns chosen and rejected) with this loss. dpo, ipo and hinge (SLiC) compare "
         "with the model before training; simpo and orpo need no reference.",
+        why="a pair is two rows, trained on its answers",
         choices=PREFERENCE_LOSSES,
+        needs="!data_path !streaming",
+        excludes="distill_divergence",
     )
     preference_beta: float | None = option(
-        None, "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.", positive=True
+        None,
+        "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.",
+        positive=True,
+        needs="preference_loss",
     )
     preference_label_smoothing: float = option(
-        0.0, "dpo: the probability that a pair is labelled the wrong way round (conservative DPO).", minimum=0
+        0.0,
+        "dpo: the probability that a pair is labelled the wrong way round (conservative DPO).",
+        minimum=0,
+        needs="preference_loss=dpo",
     )
-    simpo_gamma: float = option(0.5, "simpo: the margin between the two rewards.", minimum=0)
+    simpo_gamma: float = option(
+        0.5, "simpo: the margin between the two rewards.", minimum=0, needs="preference_loss=simpo"
+    )
+
+    def clashes(self) -> list[Clash]:
+        found, packing = super().clashes(), getattr(self, "packing", None)
+        if self.preference_loss and self.is_changed("packing") and packing != "none":
+            text = f"packing = {packing} is not supported with preference_loss = {self.preference_loss}"
+            found.append(Clash("packing", ["preference_loss"], f"{text}: a pair is two rows"))
+        return found
 
     def problems(self) -> list[str]:
         problems, loss = super().problems(), self.preference_loss
-        belongs = {
-            "preference_beta": PREFERENCE_LOSSES,
-            "preference_label_smoothing": ("dpo",),
-            "simpo_gamma": ("simpo",),
-        }
-        problems += [
-            f"{name} has no effect {f'with preference_loss = {loss}' if loss else 'without preference_loss'}"
-            for name, losses in belongs.items()
-            if self.is_changed(name) and loss not in losses
-        ]
         if self.preference_label_smoothing >= 0.5:
             problems.append(
                 f"preference_label_smoothing = {self.preference_label_smoothing:g}: from 0.5 on the rejected answer "
@@ -225,19 +216,6 @@ class PreferenceOptions(Recipe):
             )
         if loss is None:
             return problems
-        given = {
-            "packing": self.is_changed("packing") and self.packing != "none",
-            "data_format": self.data_format == "text",
-            "text_column": self.text_column,
-            "train_on_prompt": self.train_on_prompt,
-            "block_size_warmup": self.block_size_warmup,
-        }
-        problems += [
-            f"{name} = {getattr(self, name)} is not supported with preference_loss = {loss}: a pair is two rows, "
-            "trained on its answers"
-            for name, is_given in given.items()
-            if is_given
-        ]
         if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
             problems.append(
                 f"evaluate_only is not supported with preference_loss = {loss}: the reference is the model before "
@@ -257,44 +235,37 @@ class DistillationOptions(Recipe):
         None,
         "Train on a teacher's distribution, too: forward, KL(teacher || student), or reverse, KL(student || teacher). "
         "See teacher.",
+        needs="teacher",
         choices=DIVERGENCES,
     )
     teacher: str | None = option(
         None,
         "The teacher, a folder or a hub name, held by each process beside the student: all of its weights, in the "
         "precision of the run.",
+        needs="distill_divergence",
     )
     distill_weight: float = option(
-        0.5, "What the divergence weighs; the loss of the next token itself weighs 1 - X.", minimum=0
+        0.5,
+        "What the divergence weighs; the loss of the next token itself weighs 1 - X.",
+        minimum=0,
+        phase="train",
+        needs="distill_divergence",
     )
     distill_temperature: float = option(
-        1.0, "Temperature of both distributions; the divergence is multiplied by its square.", positive=True
+        1.0,
+        "Temperature of both distributions; the divergence is multiplied by its square.",
+        positive=True,
+        phase="train",
+        needs="distill_divergence",
     )
 
     def problems(self) -> list[str]:
-        problems, divergence = super().problems(), self.distill_divergence
-        if divergence is None:
-            names = ("teacher", "distill_weight", "distill_temperature")
-            return problems + [
-                f"{name} has no effect without distill_divergence. Set that to {' or '.join(DIVERGENCES)}"
-                for name in names
-                if self.is_changed(name)
-            ]
-        stated = f"distill_divergence = {divergence}"
+        problems = super().problems()
         if self.distill_weight > 1:
             problems.append(f"distill_weight = {self.distill_weight:g}: it is at most 1, such as 0.5")
-        if self.preference_loss:
-            problems.append(f"{stated} and preference_loss = {self.preference_loss}: keep one of the two")
-        if self.trains and not self.teacher:
-            problems.append(f"{stated}: name the teacher with --teacher, a folder or a hub name")
         return problems
 
 
-NOT_STREAMED = (  # options that need all records, or a tokenizer that is not there yet
-    "dataset_name", "data_path", "encoding", "delimiter", "field", "validation_split_percentage", "max_train_samples",
-    "preprocessing_num_workers", "tokens_per_batch", "train_tokenizer_vocab_size",
-    "document_separator", "mixture_temperature", "preference_loss",
-)  # fmt: skip
 NO_HELD_OUT = "nothing is held out of a stream. Name the data to evaluate with validation_file"
 
 
@@ -307,7 +278,17 @@ class StreamOptions(Recipe):
         "Size, as 256MiB: read train_file (.parquet, .jsonl, .tar of WebDataset; paths, globs, or addresses such as "
         "s3://bucket/*.parquet) while training goes on, in windows of about so many bytes of records, which are "
         "shuffled together. For data that do not fit the disk.",
+        why="the records are read as they come",
     )
+
+    def clashes(self) -> list[Clash]:
+        found, stated = super().clashes(), f"streaming = {self.streaming}"
+        if self.streaming and self.trains and not self.train_file:
+            found.append(Clash("streaming", ["train_file"], f"{stated}: name the shards with train_file"))
+        if self.streaming and self.trains and not self.max_train_steps:
+            text = f"{stated}: nobody has counted the records. Say max_train_steps, the updates of the run"
+            found.append(Clash("streaming", ["max_train_steps"], text))
+        return found
 
     def problems(self) -> list[str]:
         problems, stated = super().problems(), f"streaming = {self.streaming}"
@@ -319,33 +300,19 @@ class StreamOptions(Recipe):
             parse_bytes(self.streaming)
         except ValueError:
             problems.append(f"{stated}: expected a size such as 256MiB")
-        if not self.train_file:
-            problems.append(f"{stated}: name the shards with train_file")
         if any(map(is_weight, self.train_file or [])):
             problems.append(f"{stated}: shards have no weights. Remove them, or stream one source")
-        if not self.max_train_steps:
-            problems.append(f"{stated}: nobody has counted the records. Say max_train_steps, the updates of the run")
-        return problems + [
-            f"{name} ({self.source(name)}) is not supported with {stated}: the records are read as they come"
-            for name in NOT_STREAMED
-            if hasattr(self, name) and self.is_changed(name)
-        ]
+        return problems
 
 
 @dataclass
-class SampleOptions(Recipe):
+class SampleOptions(Recipe, phase="train", identity=False):
     """A sample of the trained model"""
 
     sample_tokens: int = option(0, "Generate this many tokens after training and print them. 0: none.", minimum=0)
     sample_prompt: str | None = option(
-        None, "Prompt of that sample, which the model continues or, in a chat, answers."
+        None, "Prompt of that sample, which the model continues or, in a chat, answers.", needs="sample_tokens"
     )
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.sample_prompt is not None and not self.sample_tokens:
-            problems.append("sample_prompt has no effect without sample_tokens")
-        return problems
 
 
 @dataclass
@@ -353,11 +320,5 @@ class WritingOptions(Recipe):
     """Predictions"""
 
     max_new_tokens: int = option(
-        128, "Maximum number of tokens to generate for a prompt of predict_file.", positive=True
+        128, "Maximum number of tokens to generate for a prompt of predict_file.", positive=True, needs="predict_file"
     )
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.is_changed("max_new_tokens") and not self.predict_file:
-            problems.append("max_new_tokens has no effect without predict_file (for a sample, set sample_tokens)")
-        return problems

@@ -31,33 +31,54 @@ class SourceOptions(Recipe):
         "A dataset on the hub, or a folder that the datasets library can load. Two are made from Python's standard "
         "library, without the hub: stdlib-docstrings (text, label) and stdlib-functions (source, target).",
         common=True,
+        phase="data",
+        needs="!streaming",
+        excludes="train_file data_path",
     )
-    dataset_config_name: str | None = option(None, "Configuration of dataset_name.", said_of=("dataset_name",))
+    dataset_config_name: str | None = option(
+        None, "Configuration of dataset_name.", follows="dataset_name", phase="data", needs="dataset_name", idle=True
+    )
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009
         None,
         "Files or globs: .txt, .json(l), .csv, .tsv, .conll, also packed; .parquet; .xlsx.",
         common=True,
+        phase="data",
+        excludes="data_path",
     )
-    validation_file: list[str] | None = option(None, "Files or globs of the held-out data.", common=True)  # noqa: RUF009
+    validation_file: list[str] | None = option(  # noqa: RUF009
+        None, "Files or globs of the held-out data.", common=True, phase="data", needs="!dataset_name !data_path"
+    )
     encoding: str | None = option(
         None,
         "Encoding of text, .json(l), .csv, .tsv and .conll files that are not UTF-8: cp932, euc_jp, gb18030, ...",
+        needs="!dataset_name !data_path !streaming",
     )
     delimiter: str | None = option(
         None,
         "What separates the fields of .csv and .tsv files: one character, or tab; by default a comma or a tab, or "
         "the semicolon, tab or | that the header has.",
+        needs="!dataset_name !data_path !streaming",
     )
     field: str | None = option(
         None,
         'Key of the records in a .json file that holds one object: data for {"data": [...]}; a.b for a nested key.',
+        needs="!dataset_name !data_path !streaming",
     )
     validation_split_percentage: float = option(
-        5.0, "Percentage of the training data to hold out if there is no validation data.", minimum=0
+        5.0,
+        "Percentage of the training data to hold out if there is no validation data.",
+        minimum=0,
+        phase="data",
+        needs="!data_path !streaming",
     )
     max_train_samples: int | None = option(
-        None, "Train on at most this many records (for conversations: pairs).", positive=True, aliases=("n_train",)
+        None,
+        "Train on at most this many records (for conversations: pairs).",
+        positive=True,
+        aliases=("n_train",),
+        phase="train",
+        needs="!data_path !streaming",
     )
     max_eval_samples: int | None = option(
         None,
@@ -65,15 +86,26 @@ class SourceOptions(Recipe):
         "block_size.",
         positive=True,
         aliases=("n_val",),
+        phase="data",
     )
     allow_data_loss: bool = option(
         False,
         "Train even if more than half of the samples are skipped, or more than half of the answers are truncated.",
+        needs="!data_path",
     )
     preprocessing_num_workers: int | None = option(
-        None, "Processes that tokenize; by default the tokenizer uses its own threads.", positive=True
+        None,
+        "Processes that tokenize; by default the tokenizer uses its own threads.",
+        positive=True,
+        identity=False,
+        needs="!data_path !streaming",
     )
-    cache_dir: str | None = option(None, "Folder for prepared data; by default the cache of the datasets library.")
+    cache_dir: str | None = option(
+        None,
+        "Folder for prepared data; by default the cache of the datasets library.",
+        identity=False,
+        needs="!data_path",
+    )
 
     @property
     def separator(self) -> str | None:
@@ -91,18 +123,9 @@ class SourceOptions(Recipe):
         )
         if not any(getattr(self, name, None) for name in known):
             problems.append(f"no data: set dataset_name, or {option} to a .txt, .jsonl, .csv or .parquet file")
-        if self.dataset_name and self.train_file:
-            problems.append(
-                f"dataset_name = {self.dataset_name!r} and train_file = {self.train_file}: keep one of the two"
-            )
         problems += unknown_encoding(self.encoding)
         if self.delimiter and len(self.separator) != 1:
             problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")
-        for name in ("validation_file", "validation_mismatched_file", "encoding", "delimiter", "field"):
-            if self.dataset_name and getattr(self, name, None):
-                problems.append(
-                    f"{name} goes with train_file; with dataset_name = {self.dataset_name!r} it has no effect"
-                )
         if self.validation_split_percentage >= 100:
             problems.append(
                 f"validation_split_percentage = {self.validation_split_percentage:g}: "
@@ -120,12 +143,15 @@ class MixtureOptions(Recipe):
         "Raise the weights to the power of 1 / this: above 1 small sources come more often. Without weights those are "
         "the numbers of samples, and each file is a source.",
         positive=True,
+        phase="data",
+        needs="!streaming !tokens_per_batch",
     )
     stop_source: str = option(
         "first_exhausted",
         "What an epoch of a mixture is. first_exhausted: until the first source has been read in full; all_exhausted: "
         "until all have been. A source that is read in full is drawn anew.",
         choices=("first_exhausted", "all_exhausted"),
+        phase="train",
     )
 
     @property
@@ -167,7 +193,9 @@ class RecordOptions(Recipe):
     """Records that cannot be used"""
 
     skip_bad_records: bool = option(
-        False, "Skip records that cannot be used (an empty text, no label, no answer), and count them."
+        False,
+        "Skip records that cannot be used (an empty text, no label, no answer), and count them.",
+        needs="!data_path",
     )
 
 
@@ -176,11 +204,13 @@ class PaddingOptions(Recipe):
     """Padding"""
 
     pad_to_max_length: bool = option(
-        False, "Pad every row to the maximum length, not to the longest row of its batch."
+        False, "Pad every row to the maximum length, not to the longest row of its batch.", needs="!tokens_per_batch"
     )
     length_grouping: str = option(
         "window",
         "Group rows by length. window: each update has rows of similar length; update: the rows of an update "
         "are random, each micro-batch has rows of similar length; none: no grouping.",
         choices=("window", "update", "none"),
+        phase="train",
+        needs="!tokens_per_batch",
     )

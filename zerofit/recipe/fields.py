@@ -18,20 +18,32 @@ def option(
     minimum: float | None = None,
     aliases: tuple[str, ...] = (),
     common: bool = False,
-    hidden: bool = False,
     zero: str = "",
-    said_of: tuple[str, ...] = (),
+    why: str = "",
+    excludes: str = "",
+    follows: str = "",
+    **of_group: str | bool,
 ):
-    """A dataclass field for an option: its default, its help text, and the values it allows.
+    """A dataclass field for an option: its default, its help text, the values it allows, and what it goes with.
 
     Args:
         positive: the value must be above zero.
         minimum: the smallest value allowed, inclusive.
         aliases: other names of the option, which other programs use.
         common: --help shows it. --help_all shows all options.
-        hidden: no help shows it.
-        zero: of an option whose value must be above zero: what to type instead of 0.
-        said_of: options that it hangs on: a recipe's value is left out with theirs, or where a flag changes theirs.
+        zero: for an option whose value must be above zero: what to type instead of 0.
+        why: why options that need its absence have no effect beside it.
+        excludes: conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's
+            line of the recipe's file.
+        follows: options that it is said of: a recipe's value is left out with theirs, or where a flag changes theirs.
+        of_group: what may also be said once of a group, as `class SomeOptions(Recipe, phase="train")`:
+            phase: train (only training uses it: evaluating or predicting resets it), data (predict_file replaces it),
+                or always.
+            identity: whether a run with another value is another run, which does not resume.
+            shapes_input: it shapes what the model reads, and is stored with the model.
+            needs: conditions without which it has no effect: `lora` (it is set), `save_strategy|save_steps` (one of
+                them is), `optim=muon|adamw` (it has one of these values), `!streaming` (it is not set).
+            idle: an unmet need is noted, not refused.
     """
     metadata = {
         "help": help,
@@ -40,9 +52,11 @@ def option(
         "minimum": minimum,
         "aliases": aliases,
         "common": common,
-        "hidden": hidden,
         "zero": zero,
-        "said_of": said_of,
+        "why": why,
+        "excludes": excludes,
+        "follows": follows,
+        **of_group,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)

@@ -96,7 +96,7 @@ HINTS = {
     "say --precision fp16": "fp16",
     "the program is the task (clm.py, cls.py, seq2seq.py); remove it": "task_type",
     "training is what this program does; remove it": "do_train",
-    "what is trained follows from the data: text, instructions or chats (--data_format); remove it": "stage",
+    "text, instructions or chats are told by the names of their columns; remove it": "stage",
     "`zerofit compare` finds the largest batch": "auto_find_batch_size",
     "loss.png is always drawn": "plot_loss",
     "say --model_name_or_path with the adapter's folder to train it further; it names its base":
@@ -123,6 +123,8 @@ REMOVED = {
         "embeddings are gone; sentence-transformers trains them",
     ),
     "logprobs": "it is gone; train/clm.py reads a teacher beside the student with --teacher FOLDER",
+    "data_format": "it is gone: the names of the columns say it. For running text name its column with --text_column",
+    "messages_column": "it is gone: call the column of the turns messages",
     "lengths": "`zerofit plan --lengths 8k,16k,32k` finds the longest rows",
     "shards": "conversion to Meta's format is gone; outputs/RUN/model is a transformers folder",
 }

@@ -59,15 +59,14 @@ def heading(group: type) -> str:
 
 
 def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field]]:
-    """The options of a recipe by the class that declares them, without hidden ones. Order: the tool's own options,
+    """The options of a recipe by the class that declares them, in this order: the tool's own options,
     the model, the data, the task's own options (groups with common options first), and the rest of all tasks."""
     groups = {}
     classes = [group for group in reversed(cls.__mro__) if dataclasses.is_dataclass(group)]
     declared_in = {name: group for group in classes for name in inspect.get_annotations(group)}  # the last one counts
     for group in classes:
         if group in declared_in.values():
-            fields = [field for field in dataclasses.fields(group) if declared_in[field.name] is group]
-            groups[group] = [field for field in fields if not field.metadata["hidden"]]
+            groups[group] = [field for field in dataclasses.fields(group) if declared_in[field.name] is group]
     if not issubclass(cls, TrainingRecipe):
         return groups
     of_option = {field.name: group for group, fields in groups.items() for field in fields}

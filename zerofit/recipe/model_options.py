@@ -11,46 +11,57 @@ from zerofit.recipe.fields import Compilation, Recomputation, option
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import is_run
 
-FROM_SCRATCH = ("config_name", "model_type")
+FROM_SCRATCH = "config_name model_type"
 
 
 @dataclass
 class ModelOptions(Recipe):
     """Model and tokenizer"""
 
-    model_name_or_path: str | None = option(None, "Pretrained weights: a folder or a hub name.", common=True)
+    model_name_or_path: str | None = option(
+        None, "Pretrained weights: a folder or a hub name.", common=True, why="pretrained weights keep their shape"
+    )
     config_name: str | None = option(
         None,
         "Architecture to train from scratch: gpt2-xl, open-calm-7b, llama-2-7b, ..., a folder or a hub name.",
         common=True,
+        phase="train",
+        excludes="model_name_or_path",
     )
     model_type: str | None = option(
-        None, "Architecture family to train from scratch with its default sizes: gpt2, ..."
+        None,
+        "Architecture family to train from scratch with its default sizes: gpt2, ...",
+        phase="train",
+        excludes="model_name_or_path",
     )
     config_overrides: str | None = option(
-        None, "Changes to the model's configuration, such as n_layer=4,n_embd=256.", said_of=FROM_SCRATCH
+        None, "Changes to the model's configuration, such as n_layer=4,n_embd=256.", follows=FROM_SCRATCH
     )
     tokenizer_name: str | None = option(
-        None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True, said_of=FROM_SCRATCH
+        None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True, follows=FROM_SCRATCH
     )
     vocab_file: str | None = option(
         None,
         "Vocabulary of a byte-level BPE, such as GPT-2's vocab.json. Needs merge_file; replaces tokenizer_name.",
-        said_of=FROM_SCRATCH,
+        follows=FROM_SCRATCH,
     )
     merge_file: str | None = option(
-        None, "Merges of that tokenizer, such as GPT-2's merges.txt.", aliases=("merges_file",), said_of=FROM_SCRATCH
+        None, "Merges of that tokenizer, such as GPT-2's merges.txt.", aliases=("merges_file",), follows=FROM_SCRATCH
     )
     train_tokenizer_vocab_size: int | None = option(
         None,
         "Train a byte-level BPE tokenizer of this size on the training text (cached).",
         minimum=258,
-        said_of=FROM_SCRATCH,
+        follows=FROM_SCRATCH,
+        phase="train",
+        needs="!data_path !streaming",
+        excludes="tokenizer_name",
     )
     resize_embeddings: bool = option(
         False,
         "Where tokens were added to the tokenizer: give the pretrained embeddings a row for each, which begins as the "
         "mean of the others.",
+        phase="train",
     )
     trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
     attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
@@ -59,14 +70,21 @@ class ModelOptions(Recipe):
         "Recompute activations: less memory, slower. full, or the flag alone: of each layer in its backward pass. "
         "selective: all but linear layers' products and fused attention.",
         common=True,
+        phase="train",
+        identity=False,
     )
     activation_offload: bool = option(
-        False, "The inputs of layers that are recomputed wait in the host's memory. On a CPU: without effect."
+        False,
+        "The inputs of layers that are recomputed wait in the host's memory. On a CPU: without effect.",
+        phase="train",
+        identity=False,
+        needs="gradient_checkpointing !torch_compile",
     )
     torch_compile: Compilation = option(  # noqa: RUF009
         False,
         "Compile the model with torch.compile. blocks, or the flag alone: each layer by itself; all of them run one "
         "graph. model: all of the model.",
+        identity=False,
     )
 
     def settle(self) -> None:
@@ -77,38 +95,21 @@ class ModelOptions(Recipe):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        starts = [name for name in ("model_name_or_path", "config_name", "model_type") if getattr(self, name)]
-        if not starts:
+        if not (self.model_name_or_path or self.config_name or self.model_type):
             problems.append(
                 "no model: set model_name_or_path (pretrained weights) or config_name (from scratch), "
                 "e.g. --config_name gpt2"
-            )
-        if "model_name_or_path" in starts and len(starts) > 1:
-            problems.append(
-                f"model_name_or_path = {self.model_name_or_path!r} and {starts[1]} = {getattr(self, starts[1])!r}: "
-                "the first loads weights, the second starts from scratch; keep one"
             )
         if self.resize_embeddings and self.trains and not self.model_name_or_path:
             problems.append(
                 "resize_embeddings: a model from scratch has the rows that its tokenizer needs. Remove it, or name "
                 "pretrained weights (model_name_or_path)"
             )
-        if self.activation_offload and not self.gradient_checkpointing:
-            problems.append(
-                "activation_offload: it moves the inputs of layers that are recomputed, and none is. Add "
-                "--gradient_checkpointing"
-            )
-        if self.activation_offload and self.torch_compile:
-            problems.append("activation_offload and torch_compile do not go together. Remove one of them")
         files = [name for name in ("vocab_file", "merge_file") if getattr(self, name)]
         named = [name for name in ("tokenizer_name", "train_tokenizer_vocab_size") if getattr(self, name)]
         if not (self.model_name_or_path or named or files):
             problems.append(
                 "no tokenizer: a model from scratch needs tokenizer_name, or train_tokenizer_vocab_size to train one"
-            )
-        if len(named) > 1:
-            problems.append(
-                "tokenizer_name and train_tokenizer_vocab_size are both set: name a tokenizer or train one"
             )
         problems += wrong_vocabulary_files(self, named)
         problems.extend(_bad_overrides(self.config_overrides))
@@ -152,10 +153,10 @@ def merge_command(adapter: str) -> str:
 
 
 @dataclass
-class LoraOptions(Recipe):
+class LoraOptions(Recipe, phase="train"):
     """LoRA: train an adapter instead of the model"""
 
-    lora: bool = option(False, "Train a LoRA adapter instead of the model's weights.", common=True)
+    lora: bool = option(False, "Train a LoRA adapter instead of the model's weights.", common=True, phase="always")
     lora_r: int = option(8, "Rank of the adapter.", positive=True)
     lora_alpha: int = option(
         16, "Scale of the adapter: its output is multiplied by lora_alpha / lora_r.", positive=True
@@ -171,8 +172,15 @@ class LoraOptions(Recipe):
     )
     use_dora: bool = option(False, "DoRA: also train the norm of each row of a weight.")
     use_rslora: bool = option(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r).")
-    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits (NF4, through bitsandbytes).")
-    load_in_8bit: bool = option(False, "Hold the frozen weights in 8 bits (LLM.int8, through bitsandbytes).")
+    load_in_4bit: bool = option(
+        False, "QLoRA: hold the frozen weights in 4 bits (NF4, through bitsandbytes).", phase="always"
+    )
+    load_in_8bit: bool = option(
+        False,
+        "Hold the frozen weights in 8 bits (LLM.int8, through bitsandbytes).",
+        phase="always",
+        excludes="load_in_4bit",
+    )
 
     @property
     def contradictions(self) -> list[str]:
@@ -213,8 +221,6 @@ class LoraOptions(Recipe):
             problems += [f"{problem}. {remedy}" for problem in self.contradictions]
         if self.lora_dropout >= 1:
             problems.append(f"lora_dropout = {self.lora_dropout:g}: it must be below 1")
-        if self.load_in_4bit and self.load_in_8bit:
-            problems.append("load_in_4bit and load_in_8bit are both set: keep one of the two")
         names = [field.name for field in dataclasses.fields(LoraOptions) if field.name != "lora"]
         if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
             useless = [name for name in names if self.is_changed(name)]

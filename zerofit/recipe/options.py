@@ -6,7 +6,7 @@ Those of batches, of the model and of the data are in batch_options.py, model_op
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Clash, Recipe
 from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
@@ -19,7 +19,7 @@ OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adafactor")
 
 
 @dataclass
-class OptimizerOptions(Recipe):
+class OptimizerOptions(Recipe, phase="train"):
     """Optimizer, schedule and precision"""
 
     optim: str = option(
@@ -33,9 +33,11 @@ class OptimizerOptions(Recipe):
     weight_decay: float = option(
         0.0, "Weight decay (decoupled), for matrices only (not for biases and norms).", minimum=0
     )
-    adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0)
-    adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0)
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",))
+    adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0, needs="!optim=adafactor", idle=True)
+    adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0, needs="!optim=adafactor", idle=True)
+    adam_epsilon: float = option(
+        1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",), needs="!optim=adafactor", idle=True
+    )
     ema_decay: float = option(
         0.0,
         "Also keep a mean of the weights, which begins at the first ones: each update leaves X of it, and adds 1 - X "
@@ -48,40 +50,56 @@ class OptimizerOptions(Recipe):
     lr_scheduler_type: str = option(
         "linear", "Shape of the learning-rate schedule.", choices=SCHEDULES, aliases=("lr_decay_style",), common=True
     )
-    num_warmup_steps: int = option(0, "Updates of linear warm-up.", minimum=0, aliases=("lr_warmup_iters",))
+    num_warmup_steps: int = option(
+        0,
+        "Updates of linear warm-up.",
+        minimum=0,
+        aliases=("lr_warmup_iters",),
+        needs="!lr_scheduler_type=constant",
+        idle=True,
+        excludes="warmup_ratio",
+    )
     warmup_ratio: float | None = option(
         None,
         "Warm-up as a fraction of the updates of the schedule (lr_decay_steps, else all updates).",
         minimum=0,
         aliases=("lr_warmup_fraction",),
         common=True,
+        needs="!lr_scheduler_type=constant",
+        idle=True,
     )
     min_lr_ratio: float = option(
-        0.0, "Smallest learning rate as a fraction of the peak (linear, cosine, wsd).", minimum=0
+        0.0,
+        "Smallest learning rate as a fraction of the peak (linear, cosine, wsd).",
+        minimum=0,
+        needs="lr_scheduler_type=linear|cosine|wsd",
+        idle=True,
     )
     lr_decay_steps: int | None = option(
         None,
         "Update at which the learning rate reaches its minimum, and stays there; by default the last one.",
         positive=True,
         aliases=("lr_decay_iters",),
+        needs="lr_scheduler_type=linear|cosine|wsd",
+        idle=True,
     )
     wsd_decay_ratio: float = option(
-        0.2, "Fraction of these updates, the last ones, in which the wsd schedule decays.", positive=True
+        0.2,
+        "Fraction of these updates, the last ones, in which the wsd schedule decays.",
+        positive=True,
+        needs="lr_scheduler_type=wsd",
+        idle=True,
     )
     precision: str | None = option(
         None,
         "Precision of computation; by default that of the accelerate YAML or the DeepSpeed JSON, else fp32.",
         choices=("fp32", "bf16", "fp16"),
         common=True,
+        phase="always",
     )
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if self.warmup_ratio is not None and self.num_warmup_steps:
-            problems.append(
-                f"num_warmup_steps = {self.num_warmup_steps} and warmup_ratio = {self.warmup_ratio:g}: "
-                "keep one of the two"
-            )
         below = ("adam_beta1", "adam_beta2", "ema_decay")
         for name in (*below, "warmup_ratio", "min_lr_ratio", "wsd_decay_ratio"):
             value = getattr(self, name)
@@ -91,7 +109,7 @@ class OptimizerOptions(Recipe):
 
 
 @dataclass
-class StrategyOptions(Recipe):
+class StrategyOptions(Recipe, identity=False):
     """Strategy, under torchrun (with accelerate launch: its --config_file)"""
 
     strategy: str | None = option(None, "A name in accelerate_configs/, or a .yaml file. Only as a flag.", common=True)
@@ -99,16 +117,17 @@ class StrategyOptions(Recipe):
 
 
 @dataclass
-class RunOptions(Recipe):
+class RunOptions(Recipe, phase="train", identity=False):
     """Run folder and logs"""
 
     output_dir: str | None = option(
-        None, "The run folder; by default outputs/ and the name of the recipe.", common=True
+        None, "The run folder; by default outputs/ and the name of the recipe.", common=True, phase="always"
     )
     overwrite_output_dir: bool = option(
         False,
         "Replace another run in output_dir; files that no run has written stay. A run with the same recipe resumes "
         "all the same.",
+        phase="always",
     )
     logging_steps: int = option(
         10,
@@ -126,9 +145,14 @@ class RunOptions(Recipe):
     profile: str | None = option(
         None, "N:M: write a trace of the updates N to M (torch's profiler), and show the costliest operators."
     )
-    profile_ranks: list[int] = option([0], "The ranks of which there is a trace.", minimum=0)  # noqa: RUF009
+    profile_ranks: list[int] = option(  # noqa: RUF009
+        [0], "The ranks of which there is a trace.", minimum=0, needs="profile", idle=True
+    )
     profile_memory: bool = option(
-        False, "Profile memory, too: what each operator allocates, and on CUDA a snapshot of all allocations."
+        False,
+        "Profile memory, too: what each operator allocates, and on CUDA a snapshot of all allocations.",
+        needs="profile",
+        idle=True,
     )
 
     @property
@@ -148,7 +172,7 @@ class RunOptions(Recipe):
 
 
 @dataclass
-class EvaluationOptions(Recipe):
+class EvaluationOptions(Recipe, phase="train"):
     """Evaluation and the best model"""
 
     eval_steps: int | None = option(
@@ -162,20 +186,26 @@ class EvaluationOptions(Recipe):
     metric_for_best_model: str | None = option(
         None,
         "Evaluation metric that decides which evaluation is the best; the default depends on the task.",
-        said_of=("predict_with_generate", "preference_loss", "task_name", "regression"),
+        follows="predict_with_generate preference_loss task_name regression",
+        identity=False,
     )
     save_best: bool | None = option(
         None,
         "Keep the weights of the best evaluation in checkpoints/; by default if the task has metrics beside the loss.",
+        identity=False,
     )
     early_stopping_patience: int | None = option(
         None, "Stop after this many evaluations in a row without an improvement.", positive=True
     )
-    early_stopping_threshold: float = option(0.0, "Smallest change that counts as an improvement.", minimum=0)
+    early_stopping_threshold: float = option(
+        0.0, "Smallest change that counts as an improvement.", minimum=0, needs="early_stopping_patience"
+    )
     load_best_model_at_end: bool | None = option(
         None,
         "Export the best weights to model/ instead of the last; by default on with early stopping.",
+        excludes="save_best=false",
         aliases=("load_best_model",),
+        identity=False,
     )
 
     @property
@@ -187,24 +217,22 @@ class EvaluationOptions(Recipe):
             return None
         return "validation_split_percentage = 0"
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.load_best_model_at_end and self.save_best is False:
-            problems.append("load_best_model_at_end = true and save_best = false: there would be no best to load")
-        if self.holds_nothing_out:
-            problems += [
+    def clashes(self) -> list[Clash]:
+        names = ("early_stopping_patience", "load_best_model_at_end", "save_best") if self.holds_nothing_out else ()
+        return super().clashes() + [
+            Clash(
+                name,
+                ["validation_split_percentage"],
                 f"{name} = {getattr(self, name)}: nothing is held out ({self.holds_nothing_out}), so no figure tells "
-                "which evaluation is the best. Name a validation_file"
-                for name in ("early_stopping_patience", "load_best_model_at_end", "save_best")
-                if getattr(self, name)
-            ]
-        if self.early_stopping_threshold and not self.early_stopping_patience:
-            problems.append("early_stopping_threshold has no effect without early_stopping_patience")
-        return problems
+                "which evaluation is the best. Name a validation_file",
+            )
+            for name in names
+            if getattr(self, name)
+        ]
 
 
 @dataclass
-class CheckpointOptions(Recipe):
+class CheckpointOptions(Recipe, phase="train", identity=False):
     """Checkpoints and resuming"""
 
     save_strategy: str | None = option(
@@ -214,10 +242,17 @@ class CheckpointOptions(Recipe):
         common=True,
     )
     save_steps: int | None = option(
-        None, "Updates between two checkpoints.", positive=True, aliases=("save_interval",)
+        None,
+        "Updates between two checkpoints.",
+        positive=True,
+        aliases=("save_interval",),
+        excludes="save_strategy=no|epoch",
     )
     save_total_limit: int | None = option(
-        None, "Keep this many of the newest checkpoints, and the best; by default all.", positive=True
+        None,
+        "Keep this many of the newest checkpoints, and the best; by default all.",
+        positive=True,
+        needs="save_strategy|save_steps",
     )
     save_keep_every: int | None = option(
         None, "Also keep each checkpoint whose update is a multiple of this.", positive=True
@@ -226,7 +261,9 @@ class CheckpointOptions(Recipe):
         30.0, "Minutes between two additional checkpoints for resuming; the last two are kept. 0: none.", minimum=0
     )
     save_only_model: bool = option(
-        False, "Checkpoints hold only the model: they are smaller, and no run can resume from them."
+        False,
+        "Checkpoints hold only the model: they are smaller, and no run can resume from them.",
+        needs="save_strategy|save_steps",
     )
     save_async: bool | None = option(
         None, "Write checkpoints while training continues; by default if memory has room for a copy of the state."
@@ -246,7 +283,9 @@ class CheckpointOptions(Recipe):
         "continues, and a run whose output_dir has been lost resumes from there.",
     )
     push_to_hub: str | None = option(None, "Hub repository, owner/name, to push model/ to; a new one is private.")
-    hub_strategy: str = option("end", "every_save: push with each checkpoint as well.", choices=("end", "every_save"))
+    hub_strategy: str = option(
+        "end", "every_save: push with each checkpoint as well.", choices=("end", "every_save"), needs="push_to_hub"
+    )
     max_hours: float | None = option(
         None, "Stop after this many hours, counted from its start: save, then exit with code 85.", positive=True
     )
@@ -255,15 +294,6 @@ class CheckpointOptions(Recipe):
         problems = super().problems()
         if self.save_strategy == "steps" and not self.save_steps:
             problems.append("save_strategy = steps: set the number of updates with save_steps")
-        if self.save_steps and self.save_strategy in ("no", "epoch"):
-            problems.append(
-                f"save_steps = {self.save_steps} and save_strategy = {self.save_strategy}: keep one of them"
-            )
-        if self.save_strategy in (None, "no") and not self.save_steps:
-            names = ("save_total_limit", "save_only_model")
-            problems += [f"{name} has no effect without save_strategy" for name in names if self.is_changed(name)]
-        if self.hub_strategy != "end" and not self.push_to_hub:
-            problems.append("hub_strategy has no effect without push_to_hub")
         if self.push_to_hub and "/" not in self.push_to_hub:
             problems.append(f"push_to_hub = {self.push_to_hub!r}: expected owner/name")
         if self.mirror and "://" not in self.mirror:
@@ -272,7 +302,7 @@ class CheckpointOptions(Recipe):
 
 
 @dataclass
-class AnomalyOptions(Recipe):
+class AnomalyOptions(Recipe, phase="train", identity=False):
     """Anomalies and hangs"""
 
     on_anomaly: str = option(
@@ -282,15 +312,16 @@ class AnomalyOptions(Recipe):
         choices=("stop", "skip", "rewind"),
     )
     spike_threshold: float = option(
-        10.0,
-        "Robust z-score from which a loss (or a gradient norm without clipping) is a spike. 0: never.",
-        minimum=0,
+        10.0, "Robust z-score from which a loss (or a gradient norm without clipping) is a spike. 0: never.", minimum=0
     )
     watchdog_minutes: float = option(
-        30.0, "End the run when a process has made no progress for this long. 0: never.", minimum=0
+        30.0, "End the run when a process has made no progress for this long. 0: never.", minimum=0, phase="always"
     )
     rendezvous_minutes: float = option(
-        10.0, "Before training, machines wait this long for one that gives no sign of life.", positive=True
+        10.0,
+        "Before training, machines wait this long for one that gives no sign of life.",
+        positive=True,
+        phase="always",
     )
 
     def problems(self) -> list[str]:
@@ -301,14 +332,23 @@ class AnomalyOptions(Recipe):
 
 
 @dataclass
-class TrackingOptions(Recipe):
+class TrackingOptions(Recipe, phase="train", identity=False):
     """Trackers"""
 
     with_tracking: bool = option(False, "Send the metrics to a tracker (report_to).", common=True)
     report_to: str = option(
-        "all", "Tracker: one of accelerate's, all (those installed) or none.", choices=("all", *TRACKERS, "none")
+        "all",
+        "Tracker: one of accelerate's, all (those installed) or none.",
+        choices=("all", *TRACKERS, "none"),
+        needs="with_tracking",
+        idle=True,
     )
-    report_name: str | None = option(None, "Project name at the tracker; by default zerofit and the name of the task.")
+    report_name: str | None = option(
+        None,
+        "Project name at the tracker; by default zerofit and the name of the task.",
+        needs="with_tracking",
+        idle=True,
+    )
     run_name: str | None = option(None, "Name of the run at the tracker; by default that of the output folder.")
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import re
 import sys
 import typing
@@ -13,7 +12,7 @@ import yaml
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.fields import FlagOrValue, broken_rule, checked, from_text, kind_of
+from zerofit.recipe.fields import FlagOrValue, Kind, broken_rule, checked, from_text, kind_of
 from zerofit.recipe.files import read_text
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
@@ -74,8 +73,8 @@ def read_recipe(
     if hints is None:
         hints = foreign_option_hints(cls, kinds, tool)
     flags = _read_flags(argv, kinds, aliases, hints, problems)
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    of_file: dict[str, tuple[Any, str]] = {}  # {option: (its value, its line)}
+    from_flags: dict[str, Any] = {}
     config = flags.pop("config", None)
     if config is not None:
         config = recipe_file(config)
@@ -84,34 +83,24 @@ def read_recipe(
             if name not in kinds:
                 problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
             elif value is not None:  # null: not stated, as in the recipe.yaml of a run, which has all options
-                _take(name, value, source, kinds, values, problems)
-                sources[name] = source
-    of_file = {name: (value, sources[name]) for name, value in values.items()}
+                _take(name, value, source, kinds[name], of_file, problems)
     for name, texts in flags.items():
-        _take_flag(name, texts, kinds, values, problems)
-        sources[name] = f"--{name}"
-
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    broken = []
-    for name, value in values.items():
-        rule = broken_rule(value, fields[name].metadata)
-        if rule:
-            problems.append(f"{name} = {_show(value)} ({sources[name]}): {rule}")
-            broken.append(name)
-    values = {name: value for name, value in values.items() if name not in broken}
-    of_file = {name: said for name, said in of_file.items() if name not in broken}
-    sources = {name: sources[name] for name in values} | ({"config": config} if config else {})
-    recipe = cls(**values)
-    recipe.remember_sources(sources)
-    if tool and getattr(recipe, "trust_remote_code", False) and not sources["trust_remote_code"].startswith("--"):
+        _take_flag(name, texts, kinds[name], from_flags, problems)
+    for field in dataclasses.fields(cls):
+        name = field.name
+        value = from_flags[name] if name in from_flags else of_file[name][0] if name in of_file else None
+        if rule := broken_rule(value, field.metadata):
+            source = f"--{name}" if name in from_flags else of_file[name][1]
+            problems.append(f"{name} = {_show(value)} ({source}): {rule}")
+            of_file.pop(name, None)
+            from_flags.pop(name, None)
+    recipe = _with_flags(cls, of_file, from_flags, config)
+    if tool and getattr(recipe, "trust_remote_code", False) and not recipe.is_flag("trust_remote_code"):
         problems.append(
-            f"trust_remote_code = true ({sources['trust_remote_code']}) would run Python code of others here. Read "
-            "it, and add --trust_remote_code to the command line"
+            f"trust_remote_code = true ({recipe.source('trust_remote_code')}) would run Python code of others here. "
+            "Read it, and add --trust_remote_code to the command line"
         )
-    if not problems:
-        recipe, found = _Overruling(cls, of_file, values, sources).resolve()
-        problems.extend(found)
-    return recipe, problems
+    return recipe, problems or recipe.problems()
 
 
 @functools.cache
@@ -189,8 +178,7 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]],
     return taken, rest
 
 
-def _take_flag(name: str, texts: list[str], kinds: dict, values: dict, problems: list[str]) -> None:
-    kind = kinds[name]
+def _take_flag(name: str, texts: list[str], kind: Kind, values: dict, problems: list[str]) -> None:
     if not texts and issubclass(kind.base, (bool, FlagOrValue)):
         texts = ["true"]
     if not texts or (len(texts) > 1 and not kind.many):
@@ -251,8 +239,7 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
     return entries
 
 
-def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problems: list[str]) -> None:
-    kind = kinds[name]
+def _take(name: str, value: Any, source: str, kind: Kind, values: dict, problems: list[str]) -> None:
     items = value if isinstance(value, list) and kind.many else [value]
     try:
         parsed = [checked(item, kind.base) for item in items]
@@ -262,98 +249,60 @@ def _take(name: str, value: Any, source: str, kinds: dict, values: dict, problem
             f"expected {kind.words}{_unquote_hint(value, kind)}"
         )
         return
-    values[name] = parsed if kind.many else parsed[0]
+    values[name] = (parsed if kind.many else parsed[0], source)
 
 
 # ----------------------------------------------------------------------------------------------------------- flags win
 
 
-class _Overruling:
-    """What a recipe's file says, and what flags say over it: a value of the file that contradicts a flag, or hangs on
-    what a flag has taken out, is left out. Two flags that contradict each other, or two lines of the file, stay.
+def _with_flags(cls: type[R], of_file: dict, flags: dict, config: str | None) -> R:
+    """The recipe of a file and flags. What the file says is left out where it does not go together with a flag, or
+    depends on what a flag has taken out. Two flags that contradict each other, or two lines of the file, stay.
 
     Args:
         of_file: {option: (its value, its line)} of the file.
-        values: those that hold, of the file and of flags.
-        sources: who set them.
+        flags: {option: its value}.
     """
+    lines = {name: line for name, (_, line) in of_file.items()} | {name: f"--{name}" for name in flags}
+    left_out: dict[str, str] = {}  # {option: the flag because of which it is}
 
-    def __init__(self, cls: type[Recipe], of_file: dict, values: dict, sources: dict[str, str]):
-        self.cls, self.sources = cls, sources
-        self.of_file = {name: value for name, (value, _) in of_file.items()}
-        self.lines = {name: line for name, (_, line) in of_file.items()}
-        self.flags = {name: value for name, value in values.items() if sources[name].startswith("--")}
-
-    def resolve(self) -> tuple[Any, list[str]]:
-        """(The recipe, with notes on what is left out; its problems)."""
-        left_out = self._without_contradictions({})
-        unflagged = self.cls(**self.of_file)
-        changed = {name for name in self.flags if self.flags[name] != getattr(unflagged, name)}
-        hanging = {}
-        for field in dataclasses.fields(self.cls) if self.flags else ():
-            said_of = [name for name in field.metadata["said_of"] if name in left_out or name in changed]
-            if said_of and field.name in self.of_file and field.name not in [*left_out, *self.flags]:
-                hanging[field.name] = left_out.get(said_of[0], f"--{said_of[0]}")
-        for part in (hanging, *({name: reason} for name, reason in hanging.items())):  # all of them, or what can be
-            if set(self._problems({**left_out, **part})) <= set(self._problems(left_out)):
-                left_out = left_out | part
-        recipe, problems = self._made(left_out)
-        recipe.remember_left_out(
-            f"{name} = {_show(self.of_file[name])} ({self.lines[name]}) is left out: it does not go together with "
-            f"{reason}"
-            for name, reason in left_out.items()
-            if getattr(recipe, name) != self.of_file[name]
-        )
-        return recipe, problems
-
-    def _made(self, left_out: typing.Iterable[str], but: str | None = None) -> tuple[Any, list[str]]:
-        """The recipe without some values of the file, and without the flag `but`; and its problems."""
-        values = {name: value for name, value in self.of_file.items() if name not in left_out}
-        values |= {name: value for name, value in self.flags.items() if name != but}
-        recipe = self.cls(**values)
-        sources = self.sources | {
-            name: line for name, line in self.lines.items() if name not in self.flags or name == but
-        }
-        stated = {name for name, value in values.items() if value is not None}
-        unset = [name for name in self.of_file if name in values.keys() - stated]
-        recipe.remember_sources({name: sources[name] for name in sources if name in {*stated, "config"}}, unset)
+    def made(without: typing.Iterable[str]) -> R:
+        values = {name: value for name, (value, _) in of_file.items() if name not in without} | flags
+        recipe = cls(**values)
+        stated = {name: lines[name] for name, value in values.items() if value is not None}
+        unset = [name for name in of_file if name in flags and flags[name] is None]
+        recipe.remember_sources(stated | ({"config": config} if config else {}), unset)
         recipe.settle()
-        return recipe, recipe.problems()
+        return recipe
 
-    def _problems(self, left_out: typing.Iterable[str], but: str | None = None) -> list[str]:
-        return self._made(left_out, but)[1]
+    def next_left_out(recipe: R) -> tuple[str, str] | None:
+        for name, others, _, excludes, is_noted in recipe.clashes():
+            reason = next((left_out.get(each, f"--{each}") for each in others if each in {*flags, *left_out}), None)
+            if name in of_file and name not in flags and reason and not is_noted:
+                return name, reason
+            if excludes and name in flags and others[0] in of_file and others[0] not in flags:
+                return others[0], f"--{name}"
+        return None
 
-    def _without_contradictions(self, left_out: dict[str, str], at_first: list[str] | None = None) -> dict[str, str]:
-        """{value of the file to leave out: the flags that it contradicts}, some of which are known.
-
-        A problem is one of a flag and a value of the file where it is gone without the one, and without the other; of
-        a value that has no effect beside the other, only where it is the file's.
-
-        Args:
-            at_first: the problems with all values; what is new follows from what was left out.
-        """
-        problems = self._problems(left_out)
-        for problem in problems:
-            flags = [f"--{flag}" for flag in self.flags if problem not in self._problems(left_out, but=flag)]
-            reason = " and ".join(flags)
-            if at_first is not None and problem not in at_first:
-                reason = list(left_out.values())[-1]
-            subject = re.split("no effect|not supported", problem)[0]
-            named = [
-                name
-                for name in self.of_file
-                if name not in self.flags and name not in left_out and re.search(rf"\b{name}\b", subject)
-            ]
-            choices = [*itertools.combinations(named, 1), *itertools.combinations(named, 2)] if reason else []
-            for may_lack, names in itertools.product(((), ("no tokenizer",)), choices):
-                without = left_out | dict.fromkeys(names, reason)
-                if problem in self._problems(without):
-                    continue
-                solution = self._without_contradictions(without, at_first or problems)
-                others = set(self._problems(solution)) - {each for each in problems if each != problem}
-                if all(each.startswith(may_lack) for each in others):
-                    return solution
-        return left_out
+    recipe = made(left_out)
+    while found := next_left_out(recipe) if flags else None:
+        left_out[found[0]] = found[1]
+        recipe = made(left_out)
+    unflagged = cls(**{name: value for name, (value, _) in of_file.items()})
+    changed = {name for name in flags if flags[name] != getattr(unflagged, name)}
+    for field in dataclasses.fields(cls):
+        said_of = [name for name in field.metadata["follows"].split() if name in left_out or name in changed]
+        if said_of and field.name in of_file and field.name not in {*left_out, *flags}:
+            reason = left_out.get(said_of[0], f"--{said_of[0]}")
+            if set(made({*left_out, field.name}).problems()) <= set(recipe.problems()):
+                left_out[field.name] = reason
+                recipe = made(left_out)
+    recipe.remember_left_out(
+        f"{name} = {_show(of_file[name][0])} ({lines[name]}) is left out: it does not go together with {reason}"
+        for name, reason in left_out.items()
+        if getattr(recipe, name) != of_file[name][0]
+    )
+    return recipe
 
 
 def _unquote_hint(value: Any, kind) -> str:

@@ -41,28 +41,26 @@ class LossOptions(Recipe):
         "How the loss is computed. auto: with less memory if possible; full: with all logits in memory; chunked: with "
         "less memory, refused for a model that scales or caps its logits (T5, Gemma 2).",
         choices=("auto", "full", "chunked"),
+        identity=False,
     )
     label_smoothing: float = option(
         0.0,
         "Train on 1 - X for the next token, and on X divided among the vocabulary.",
         minimum=0,
+        phase="train",
+        needs="!preference_loss",
         aliases=("label_smoothing_factor",),
     )
     z_loss: float = option(
         0.0,
         "Add X times the square of the logsumexp of a token's logits, which keeps logits small; 1e-4 is usual.",
         minimum=0,
+        phase="train",
+        needs="!preference_loss",
     )
 
     def problems(self) -> list[str]:
-        problems = super().problems() + _smoothing_problems(self.label_smoothing)
-        if loss := getattr(self, "preference_loss", None):
-            problems += [
-                f"{name} = {getattr(self, name):g} has no effect with preference_loss = {loss}. Remove it"
-                for name in ("label_smoothing", "z_loss")
-                if getattr(self, name)
-            ]
-        return problems
+        return super().problems() + _smoothing_problems(self.label_smoothing)
 
 
 def _smoothing_problems(smoothing: float) -> list[str]:
@@ -77,18 +75,22 @@ class LabelOptions(Recipe):
         None, "GLUE task, which sets the columns, labels and metric.", choices=GLUE_TASKS, common=True
     )
     text_columns: list[str] | None = option(  # noqa: RUF009
-        None, "Column of the text, or two columns of a pair of texts.", common=True
+        None, "Column of the text, or two columns of a pair of texts.", common=True, shapes_input=True
     )
-    label_column: str | None = option(None, "Column of the label; by default `label` or a similar name.", common=True)
+    label_column: str | None = option(
+        None, "Column of the label; by default `label` or a similar name.", common=True, shapes_input=True
+    )
     choice_columns: list[str] | None = option(  # noqa: RUF009
         None,
         "Multiple choice: columns of the choices, or one column of lists; by default choice0, choice1, ...",
+        shapes_input=True,
+        excludes="task_name regression",
     )
     regression: bool | None = option(
         None, "Predict a number; by default if the labels are numbers with a fractional part."
     )
     validation_mismatched_file: list[str] | None = option(  # noqa: RUF009
-        None, "Second held-out set of MNLI (mismatched)."
+        None, "Second held-out set of MNLI (mismatched).", phase="data", needs="task_name=mnli !dataset_name"
     )
     max_length: int = option(
         128,
@@ -96,27 +98,23 @@ class LabelOptions(Recipe):
         minimum=4,
         aliases=("max_seq_length",),
         common=True,
+        shapes_input=True,
     )
     ignore_mismatched_sizes: bool = option(
-        False, "Replace a pretrained head with another number of labels by a new, random one."
+        False, "Replace a pretrained head with another number of labels by a new, random one.", phase="train"
     )
 
     def problems(self) -> list[str]:
         problems = super().problems()
         if self.text_columns and len(self.text_columns) > 2:
             problems.append(f"text_columns = {' '.join(self.text_columns)}: name one column, or the two of a pair")
-        if self.choice_columns and (self.task_name or self.regression):
-            other = f"task_name = {self.task_name}" if self.task_name else "regression = true"
-            problems.append(f"choice_columns = {' '.join(self.choice_columns)} and {other}: keep one of the two")
-        if self.validation_mismatched_file and self.task_name != "mnli":
-            problems.append("validation_mismatched_file belongs to --task_name mnli")
         if self.task_name and self.regression is not None and self.regression != (self.task_name == "stsb"):
             problems.append(f"regression = {self.regression} and task_name = {self.task_name}: remove regression")
         return problems
 
 
 @dataclass
-class ClassLossOptions(Recipe):
+class ClassLossOptions(Recipe, phase="train"):
     """The loss of classes"""
 
     class_weights: list[str] | None = option(  # noqa: RUF009
@@ -162,7 +160,7 @@ class ClassLossOptions(Recipe):
 
 
 @dataclass
-class LayerOptions(Recipe):
+class LayerOptions(Recipe, phase="train"):
     """The learning rates of layers"""
 
     layer_decay: float = option(
@@ -183,7 +181,7 @@ class LayerOptions(Recipe):
 
 
 @dataclass
-class PairOptions(Recipe):
+class PairOptions(Recipe, shapes_input=True):
     """Sources and targets"""
 
     dialogue_column: str | None = option(
@@ -215,23 +213,29 @@ class PairOptions(Recipe):
 
 
 @dataclass
-class GenerationOptions(Recipe):
+class GenerationOptions(Recipe, needs="predict_with_generate", idle=True):
     """Evaluation by generation"""
 
-    predict_with_generate: bool = option(True, "Generate for the held-out sources and compute BLEU and ROUGE.")
+    predict_with_generate: bool = option(
+        True, "Generate for the held-out sources and compute BLEU and ROUGE.", phase="data", needs=""
+    )
     num_beams: int | None = option(
         None, "Number of beams; by default that of the model, else 1.", positive=True, common=True
     )
     val_max_target_length: int | None = option(
-        None, "Maximum length of a generated text in tokens; by default max_target_length.", positive=True
+        None,
+        "Maximum length of a generated text in tokens; by default max_target_length.",
+        positive=True,
+        shapes_input=True,
     )
     val_min_target_length: int | None = option(
-        None, "Minimum length of a generated text in tokens; by default that of the model.", minimum=0
+        None,
+        "Minimum length of a generated text in tokens; by default that of the model.",
+        minimum=0,
+        shapes_input=True,
     )
     n_val_batch_generations: int = option(
-        3,
-        "From how many held-out batches to print a text (predictions.jsonl has all).",
-        minimum=0,
+        3, "From how many held-out batches to print a text (predictions.jsonl has all).", minimum=0, identity=False
     )
 
     def problems(self) -> list[str]:

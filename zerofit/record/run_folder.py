@@ -23,20 +23,8 @@ from zerofit.record.metrics import line_of_metrics
 from zerofit.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
 
 SHOWN = 3  # names in a message
-# Options that do not change what is computed: a run that differs only in these is the same run.
 # Of strategy.yaml, the data-parallel processes with which the options make the global batch: the first that is there.
 GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
-NOT_THE_RUN = {
-    "strategy", "deepspeed_config", "output_dir", "overwrite_output_dir", "logging_steps", "with_tracking",
-    "report_to", "report_name", "run_name", "preprocessing_num_workers", "dataloader_num_workers", "cache_dir",
-    "data_cache_path", "sample_tokens", "sample_prompt", "per_device_train_batch_size",
-    "per_device_eval_batch_size", "gradient_accumulation_steps", "global_batch_size", "gradient_checkpointing",
-    "activation_offload", "torch_compile", "loss", "metric_for_best_model", "save_best", "load_best_model_at_end",
-    "n_val_batch_generations", "save_strategy", "save_steps", "save_total_limit", "resume", "max_hours",
-    "record_samples", "save_minutes", "save_keep_every", "save_only_model", "save_async", "on_save_failure",
-    "on_anomaly", "spike_threshold", "watchdog_minutes", "rendezvous_minutes", "peak_tflops",
-    "profile", "profile_ranks", "profile_memory", "mirror", "push_to_hub", "hub_strategy",
-}  # fmt: skip
 
 
 class RunFolder:
@@ -371,8 +359,8 @@ def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str
 
 def identity(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
     """The options that make a run the run that it is."""
-    options = {name: value for name, value in recipe.to_dict().items() if name not in NOT_THE_RUN}
-    return {**options, "global_batch_size": global_batch}
+    names, options = recipe.names_with(identity=True), recipe.to_dict()
+    return {**{name: options[name] for name in names}, "global_batch_size": global_batch}
 
 
 def _in_columns(row: dict[str, Any]) -> dict[str, Any]:

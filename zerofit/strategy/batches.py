@@ -134,7 +134,7 @@ def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> 
 
 
 def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
-    """With the growth that the recipe states.
+    """Add the growth that the recipe states.
 
     Raises:
         UserError: the first size is no multiple of one pass, or the global batch none of it.

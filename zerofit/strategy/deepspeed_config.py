@@ -186,7 +186,8 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
 
 
 def _problems_of_optimizer(optimizer: dict[str, Any]) -> list[str]:
-    """What DeepSpeed would ignore, refuse or do otherwise than AdamW; what says what AdamW does is taken out."""
+    """Return a problem for each key that DeepSpeed would ignore, refuse or do otherwise than AdamW; keys that say what
+    AdamW does are taken out."""
     params, of_params = optimizer["params"], ("lr", "weight_decay", "betas", "eps", *HOW_IT_COMPUTES)
     if not isinstance(params, dict):
         return [f'optimizer.params = {params!r}: expected an object, e.g. {{"lr": "auto"}}']
@@ -269,6 +270,6 @@ def fill_bucket_size(zero: dict[str, Any], model: torch.nn.Module) -> None:
 
 
 def fill_by_sizes(zero: dict[str, Any], trained: int, total: int) -> None:
-    """The same for a rank's elements: of what is trained, and of all."""
+    """Set `reduce_bucket_size` from a rank's elements: of what is trained, and of all."""
     if zero.get("stage") in (1, 2) and zero.get("reduce_bucket_size", "auto") == "auto":
         zero["reduce_bucket_size"] = max(1, min(trained, total // SHARE_OF_MODEL, MOST))

@@ -96,7 +96,7 @@ EXAMPLES = {
 
 
 def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
-    """(configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
+    """Return (configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
 
     Args:
         collected: takes the problems of a configuration that can be used but for them; by default they are raised.
@@ -184,7 +184,7 @@ def monitors_in_use(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _trackers(config: dict[str, Any]) -> list[str]:
-    """They would open a second run, with few figures and none of metrics.jsonl (deepspeed/monitor/monitor.py)."""
+    """Return a problem for each of DeepSpeed's own trackers, which would open a second run (monitor/monitor.py)."""
     return [
         f"{name} would open a second run, without the figures of metrics.jsonl. Remove it"
         + (f", and say --with_tracking --report_to {HERE[name]}" if name in HERE else "")
@@ -202,7 +202,7 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_yaml_alone(source: str) -> dict[str, Any]:
-    """What accelerate's own environment variables state, in the words of a DeepSpeed JSON."""
+    """Read accelerate's own environment variables into the form of a DeepSpeed JSON."""
 
     def variable(name: str, default: str) -> str:
         return os.environ.get(f"ACCELERATE_{name}", default)

@@ -24,7 +24,7 @@ MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a m
 
 
 def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
-    """(tensor, pipeline, sequence): the ranks that share each layer, the layers, and each row.
+    """Return (tensor, pipeline, sequence): the ranks that share each layer, the layers, and each row.
 
     `tensor_parallel` is taken out: DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a
     tied vocabulary that is cut. What DeepSpeed reads beside the stages is filled in. `sequence_parallel_size` stays:

@@ -1,11 +1,10 @@
-"""What the devices of this machine can do, asked of torch and not of a list of names; and the host's threads."""
+"""Abilities of this machine's devices, asked of torch and not of a list of names; and the host's threads."""
 
 import functools
 import os
 import time
 
 import torch
-from torch.numa import binding
 
 from zerofit.strategy.host_memory import usable_cores
 
@@ -42,7 +41,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str | None:
-    """What the device calls itself; None for the CPU."""
+    """Return the name of a device, as it has it itself; None for the CPU."""
     if device.type == "cpu":
         return None
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -66,7 +65,7 @@ def has_bf16(device: torch.device) -> bool | None:
 
 
 def faster_precisions(device: torch.device) -> list[str]:
-    """What a device that is asked for fp32 could do faster: `bf16`, `tf32`."""
+    """Return the precisions in which a device that is asked for fp32 would be faster: `bf16`, `tf32`."""
     if device.type == "cpu":
         return []
     nvidia = device.type == "cuda" and torch.version.hip is None
@@ -76,8 +75,8 @@ def faster_precisions(device: torch.device) -> list[str]:
 
 @functools.cache
 def bf16_slowdown() -> float | None:
-    """How many times as long as in fp32 a matrix product with its backward pass takes in bf16 on this CPU, where that
-    matters; measured, in some 50 ms.
+    """Measure how much longer a matrix product and its backward pass take in bf16 than in fp32 on this CPU: how many
+    times as long, where that matters, else None. It takes some 50 ms.
 
     Without AVX-512 or AMX oneDNN has no bf16 kernels, and torch's own take 20 times as long as fp32, mostly for the
     weight's gradient.
@@ -101,42 +100,12 @@ def bf16_slowdown() -> float | None:
     return bf16 / fp32 if bf16 > SLOW_BF16 * fp32 else None
 
 
-def bind_to_numa_node() -> tuple[int, str | None]:
-    """Let this rank run, and take memory, on the NUMA node of its GPU: the optimizer on the host moves all weights.
-
-    As torchrun's `--numa-binding=node` does it (torch/numa/binding.py), which needs numactl and ends the run where
-    binding is not possible. No cores are given up: nothing is bound where some of them are beside no rank's GPU.
-
-    Returns: how many ranks share the cores that this one has by now, and a note for the log (None: there is one node).
-    """
-    from accelerate.utils import parse_flag_from_env
-
-    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):  # then accelerate does it
-        return ranks, None
-    try:
-        nodes = [binding._get_numa_node_index_for_gpu_index(gpu_index=gpu) for gpu in range(ranks)]
-        cores = {
-            node: binding._get_allowed_logical_cpu_indices_for_numa_node(numa_node_index=node)
-            for node in sorted(set(nodes))
-        }
-        if set().union(*cores.values()) != os.sched_getaffinity(0):
-            return ranks, "processes are not bound to NUMA nodes: some of the cores are beside no GPU of theirs"
-        if len(cores) == 1:
-            return ranks, None
-        binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cores[nodes[local_rank]])
-    except Exception as error:  # a container without /sys, or that forbids it; another torch
-        return ranks, f"processes are not bound to the NUMA nodes of their GPUs: {type(error).__name__}: {error}"
-    bound = (f"{nodes.count(node)} on the {len(found)} cores of node {node}" for node, found in cores.items())
-    return nodes.count(nodes[local_rank]), f"processes are bound to the NUMA nodes of their GPUs: {', '.join(bound)}"
-
-
-def use_threads_of_share(ranks: int | None = None) -> None:
+def use_threads_of_share() -> None:
     """Let this rank compute on its share of the host's cores: to each of several processes torchrun leaves one thread.
 
     DeepSpeed's CPU Adam is parallel through OpenMP, as torch is: it has torch's runtime where both have the same name
     (libgomp.so.1), and else one that is loaded later and reads the environment then.
     """
-    threads = max(1, usable_cores() // (ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)

@@ -24,7 +24,7 @@ _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
 
 def keeps_optimizer_on_disk(zero: dict[str, Any]) -> bool:
-    """Whether a resolved zero_optimization section does."""
+    """Whether a resolved zero_optimization section puts the optimizer's state on a disk."""
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
 
 
@@ -74,7 +74,8 @@ def remove(folder: Path) -> None:
 
 
 class DiskState(ShardedState):
-    """
+    """The state of ZeRO-3's optimizer on a disk, of which DeepSpeed has one sub-group in memory at a time.
+
     Args:
         folder: of this process, on the disk. What a checkpoint is written from lies in a file there, not in memory.
     """
@@ -110,7 +111,7 @@ class DiskState(ShardedState):
                 yield from ((piece, self.get("weight", piece)) for piece in several)
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
-        """Of a sub-group that is in memory."""
+        """Return the values of a piece, whose sub-group is in memory."""
         flat, offset = self._held_in(self.parameters[piece.name])
         held = flat if kind == "weight" else self.optimizer.state[flat][kind]
         return held.detach()[offset : offset + piece.stop - piece.start]

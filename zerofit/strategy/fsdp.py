@@ -86,7 +86,7 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
 
 
 def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:
-    """What of the settings a run would not honour.
+    """Return a problem for each setting that a run would not honour.
 
     Args:
         settings: of read_fsdp.

@@ -57,7 +57,7 @@ def check_devices() -> None:
 
 
 def num_devices() -> int:
-    """How many accelerators this process sees; 0 without one."""
+    """Count the accelerators that this process sees."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -69,7 +69,7 @@ def cgroups(of_process: str, root: str = "/sys/fs/cgroup") -> list[str]:
 
 
 def headroom(folder: str) -> tuple[int, int] | None:
-    """(limit, bytes left) of a cgroup; page cache that can be dropped counts as left. None where it has no limit."""
+    """Return (limit, bytes left) of a cgroup; page cache that can be dropped counts as left. None: it has no limit."""
     two = os.path.exists(folder + "/memory.max")
     limit = number(read(folder + ("/memory.max" if two else "/memory.limit_in_bytes")))
     used = number(read(folder + ("/memory.current" if two else "/memory.usage_in_bytes")))
@@ -80,7 +80,7 @@ def headroom(folder: str) -> tuple[int, int] | None:
 
 
 def host_memory() -> tuple[int, int]:
-    """(free, total) bytes of the host, or of the container that this process is in."""
+    """Return (free, total) bytes of the host, or of the container that this process is in."""
     import psutil
 
     memory = psutil.virtual_memory()

@@ -103,7 +103,7 @@ class ParallelLayout:
 
     @property
     def dropout_seed_key(self) -> tuple[int, ...]:
-        """What tells this rank's random numbers (dropout) from those of others: another for each replica, each stage,
+        """Tells this rank's random numbers (dropout) from those of others: another key for each replica, each stage,
         each part of a row, and each share of a layer, which has heads and tokens of its own."""
         shared = ((self.stage, self.pipeline), (self.sequence_rank, self.sequence), (self.tensor_rank, self.tensor))
         return (self.data_rank, *(place for place, size in shared if size > 1))

@@ -52,12 +52,13 @@ class Matrix:
 
     @property
     def scale(self) -> float:
-        """Of its orthogonal updates."""
+        """Factor by which the orthogonalized update is multiplied."""
         return RMS * math.sqrt(max(self.shape[-2:]))
 
 
 class Muon(torch.optim.AdamW):
-    """
+    """Muon for the matrices of a model's blocks, and AdamW for all other parameters.
+
     Args:
         model: before it is sharded, or after: parameters under ZeRO-3 know their shapes.
         fused: of AdamW.
@@ -161,7 +162,7 @@ class Muon(torch.optim.AdamW):
             part.copy_(made).mul_(matrix.scale)
 
     def describe(self) -> str:
-        """What takes which of the two, for the log."""
+        """One line for the log: how many tensors Muon updates, and how many AdamW."""
         weights = sum(matrix.shape.numel() for matrix in self.matrices.values())
         return (
             f"Muon for {len(self.matrices)} matrices ({weights:,} weights), AdamW for {self.num_others} other tensors"

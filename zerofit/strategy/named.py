@@ -31,18 +31,13 @@ VARIABLES = {
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
-DEVICES = ("NPU", "XPU", "HPU")  # MULTI_ of these: where torch has such devices
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-KINDS = (  # of accelerate 1.15
-    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-    "MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM",
-)  # fmt: skip
 RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
 class StrategyFlag:
-    """What the command line names.
+    """A strategy that the command line names.
 
     Attributes:
         words: as the user has typed it.
@@ -56,7 +51,7 @@ class StrategyFlag:
 
 
 def take_named(recipe: Recipe) -> StrategyFlag | None:
-    """What the recipe's flags name, and no more in the recipe from here on: it says what is trained, and not how.
+    """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
 
     Raises:
         UserError: both are given, a recipe's file has one, or there is no such file.
@@ -144,11 +139,13 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
 
 
 def problems_of_yaml(content: Any, source: str) -> list[str]:
-    """What an accelerate YAML asks for that is no strategy here, or that accelerate would stumble over."""
+    """Return a problem for each thing in an accelerate YAML that is no strategy here, or that accelerate would
+    stumble over."""
     if not isinstance(content or {}, dict):
         return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
     content, problems = content or {}, []
-    for key, words in (("distributed_type", KINDS), ("mixed_precision", PRECISIONS), ("downcast_bf16", ("no", "yes"))):
+    choices = {"distributed_type": SUPPORTED, "mixed_precision": PRECISIONS, "downcast_bf16": ("no", "yes")}
+    for key, words in choices.items():
         if isinstance(content.get(key), bool):  # YAML 1.1's no, off, yes and on
             meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
             problems.append(f"{source}: {key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
@@ -186,16 +183,16 @@ def _why_not(kind: str) -> list[str]:
             "is accelerate's plugin for Megatron-LM, which is not used here. Use --strategy tp, pp or 3d: tensor, "
             "pipeline and both kinds of parallelism"
         ]
-    if kind in KINDS and kind.removeprefix("MULTI_") in DEVICES:
-        import torch
+    import torch
+    from accelerate.utils import DistributedType
 
-        device, wanted = torch.accelerator.current_accelerator(), kind.removeprefix("MULTI_").lower()
-        if device is not None and device.type == wanted:
-            return []
-        return [f"is for {wanted} devices, of which torch sees none here. Use --strategy ddp"]
-    if kind in KINDS or kind in ("TPU", "TP"):
-        return ["is not supported. Use --strategy ddp, zero1, zero2, zero3 or fsdp2" + ", or tp" * (kind == "TP")]
-    close = nearest(kind, KINDS)
+    device = torch.accelerator.current_accelerator()
+    if device is not None and kind == f"MULTI_{device.type.upper()}":
+        return []
+    kinds = ("TPU", "TP", *(kind.value for kind in DistributedType))
+    if kind in kinds:
+        return ["is not supported on this machine. Use --strategy ddp, zero1, zero2, zero3, fsdp2 or tp"]
+    close = nearest(kind, kinds)
     return ["is unknown. " + (f"Did you mean {close}?" if close else "Use one of accelerate_configs/")]
 
 

@@ -48,7 +48,7 @@ def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: tor
 
 
 def parameter_groups(model: torch.nn.Module, recipe: OptimizerOptions) -> list[dict[str, Any]]:
-    """Those of all optimizers but Muon, in the same order under every strategy."""
+    """Return the parameter groups of all optimizers but Muon, in the same order under every strategy."""
     layer_decay = getattr(recipe, "layer_decay", 1.0)  # an option of cls
     if layer_decay == 1:
         return decay_groups(model.parameters(), recipe.weight_decay)
@@ -67,7 +67,8 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
 
 
 def state_bytes(optim: str, shape: Sequence[int]) -> int:
-    """What is kept of a parameter of this shape, whose gradient is fp32; without constants, and counts of steps."""
+    """Bytes that an optimizer keeps of a parameter of this shape, whose gradient is fp32; without constants, and
+    counts of steps."""
     size = math.prod(shape)
     if optim == "muon":
         return 4 * size

@@ -21,8 +21,8 @@ class Piece:
     cut: Cut | None = None
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(first elements in the flattened parameter, first elements in the piece, lengths) of what is contiguous in
-        both, in ascending order."""
+        """Return (first elements in the flattened parameter, first elements in the piece, lengths) of what is
+        contiguous in both, in ascending order."""
         if self.cut is None:
             first, last, length = (np.array([value]) for value in (self.start, 0, self.stop - self.start))
             return first, last, length
@@ -34,7 +34,7 @@ class Piece:
         return starts[within], first[within] - self.start, (last - first)[within]
 
     def find(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(which of these elements of the flattened parameter are in this piece, where they are in it)."""
+        """Return (which of these elements of the flattened parameter are in this piece, where they are in it)."""
         starts, first, lengths = self.runs()
         run = np.searchsorted(starts, elements, "right") - 1
         offset = elements - starts[run]
@@ -48,7 +48,7 @@ def sampled_elements(num_elements: int) -> np.ndarray:
 
 
 def overlaps(one: Piece, other: Piece) -> Iterator[tuple[int, int, int]]:
-    """(first element in the one, first in the other, length) of what two pieces of a parameter have in common."""
+    """Yield (first element in the one, first in the other, length) of what two pieces have in common."""
     (a, in_a, of_a), (b, in_b, of_b) = one.runs(), other.runs()
     i = j = 0
     while i < len(a) and j < len(b):

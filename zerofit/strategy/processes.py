@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.builds import describe_build, drop_abandoned_locks
-from zerofit.strategy.devices import bf16_slowdown, bind_to_numa_node, faster_precisions, use_threads_of_share
+from zerofit.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
 from zerofit.strategy.disk import check_async_io, keeps_optimizer_on_disk
 from zerofit.strategy.gpus import idle_devices
 from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
@@ -50,12 +50,8 @@ def start_processes(
     notes: list[str] = []
     if on_cpu:
         tell_deepspeed_of_a_cpu()
-    sharing = None
-    if strategy.offloads_optimizer:
-        sharing, note = bind_to_numa_node()
-        notes += filter(None, [note])
     if (on_cpu or strategy.offloads_optimizer) and not launch.threads_are_the_users:
-        use_threads_of_share(sharing)
+        use_threads_of_share()
     grouped = launch.world_size > 1 or strategy.deepspeed is not None
     shared = not on_cpu and _share_devices(torch.accelerator.device_count())
     backend = {"backend": "gloo"} if (on_cpu or shared) and grouped else {}

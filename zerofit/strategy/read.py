@@ -160,7 +160,7 @@ def _of_launcher(launch: Launch) -> PrecisionSetting:
 def _agreed_precision(
     recipe: TrainingRecipe, statements: list[PrecisionSetting]
 ) -> tuple[str, list[PrecisionSetting]]:
-    """(the precision, those who state it)."""
+    """Return (the precision, those who state it)."""
     stated = [each for each in statements if each.value]
     source = recipe.source("precision")
     if source:

@@ -1,4 +1,4 @@
-"""What an optimizer holds, in pieces of whole parameters: the same form under every strategy.
+"""The state of an optimizer, in pieces of whole parameters: the same form under every strategy.
 
 A checkpoint keeps for each trained parameter its value in fp32 (`weight`), AdamW's two moments, or Muon's one, and
 with `ema_decay` the mean of its values (`ema`), which lies beside the moments. Each rank holds pieces of these: all of
@@ -44,19 +44,19 @@ class OptimizerState:
         self.matrices = self.optimizer.matrices if isinstance(self.optimizer, Muon) else {}
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """What is kept of a parameter."""
+        """Names of what is kept of a parameter: its value, and moments."""
         return tuple(kind for kind in self.kinds if kind != "exp_avg_sq" or name not in self.matrices)
 
     def bytes_of_own(self) -> int:
-        """What this rank writes."""
+        """Bytes that this rank writes into a checkpoint."""
         return 4 * sum(len(self.kinds_of(piece.name)) * (piece.stop - piece.start) for piece in self.own())
 
     def bytes_of_all(self) -> int:
-        """What all ranks write together."""
+        """Bytes that all ranks write into a checkpoint together."""
         return 4 * sum(len(self.kinds_of(name)) * true_numel(parameter) for name, parameter in self.whole.items())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank writes of its pieces, in fp32: views of what the optimizer holds where that can be."""
+        """Return what this rank writes of its pieces, in fp32: views of the optimizer's tensors where that can be."""
         return {
             f"{kind}/{piece.name}": self.get(kind, piece).float()
             for piece in self.own()
@@ -64,7 +64,7 @@ class OptimizerState:
         }
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank writes beside its pieces, each tensor as it is."""
+        """Return the tensors that this rank writes beside its pieces, each as it is."""
         return {}
 
     def samples(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[tuple[str, int], float]:
@@ -86,7 +86,7 @@ class OptimizerState:
         return ((piece, self.get("weight", piece)) for piece in self.own())
 
     def held(self) -> list[Piece]:
-        """What this rank holds, and so has to read."""
+        """Return the pieces that this rank holds, and so has to read."""
         ranges = [(name, *self._range(parameter)) for name, parameter in self.parameters.items()]
         return [self.piece(name, start, stop) for name, start, stop in ranges if start < stop]
 
@@ -95,8 +95,8 @@ class OptimizerState:
         raise NotImplementedError
 
     def place(self, name: str) -> tuple[torch.Tensor, int, int, int]:
-        """(the optimizer's tensor that this rank's part of a matrix is in, the part's first element there, and its
-        range in the matrix), for Muon."""
+        """Return (the optimizer's tensor that this rank's part of a matrix is in, the part's first element there, and
+        its range in the matrix), for Muon."""
         parameter = self.parameters[name]
         return (*self._held_in(parameter), *self._range(parameter))
 
@@ -104,8 +104,9 @@ class OptimizerState:
         return parameter, 0
 
     def own(self) -> list[Piece]:
-        """What this rank writes: of all ranks together, every element once. What tensor parallelism does not cut is
-        the same on all ranks that share a layer, and the first writes it; so is a tied weight on a pipeline's ends."""
+        """Return the pieces that this rank writes: of all ranks together, every element once. What tensor parallelism
+        does not cut is the same on all ranks that share a layer, and the first writes it; so is a tied weight on a
+        pipeline's ends."""
         is_first = self.engine.layout.tensor_rank == 0
         return [
             piece

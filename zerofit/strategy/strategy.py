@@ -29,7 +29,8 @@ class PrecisionSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the run is laid out. `deepspeed` is the resolved DeepSpeed configuration, or None under DDP and alone."""
+    """The strategy of a run: processes, batches, precision, what is sharded. `deepspeed` is the resolved DeepSpeed
+    configuration; None without DeepSpeed."""
 
     launch: Launch
     batches: BatchSizes
@@ -47,7 +48,7 @@ class Strategy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Which part of the model, and which samples, this process works on."""
+        """The part of the model, and the samples, that this process works on."""
         degrees = self.tensor, self.pipeline, self.sequence, int((self.fsdp or {}).get(REPLICAS, "1"))
         return ParallelLayout(self.launch.world_size, self.launch.rank, *degrees)
 
@@ -68,7 +69,7 @@ class Strategy:
 
     @property
     def stage(self) -> int:
-        """How much is sharded, as ZeRO counts it: 0 to 3."""
+        """The stage of ZeRO that says how much is sharded: 0 to 3."""
         zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
         return 3 if self.fully_shards else zero.get("stage", 0)
 
@@ -120,7 +121,7 @@ class Strategy:
 
     @property
     def describe_layout(self) -> str:
-        """The same without the batches of training."""
+        """One line for the log, without the batches of training."""
         processes, launch = self.launch.world_size, self.launch
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
         name = self.name if launch.pair or not file else f"{self.name} ({file})"
@@ -144,7 +145,7 @@ class Strategy:
             )
 
     def without_optimizer(self) -> "Strategy":
-        """The same for a launch that trains nothing."""
+        """Return a copy for a launch that trains nothing."""
         if self.deepspeed is None:
             return self
         config = {key: value for key, value in self.deepspeed.items() if key not in ("optimizer", "scheduler")}
@@ -152,7 +153,7 @@ class Strategy:
         return replace(self, deepspeed={**config, "zero_optimization": zero})
 
     def with_precision(self, precision: str) -> "Strategy":
-        """The same in another precision."""
+        """Return a copy in another precision."""
         config = self.deepspeed
         if config is not None:
             halves = {half: {**config.get(half, {}), "enabled": precision == half} for half in ("bf16", "fp16")}

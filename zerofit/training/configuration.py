@@ -15,7 +15,6 @@ from zerofit.model.lora import check_quantisation
 from zerofit.model.stages import check_stages
 from zerofit.model.tensor_parallel.split import check_split
 from zerofit.recipe.errors import Problems, UserError
-from zerofit.recipe.idle import idle_options
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import TaskRecipe
@@ -103,7 +102,7 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     if recipe.dataloader_num_workers is None:
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
     recipe.freeze()
-    notes += [*recipe.left_out, *idle_options(recipe), *plan.notes]
+    notes += [*recipe.left_out, *recipe.idle_options(), *plan.notes]
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
     return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes), adapter)

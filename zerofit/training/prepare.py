@@ -1,5 +1,6 @@
 """From a resolved configuration to a model that an engine holds: length, process group, weights, adapter, sharding."""
 
+import functools
 import logging
 import math
 import os
@@ -28,19 +29,19 @@ from zerofit.model.compilation import blocks_of, compile_model
 from zerofit.model.load import build_model, size_of_model
 from zerofit.model.lora import Adapter, add_adapter
 from zerofit.model.parameters import count_parameters
-from zerofit.model.recomputation import enable_recomputation
+from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import appears, is_there
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.schedule import Schedule, make_schedule
 from zerofit.record.meters import without_mfu
+from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.host_memory import resident_bytes
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same
 from zerofit.strategy.muon import Muon
-from zerofit.strategy.offloaded_inputs import offload_inputs, saved_on_host
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.processes import COLLECTIVE_TIMEOUT, start_processes
 from zerofit.training.configuration import RunConfiguration
@@ -291,7 +292,8 @@ def prepare_activations(
     if recipe.activation_offload and device.type == "cpu":
         notes.append("activation_offload has no effect: the device's memory is the host's")
     elif recipe.activation_offload:
-        offload_inputs(model, saved_on_host(device))
+        pinned = pins_memory(device)  # then the device copies by itself
+        offload_inputs(model, functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned))
     if recipe.torch_compile:
         compile_model(model, str(recipe.torch_compile))
     elif can_compile and device.type == "cuda" and blocks_of(model):

@@ -19,7 +19,6 @@ from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.configuration import work_offline_without_network
 from zerofit.model.folders import TRAINED_WITH, is_adapter, model_folder
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.inference_options import DATA_OPTIONS
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder
 from zerofit.recipe.tasks import TaskRecipe
@@ -147,7 +146,7 @@ def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
     """The same model may be asked the same again; answers of another, or to other data, stay (UserError)."""
     if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
         return  # nothing was answered
-    asked = ("model_name_or_path", "predict_file", *DATA_OPTIONS)
+    asked = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))
     recorded = read_record(folder.path / "recipe.yaml")
     earlier = {name: value for name, value in recorded.items() if name in asked}
     if differing := differences(recipe, 0, earlier):

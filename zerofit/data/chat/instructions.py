@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import check_column, columns_present, holds_lists, text_columns
+from zerofit.data.tables import holds_lists, text_columns
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -35,7 +35,6 @@ from zerofit.data.turns import (
     without_nothing,
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
-from zerofit.recipe.errors import UserError
 
 QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
 ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
@@ -56,12 +55,9 @@ class FormOptions:
     """What the options say about the form of records.
 
     Args:
-        data_format: text, instruction, prompt, messages, or auto.
         answered: whether records must have an answer.
     """
 
-    data_format: str = "auto"
-    messages_column: str | None = None
     text_column: str | None = None
     system_prompt: str | None = None
     answered: bool = True
@@ -277,26 +273,11 @@ def check_order(messages: list[Message], answered: bool = True) -> None:
 
 
 def find_form(options: FormOptions, table: Dataset) -> Form | None:
-    """The form of the records: that of the options, else by the names of the columns. None: plain text.
-
-    Raises:
-        UserError: the columns of that form do not exist.
-    """
-    if options.data_format == "text" or options.text_column:
+    """The form of the records, by the names of the columns. None: plain text."""
+    if options.text_column:
         return None
-    check_column(table, "messages_column", options.messages_column, "list of turns")
-    verdict = None if options.messages_column else refuse_preferences(table, "--messages_column")
-    kinds = KINDS if options.data_format == "auto" else (options.data_format,)
-    kinds = ("messages",) if options.messages_column else kinds
-    form = next(filter(None, (form_of(kind, options, table) for kind in kinds)), None)
-    if form is None and options.data_format != "auto":
-        expected = {"messages": "a column `messages` of turns with roles (or another with --messages_column)"}
-        expected |= {
-            kind: f"the columns {' or '.join(QUESTIONS[kind])} and {' or '.join(ANSWERS[kind])}" for kind in ANSWERS
-        }
-        raise UserError(
-            f"data_format = {options.data_format}: it reads {expected[options.data_format]}; {columns_present(table)}"
-        )
+    verdict = refuse_preferences(table, "--text_column")
+    form = next(filter(None, (form_of(kind, options, table) for kind in KINDS)), None)
     if form is None:
         return None
     given = tuple(name for name in given_columns(table) if name not in form.columns)
@@ -321,8 +302,7 @@ def form_of(kind: str, options: FormOptions, table: Dataset) -> Form | None:
         lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
         packed = [name for name in DIALOGUES if name in text_columns(table)]
         known = [name for name in (*lists, *packed) if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
-        forced = lists if options.data_format == "messages" else []
-        column = options.messages_column or next(iter((*known, *forced)), None)
+        column = next(iter(known), None)
         return Form(kind, column, **extra) if column else None
     if kind == "instruction" and (columns := question_answering_columns(table)):
         return Form(kind, *columns, **extra)

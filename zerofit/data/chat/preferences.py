@@ -137,9 +137,8 @@ def find_preferences(options: FormOptions, table: Dataset) -> PreferenceForm:
             f"preference_loss: the records have no column {' and no column '.join(missing)}. It reads the columns "
             f"chosen and rejected, two answers to a prompt; {columns_present(table)}"
         )
-    kinds = KINDS if options.data_format == "auto" else (options.data_format,)
     unanswered = replace(options, answered=False)
-    prompt = next(filter(None, (form_of(kind, unanswered, table) for kind in kinds)), None)
+    prompt = next(filter(None, (form_of(kind, unanswered, table) for kind in KINDS)), None)
     if prompt is not None:
         prompt = replace(prompt, answered=False)
     lists = any(

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zerofit.estimate.memory_constants import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
+from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_yaml

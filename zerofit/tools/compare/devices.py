@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zerofit.estimate.memory_constants import CUDA_CONTEXT_BYTES
+from zerofit.estimate.peak import CUDA_CONTEXT_BYTES
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import known_architectures
 from zerofit.model.folders import is_adapter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit.estimate.memory_constants import PROGRAM_BYTES
+from zerofit.estimate.peak import PROGRAM_BYTES
 from zerofit.recipe.files import is_shared
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import size

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from zerofit.estimate.device_speeds import STAND_IN, device_speeds, stand_in_speeds
-from zerofit.estimate.memory_constants import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
+from zerofit.estimate.peak import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.read_model import read_planned_model

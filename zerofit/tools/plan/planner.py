@@ -5,14 +5,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
-from zerofit.estimate.memory_constants import (
+from zerofit.estimate.model_states import States
+from zerofit.estimate.peak import (
     CPU_DEEPSPEED_BYTES,
     CPU_GROUP_BYTES,
     CPU_GROUPS,
     CPU_PROGRAM_BYTES,
-)
-from zerofit.estimate.model_states import States
-from zerofit.estimate.peak import (
     InFlight,
     KeyValueCache,
     Peak,

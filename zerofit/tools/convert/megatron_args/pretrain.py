@@ -122,7 +122,6 @@ def _data(done: ConvertedScript, program: str) -> None:
     paths = flags.words("data_path")
     if program == "finetune_llama.py":
         carry(done, "data_path", "train_file", paths)
-        done.recipe["data_format"] = "instruction"
         done.notes.append("finetune_llama.py reads instructions; --chat_template says how they are written here")
         shards = _shares(flags.text("split", "969,30,1"))
         held_out = round(100 * shards[1] / sum(shards), 4) if sum(shards) else 0
