@@ -1,4 +1,4 @@
-"""Who starts the processes of a run, how they meet, when they are started again, and with which exit code they end.
+"""Start the processes of a run, let them meet, start them again, and end them with one exit code.
 
 `zerofit launch` (command.py) reads the machines from the scheduler's variables (schedulers.py). Its process is the
 supervisor: it passes signals on. It starts the agent (agent.py), which is `accelerate launch` with torch's elastic

@@ -97,7 +97,7 @@ class RestartingAgent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        """Of one machine; several wait for each other in MachineGroup.settle, as long as they are alive."""
+        """Wait for other launchers: a group does so in MachineGroup.settle, as long as they are alive."""
         if self.group is None:
             super()._exit_barrier()
 

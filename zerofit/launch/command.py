@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
-    """Where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
+    """Find where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
     _, words = take_words(LaunchOptions, argv)
     named = next((word for word in words[:1] if not word.startswith("--")), "")
     path = Path(recipe_file(named))

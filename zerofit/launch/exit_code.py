@@ -74,12 +74,12 @@ class ExitCode:
         return self.folder.environment()
 
     def _is_ours(self, environment: dict[str, Any]) -> bool:
-        """Whether the folder is a run's, or may become one."""
+        """Return whether the folder is a run's, or may become one."""
         folder = self.folder.path
         return "zerofit_commit" in environment or not folder.exists() or not set(os.listdir(folder)) - {".lock"}
 
     def _is_at_work(self) -> bool:
-        """Whether another process holds the folder's lock."""
+        """Return whether another process holds the folder's lock."""
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 

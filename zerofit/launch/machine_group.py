@@ -1,4 +1,4 @@
-"""What the launchers of all machines of a run tell each other, from the first start of their processes to the end.
+"""The launchers of all machines of a run agree here, from the first start of their processes to the end.
 
 They meet before each start (rendezvous.py): in round 0, and in one more for each restart. A launcher whose processes
 have failed comes to the next round; the others see it, end their processes and come too. One that does not restart
@@ -97,7 +97,7 @@ class MachineGroup:
         return self._servers[-1] if self.number == 0 else open_store(self.address, port, self.limit_s)
 
     def num_waiting(self) -> int:
-        """How many machines have come to the next rendezvous. Asks the store once a second.
+        """Count the machines that have come to the next rendezvous. Asks the store once a second.
 
         Raises:
             Ended: a machine does not restart; machine 0 is gone.
@@ -127,7 +127,7 @@ class MachineGroup:
         return waiting
 
     def failures(self, failed: bool = False) -> int:
-        """After how many rounds processes have failed.
+        """Count the rounds after which processes have failed.
 
         Args:
             failed: they have, after the last one.
@@ -137,7 +137,7 @@ class MachineGroup:
         return sum(self._store.check([f"failed{number}"]) for number in range(1, self.round + 1))
 
     def has_finished(self) -> bool:
-        """Whether the processes of some machine have come to their end."""
+        """Return whether the processes of some machine have come to their end."""
         return any(self._store.get(key) == b"0" for key in self._keys("code{}"))
 
     def end(self, message: str, code: int) -> None:

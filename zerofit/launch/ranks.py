@@ -118,7 +118,7 @@ class RankRendezvous:
         return [f"machine {number} ({hosts[number]})" for number in sorted(hosts)]
 
     def place_of(self, rank: int, device: str) -> str:
-        """Where a rank runs, in words."""
+        """Say where a rank runs."""
         machine, index = divmod(rank, self.here)
         return self.machines[machine] if device == "cpu" else f"{self.machines[machine]}, GPU {index}"
 

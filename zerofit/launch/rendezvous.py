@@ -1,4 +1,4 @@
-"""Before there is a process group, machines and then ranks meet: who is there, who is missing, who stopped and why.
+"""Machines, and then ranks, meet before there is a process group, and say who is missing, or who stopped and why.
 
 A process group waits for its members for hours, and names none. So each member says in the store of the rendezvous
 that it is there, and again every second; one that ends before all are ready says why, and all end with it. The first

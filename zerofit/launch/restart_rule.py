@@ -1,5 +1,5 @@
-"""After which failures a run is started again: by `zerofit launch --max_restarts` (agent.py), and by the batch
-script of `zerofit submit slurm`.
+"""The rule after which failures a run is started again: by `zerofit launch --max_restarts` (agent.py), and by the
+batch script of `zerofit submit slurm`.
 
 Never after a mistake of the user, an anomaly or an out-of-memory, since the same command would end in the same way;
 always after processes that have saved and left (85), which does not count; and not after two failures at the same
@@ -40,7 +40,7 @@ class Restarts:
         self.is_stopped = True
 
     def refused(self, codes: set[int]) -> str:
-        """Why the processes are not started again; empty where they are.
+        """Return why the processes are not started again; empty where they are.
 
         Args:
             codes: of the processes that have failed; negative: the signal that killed one. Those that the agent has
@@ -67,7 +67,7 @@ class Restarts:
 
 
 def have_saved(codes: set[int]) -> bool:
-    """Whether the processes have left in order."""
+    """Return whether the processes have left in order."""
     return EXIT_TO_BE_RESUMED in codes and codes <= {EXIT_TO_BE_RESUMED, EXIT_TERMINATED}
 
 

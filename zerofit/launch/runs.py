@@ -103,7 +103,7 @@ class RunningLaunch:
 
     @property
     def seconds(self) -> float:
-        """Since its start."""
+        """Seconds since its start."""
         return time.time() - self.began
 
     def wait(self, limit_s: float, until: Callable[["RunningLaunch"], bool] | None = None) -> str:
@@ -125,7 +125,7 @@ class RunningLaunch:
 
     @property
     def is_saving(self) -> bool:
-        """Whether this launch is writing a checkpoint."""
+        """Return whether this launch is writing a checkpoint."""
         for path in (self.output / "checkpoints").glob("update_*.partial"):
             with suppress(OSError):
                 if path.stat().st_mtime > self.began - 0.1:  # a file system's clock is coarser
@@ -134,7 +134,7 @@ class RunningLaunch:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a checkpoint is complete, of this launch or of an earlier one."""
+        """Return whether a checkpoint is complete, of this launch or of an earlier one."""
         return (self.output / "checkpoints" / "latest").is_dir()
 
     def kill(self) -> None:
@@ -174,7 +174,7 @@ class RunningLaunch:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it can still hold resources such as files. A zombie holds none."""
+    """Return whether a process can still hold resources such as files. A zombie holds none."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -215,7 +215,7 @@ def ending_in_order() -> Iterator[None]:
 
 
 def failure(launch: RunningLaunch, how: str) -> str | None:
-    """Why a launch failed, with its last lines; None if it did not.
+    """Return why a launch failed, with its last lines; None if it did not.
 
     Args:
         how: the result of `wait`.
