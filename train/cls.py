@@ -37,9 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     from zerofit.data.collate import ExampleCollator, multiple_for
-    from zerofit.data.labelled.class_weights import class_weights, describe_weights
     from zerofit.data.labelled.examples import prepare_examples
     from zerofit.data.labelled.labels import configure_labels, pretrained_head, renamed_head
+    from zerofit.data.labelled.samples import class_weights, describe_weights
     from zerofit.data.pack import stats_rows
     from zerofit.model.configuration import check_task
     from zerofit.model.load import head_weights

@@ -7,7 +7,7 @@ from helpers import read_data, refusal, write_records
 from transformers import AutoModelForMultipleChoice, BertConfig
 
 from zerofit.data.collate import ExampleCollator
-from zerofit.data.labelled.choices import LabelColumns, find_choices
+from zerofit.data.labelled.choices import find_choices
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
@@ -47,10 +47,6 @@ def _recipe(tokenizer, path, cache, *flags):
     return parse_recipe(ClsRecipe, words)
 
 
-def named(recipe: ClsRecipe) -> LabelColumns:
-    return LabelColumns(tuple(recipe.text_columns or ()), recipe.label_column, tuple(recipe.choice_columns or ()))
-
-
 def others(record: dict) -> list[dict]:
     """Records that show where the numbers of the choices begin."""
     name = next(name for name in ("label", "answer", "answerKey") if name in record)
@@ -63,19 +59,19 @@ def test_published_forms(recipe_of, tmp_path, form):
     record, (question, texts), right = FORMS[form]
     recipe = recipe_of(write_records(tmp_path / "a.jsonl", [record, *others(record)]))
     table = read_data(recipe).parts["train"]
-    choices = find_choices(named(recipe), table)
+    choices = find_choices(recipe, table)
     assert choices.read(table[0]) == ([(question, text) for text in texts], right)
 
 
 def test_what_is_no_multiple_choice(recipe_of, tmp_path):
     plain = write_records(tmp_path / "a.jsonl", [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}])
     recipe = recipe_of(plain)
-    assert find_choices(named(recipe), read_data(recipe).parts["train"]) is None
+    assert find_choices(recipe, read_data(recipe).parts["train"]) is None
     record = FORMS["JCommonsenseQA"][0]
     recipe = recipe_of(write_records(tmp_path / "b.jsonl", others(record)), "--text_columns", "question")
-    assert find_choices(named(recipe), read_data(recipe).parts["train"]) is None
+    assert find_choices(recipe, read_data(recipe).parts["train"]) is None
     recipe = recipe_of(tmp_path / "b.jsonl", "--choice_columns", "choice0", "nothing")
-    assert "no column 'nothing'" in refusal(find_choices, named(recipe), read_data(recipe).parts["train"])
+    assert "no column 'nothing'" in refusal(find_choices, recipe, read_data(recipe).parts["train"])
 
 
 def test_samples_and_their_loss(recipe_of, tmp_path):

@@ -6,8 +6,7 @@ import pytest
 from datasets import Dataset
 from helpers import read_data, refusal, write_records
 
-from zerofit.data.pairs.columns import Columns, Pair, PairColumns, find_columns
-from zerofit.data.pairs.conversation_files import read_keyed_conversations
+from zerofit.data.pairs.columns import Columns, Pair, find_columns, read_keyed_conversations
 from zerofit.data.pairs.prepare import (
     PairEncoder,
     SourceFormat,
@@ -16,6 +15,7 @@ from zerofit.data.pairs.prepare import (
     turn_separator,
 )
 from zerofit.data.records import BadRecord
+from zerofit.data.tables import identity
 from zerofit.model.configuration import load_configuration
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe import Seq2SeqRecipe, parse_recipe
@@ -25,7 +25,7 @@ ROLES = [{"role": role, "content": text} for role, text in zip(("user", "assista
 
 
 def columns_of(record: dict, **options: str) -> Columns:
-    return find_columns(PairColumns(**options), Dataset.from_list([record]))
+    return find_columns(Seq2SeqRecipe(**options), Dataset.from_list([record]))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_conversations_by_their_name(tmp_path):
     table = read_keyed_conversations(paths)
     expected = [[f"{turn} ({n})" for turn in TURNS] for n in (0, 1, 2, 10, 11, 12)]
     assert table["dialogue"][:] == expected
-    assert find_columns(PairColumns(), table) == Columns("dialogue", None, None)
-    assert read_keyed_conversations(paths)._fingerprint == table._fingerprint  # every process finds the same cache
-    assert read_keyed_conversations(paths[:1])._fingerprint != table._fingerprint
+    assert find_columns(Seq2SeqRecipe(), table) == Columns("dialogue", None, None)
+    assert identity(read_keyed_conversations(paths)) == identity(table)  # every process finds the same cache
+    assert identity(read_keyed_conversations(paths[:1])) != identity(table)
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +261,8 @@ def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache
     rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
     recipe = Seq2SeqRecipe(train_file=[str(write_records(tmp_path / "a.jsonl", rows))], cache_dir=cache)
     table = split_translation_columns(read_data(recipe).parts["train"])
-    assert find_columns(PairColumns.of(recipe), table) == Columns(None, "en", "de")
-    back = find_columns(PairColumns(source_column="de", target_column="en"), table)
+    assert find_columns(recipe, table) == Columns(None, "en", "de")
+    back = find_columns(Seq2SeqRecipe(source_column="de", target_column="en"), table)
     assert back.read(table[1]) == [Pair(["ein 1"], "a 1")]
     data = prepare(
         tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en", "--validation_split_percentage", 0
@@ -285,6 +285,6 @@ def test_places_of_pictures_in_pairs_are_refused(column):
     text, place = f"<{column.rstrip('s')}> What?", f"<{column.rstrip('s')}>"
     for texts in ({"source": text, "target": "A cat."}, {"dialogue": [text, "A cat."]}):
         record = {**texts, column: "a.png"}
-        columns = find_columns(PairColumns(), Dataset.from_list([record]))
+        columns = find_columns(Seq2SeqRecipe(), Dataset.from_list([record]))
         with pytest.raises(BadRecord, match=f"a text has {place}"):
             columns.read(record)

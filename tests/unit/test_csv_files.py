@@ -10,13 +10,13 @@ import pytest
 from datasets import Dataset
 
 from tests.helpers import read_data, refusal
-from zerofit.data.chat.instructions import FormOptions, find_form
+from zerofit.data.chat.instructions import find_form
 from zerofit.data.file_formats import BUILDERS
-from zerofit.data.pairs.columns import PairColumns, find_columns
+from zerofit.data.pairs.columns import find_columns
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import check_name, columns_present, worded_columns
 from zerofit.data.text import text_column
-from zerofit.recipe import ClsRecipe
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 from zerofit.recipe.columns import is_value
 
 HEADER = ("本文", "評価")
@@ -132,7 +132,7 @@ def test_columns_of_numbers_are_not_taken_for_the_text(tmp_path, cache):
 
 
 def columns_of_pairs(table: Dataset) -> tuple[str, str]:
-    found = find_columns(PairColumns(), table)
+    found = find_columns(Seq2SeqRecipe(), table)
     return found.source, found.target
 
 
@@ -141,8 +141,8 @@ def test_answers_and_texts_of_digits_in_every_reader(tmp_path, cache, ending):
     rows, sep = [(f"{n} + 1?", f"0{n + 1}") for n in range(5)], "\t" if ending == ".tsv" else ","
     table = read(write(tmp_path / f"a{ending}", sep, header=("question", "answer"), rows=rows), cache)
     assert columns_of_pairs(table) == ("question", "answer")
-    assert find_columns(PairColumns(), table).read(table[0])[0].target == "01"
-    form = find_form(FormOptions("auto", None, None, None), table)
+    assert find_columns(Seq2SeqRecipe(), table).read(table[0])[0].target == "01"
+    form = find_form(ClmRecipe(), table)
     assert form.read(table[0])[-1]["content"] == "01"
     assert text_column(table, "answer") == "answer"
 
@@ -151,7 +151,7 @@ def test_answers_and_texts_of_digits_in_every_reader(tmp_path, cache, ending):
 def test_answers_that_a_csv_file_marks_as_bad_are_refused(tmp_path, cache, words):
     rows = [("a question", "an answer", words[n % 2]) for n in range(4)]
     table = read(write(tmp_path / "a.csv", header=("prompt", "completion", "label"), rows=rows), cache)
-    columns = find_columns(PairColumns(), table)
+    columns = find_columns(Seq2SeqRecipe(), table)
     assert columns.read(table[0])
     with pytest.raises(BadRecord, match="rejected"):
         columns.read(table[1])

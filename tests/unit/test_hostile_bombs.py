@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import refusal
+from zerofit.data.tables import TableCache
 from zerofit.data.text import tokenize_texts
-from zerofit.data.token_tables import TableCache
 from zerofit.model import chat
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.chat import apply_template

@@ -7,8 +7,9 @@ import pytest
 from datasets import Dataset
 from helpers import check_refusal, refusal, write_records
 
-from zerofit.data.chat.instructions import Form, FormOptions, find_form
+from zerofit.data.chat.instructions import Form, find_form
 from zerofit.data.records import BadRecord
+from zerofit.recipe import ClmRecipe
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -18,7 +19,7 @@ SHAREGPT = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]
 
 
 def form_of(record: dict, **options) -> Form | None:
-    return find_form(FormOptions(**options), Dataset.from_list([record]))
+    return find_form(ClmRecipe(**options), Dataset.from_list([record]))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_a_held_out_file_of_another_form(tmp_path, prepare):
 
 def test_turns_as_the_text_of_a_json_list():
     table = Dataset.from_list([{"messages": json.dumps(TURNS)}])
-    form = find_form(FormOptions(), table)
+    form = find_form(ClmRecipe(), table)
     assert form == Form("messages", "messages")
     assert form.read(table[0]) == TURNS
     with pytest.raises(BadRecord, match="JSON list that is not valid"):

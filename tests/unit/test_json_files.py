@@ -80,16 +80,6 @@ def test_records_that_differ_too_much_for_the_memory_are_refused(tmp_path, cache
     assert f"{tmp_path / 'a.jsonl'}: records differ" in message
 
 
-def test_files_of_one_schema_are_read_once(tmp_path, cache, monkeypatch):
-    loads = []
-    load = json_files._load
-    monkeypatch.setattr(json_files, "_load", lambda *args, **options: loads.append(args) or load(*args, **options))
-    write(tmp_path / "a.jsonl", [{"label": "a", "text": LONG}] * 28)
-    write(tmp_path / "b.jsonl", [{"label": "b"}, {"label": None}])
-    assert len(read(cache, tmp_path / "*.jsonl")) == 30
-    assert len(loads) == 1
-
-
 @pytest.mark.parametrize("columns", [("id", "source", "model", "system_prompt", "messages"), ("type", "id", "cwd")])
 def test_columns_of_agents_records_need_no_package(tmp_path, cache, columns):
     record = dict.fromkeys(columns, "a") | ({"messages": [{"role": "user"}]} if "messages" in columns else {})

@@ -11,10 +11,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoConfig
 
 from zerofit.data.collate import ExampleCollator
-from zerofit.data.labelled.class_weights import class_weights
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.label_report import label_report, nearly_alike
 from zerofit.data.labelled.labels import Labels
+from zerofit.data.labelled.samples import class_weights
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import loss_of_examples
@@ -99,12 +99,8 @@ def test_lists_that_are_refused(tmp_path, byte_tokenizer, labels, flags, words):
 
 
 def test_numbers_of_labels_are_sets_too(tmp_path, byte_tokenizer):
-    assert prepared(tmp_path / "a.jsonl", byte_tokenizer, [[0, 2], [1], [5]] * 4)[1].labels.names == (
-        "0",
-        "1",
-        "2",
-        "5",
-    )
+    _, data = prepared(tmp_path / "a.jsonl", byte_tokenizer, [[0, 2], [1], [5]] * 4)
+    assert data.labels.names == ("0", "1", "2", "5")
 
 
 @pytest.mark.parametrize(("kind", "labels", "words"), [

@@ -8,7 +8,6 @@ from helpers import refusal
 from sklearn.utils.class_weight import compute_class_weight
 from transformers import BertConfig
 
-from zerofit.data.labelled.class_weights import class_weights
 from zerofit.data.labelled.labels import (
     Labels,
     configure_labels,
@@ -16,6 +15,7 @@ from zerofit.data.labelled.labels import (
     in_model_order,
     trained_labels,
 )
+from zerofit.data.labelled.samples import class_weights
 from zerofit.data.records import BadRecord
 from zerofit.recipe import ClsRecipe
 

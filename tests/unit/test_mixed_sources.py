@@ -9,8 +9,8 @@ import pytest
 from helpers import recipe_of, refusal, write_records
 from transformers import T5Config
 
-from zerofit.data.labelled.class_weights import class_weights
 from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.labelled.samples import class_weights
 from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, name_of_source, samples_of_a_pass, shares
 from zerofit.data.order import MicroBatches
 from zerofit.data.pairs.prepare import prepare_pairs
@@ -92,17 +92,7 @@ def test_mistakes_are_named(flags, named):
 
 @pytest.mark.parametrize("flags", [["--predict_file", "p.txt"], ["--evaluate_only", "--validation_file", "v.txt"]])
 def test_a_launch_without_training_takes_the_options_of_a_mixture(flags):
-    mixture = [
-        "--train_file",
-        "1",
-        "a.txt",
-        "2",
-        "b.txt",
-        "--stop_source",
-        "all_exhausted",
-        "--mixture_temperature",
-        "2",
-    ]
+    mixture = "--train_file 1 a.txt 2 b.txt --stop_source all_exhausted --mixture_temperature 2".split()
     recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", "gpt2", *mixture, *flags])
     assert not recipe.mixture
 

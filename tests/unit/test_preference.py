@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from helpers import TINY, refusal, tiny_model, write_records
 
-from zerofit.data.chat.instructions import FormOptions
 from zerofit.data.chat.preferences import find_preferences
 from zerofit.data.collate import PreferenceCollator
 from zerofit.data.order import FILLER
@@ -17,6 +16,7 @@ from zerofit.data.records import BadRecord
 from zerofit.model import chunked_loss
 from zerofit.model.loss import install_loss
 from zerofit.model.preference import BETA, LOSSES, PreferenceLoss, without_dropout
+from zerofit.recipe import ClmRecipe
 from zerofit.recipe.causal_options import PREFERENCE_LOSSES
 
 IGNORE, VOCAB = -100, 97
@@ -221,7 +221,7 @@ def read(record: dict, **options):
     from datasets import Dataset
 
     table = Dataset.from_list([record])
-    return find_preferences(FormOptions(**options), table).read(table[0])
+    return find_preferences(ClmRecipe(**options), table).read(table[0])
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -258,7 +258,7 @@ def test_other_columns_are_refused():
     from datasets import Dataset
 
     table = Dataset.from_list([{"prompt": "x", "response_a": "y", "response_b": "z"}])
-    message = refusal(find_preferences, FormOptions(), table)
+    message = refusal(find_preferences, ClmRecipe(), table)
     assert "chosen" in message
     assert "response_a" in message
 

@@ -163,7 +163,7 @@ def test_a_new_head_is_no_news(missing, mismatched, expected):
 def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
     from zerofit.data.labelled.examples import _find
     from zerofit.data.options import DataOptions
-    from zerofit.data.pairs.columns import PairColumns, find_columns
+    from zerofit.data.pairs.columns import find_columns
     from zerofit.data.sources import read_source
     from zerofit.recipe import ClsRecipe, Seq2SeqRecipe
 
@@ -174,5 +174,5 @@ def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
         assert _find(recipe, DataOptions.of(recipe), None).describe == described
         return
     source = read_source(DataOptions.of(recipe))
-    columns = find_columns(PairColumns.of(recipe.columns_in(source.first.column_names)), source.first)
+    columns = find_columns(recipe, source.first)
     assert source.as_written(columns).describe == described

@@ -175,18 +175,6 @@ def test_the_file_has_all_windows_so_far(prepared, tmp_path):
         assert written[-1]["first"] + written[-1]["samples"] >= place + 4
 
 
-def test_a_window_is_prepared_once_while_it_is_read(prepared, tmp_path):
-    """Also after a rewind, when later windows are open."""
-    folder = write_shards(tmp_path / "data")
-    train = prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=999).train
-    samples_at(train, 150, 160)
-    train._ahead.join()
-    train.reads_ahead, calls, prepare = False, [], train.store.prepare
-    train.store.prepare = lambda *how: calls.append(how) or prepare(*how)
-    samples_at(train, 0, 10)
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("column", ["text", "prompt"])
 def test_templates_are_not_run_in_a_thread(prepared, tmp_path, column):
     file = write_records(tmp_path / "a.jsonl", [{column: text, "completion": "yes"} for text in TEXTS])

@@ -9,11 +9,11 @@ import torch
 from helpers import labelled_recipe, launch, launched, planned_bert, refusal, write_records
 
 from zerofit.data.collate import ExampleCollator
-from zerofit.data.conll import sentences
-from zerofit.data.labelled.entities import entities
+from zerofit.data.file_formats import sentences
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
+from zerofit.data.labelled.tags import entities
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, loss_of_examples

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from zerofit.data.chat.instructions import KINDS, Form, FormOptions, find_form
-from zerofit.data.chat.preferences import find_preferences, prepare_preferences
+from zerofit.data.chat.instructions import KINDS, Form, find_form
+from zerofit.data.chat.preferences import find_preferences
 from zerofit.data.chat.prepare import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
@@ -18,9 +18,8 @@ from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source, not_utf8
 from zerofit.data.stream_reader import find_shards
-from zerofit.data.tables import columns_present
+from zerofit.data.tables import TableCache, columns_present, identity, one_process_at_a_time
 from zerofit.data.text import prepare_text, read_records, take_texts
-from zerofit.data.token_tables import TableCache, one_process_at_a_time
 from zerofit.data.windows import LAG_UPDATES, StreamedSamples, WindowStore
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -46,20 +45,15 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
     if recipe.data_path:
         return prepare_corpora(recipe, config, block_size, consumed)
     options = DataOptions.of(recipe)
-    form = FormOptions(
-        recipe.text_column,
-        recipe.system_prompt,
-        answered=not recipe.predict_file,
-    )
     if recipe.predict_file:
-        return read_causal_prompts(recipe, options, form, config, block_size)
+        return read_causal_prompts(recipe, options, config, block_size)
     try:
         with one_process_at_a_time(options.cache.folder):
             if recipe.streaming:
-                data = _prepare_stream(recipe, options, form, config, block_size, consumed)
+                data = _prepare_stream(recipe, options, config, block_size, consumed)
             else:
                 prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
-                data = prepare(recipe, options, form, config, block_size)
+                data = prepare(recipe, options, config, block_size)
     except UnicodeDecodeError as error:
         raise not_utf8(options, error) from None
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
@@ -68,27 +62,22 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
     return data
 
 
-def _prepare_text_or_chat(
-    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int
-) -> TextData:
+def _prepare_text_or_chat(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
     return _prepare_source(
-        recipe, options, form, config, block_size, *read_records(options, recipe.document_separator, recipe.packing)
+        recipe, options, config, block_size, *read_records(options, recipe.document_separator, recipe.packing)
     )
 
 
 def _prepare_source(
-    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int, source: Source, unit: str = ""
+    recipe: ClmRecipe, options: DataOptions, config, block_size: int, source: Source, unit: str = ""
 ) -> TextData:
     recipe = recipe.columns_in(source.first.column_names)
-    form = replace(form, text_column=recipe.text_column)
-    if recipe.preference_loss:
-        pairs = {part: find_preferences(form, table) for part, table in source.parts.items()}
-        return prepare_preferences(options, config, source, pairs, block_size, recipe.chat_template)
-    forms = {part: find_form(form, table) for part, table in source.parts.items()}
-    _check_options(recipe, next(iter(forms.values())), source)
+    find = find_preferences if recipe.preference_loss else find_form
+    forms = {part: find(recipe, table) for part, table in source.parts.items()}
+    if not recipe.preference_loss:
+        _check_options(recipe, next(iter(forms.values())), source)
     if all(forms.values()):
-        more = recipe.packing, recipe.chat_template, recipe.train_on_prompt
-        return prepare_chat(options, config, source, forms, block_size, *more)
+        return prepare_chat(recipe, options, config, source, forms, block_size)
     if any(forms.values()):
         kinds = "; ".join(
             f"{source.where(part)}: {KINDS[form.kind] if form else 'text'}, {columns_present(source.parts[part])}"
@@ -98,7 +87,7 @@ def _prepare_source(
     parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
     texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
-    tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, texts._fingerprint)
+    tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, identity(texts))
     data = prepare_text(
         parts, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
     )
@@ -106,14 +95,14 @@ def _prepare_source(
     return data
 
 
-def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int) -> TextData:
+def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
     """Each source by itself, as if it were the only one; their samples are mixed, and each has a held-out part.
 
     Raises:
         UserError: a source cannot be used.
     """
     sources = {
-        name: _prepare_text_or_chat(recipe, own, form, config, block_size)
+        name: _prepare_text_or_chat(recipe, own, config, block_size)
         for name, own in options_of_sources(options, recipe).items()
     }
     parts = list(sources.values())
@@ -124,18 +113,17 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, form: FormOptions,
             raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
     first = next((data for data in parts if data.is_chat), parts[0])  # whose tokenizer has a template
     held_out = {name: data.validation for name, data in sources.items() if data.validation}
-    mixed = mix({name: data.train for name, data in sources.items()}, recipe) if recipe.trains else None
-    notes = _named({name: data.notes for name, data in sources.items()})
+    mixed = mix({name: data.train for name, data in sources.items()}, recipe)
     return TextData(
-        mixed and mixed.samples,
+        mixed.samples,
         MixedSamples(list(held_out.values())) if held_out else None,
         first.tokenizer,
         block_size,
-        [*notes, *(mixed.notes if mixed else [])],
+        _named({name: data.notes for name, data in sources.items()}) + mixed.notes,
         _named({name: data.shown for name, data in sources.items()}),
         is_chat=any(data.is_chat for data in parts),
-        order=mixed and mixed.order,
-        samples_per_epoch=mixed.samples_per_epoch if mixed else 0,
+        order=mixed.order,
+        samples_per_epoch=mixed.samples_per_epoch,
         held_out=held_out if len(held_out) > 1 else {},
     )
 
@@ -153,12 +141,12 @@ def _named(lines: dict[str, list[str]]) -> list[str]:
 
 
 def _prepare_stream(
-    recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int, consumed: Callable[[int], int]
+    recipe: ClmRecipe, options: DataOptions, config, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
     """Shards that are read while training goes on, a window at a time; the held-out data are read as ever."""
     held_out = None
     if recipe.validation_file:
-        held_out = _held_out_data(recipe, options, form, config, block_size)
+        held_out = _held_out_data(recipe, options, config, block_size)
     if not recipe.trains:
         return held_out
     shards, size = find_shards(tuple(recipe.train_file)), parse_bytes(recipe.streaming)
@@ -168,7 +156,7 @@ def _prepare_stream(
 
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
         own = replace(options, held_out_fraction=0.0, cache=TableCache(folder))
-        prepared[:] = [_prepare_source(recipe, own, form, config, block_size, Source({"train": records}, {}, name))]
+        prepared[:] = [_prepare_source(recipe, own, config, block_size, Source({"train": records}, {}, name))]
         return prepared[0].train
 
     folder, resumes = options.cache.folder / f"stream-{digest}", recipe.resume != "never"
@@ -196,10 +184,10 @@ def _prepare_stream(
     )
 
 
-def _held_out_data(recipe: ClmRecipe, options: DataOptions, form: FormOptions, config, block_size: int) -> TextData:
+def _held_out_data(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
     """Those of validation_file alone."""
     own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
-    return _prepare_text_or_chat(recipe, own, form, config, block_size)
+    return _prepare_text_or_chat(recipe, own, config, block_size)
 
 
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:

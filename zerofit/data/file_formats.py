@@ -14,7 +14,6 @@ from zipfile import BadZipFile
 
 import pandas as pd
 
-from zerofit.data.conll import sentences
 from zerofit.data.encodings import PORTION, as_utf8, encoding_of_mark, proposal
 from zerofit.data.options import DataOptions
 from zerofit.recipe.columns import ending_of
@@ -31,6 +30,8 @@ HALF_PAIR = (
     r"a text has half of a surrogate pair (as \ud83d alone), which is no character. Correct it, or skip such records "
     "with --skip_bad_records"
 )
+DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
+BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
 BUILDERS = {
     "csv": ("csv", CSV),
@@ -167,3 +168,36 @@ def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[byte
     for record in held:
         row = record if isinstance(record, dict) else {"text": record}
         yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def sentences(text: str, path: Path) -> Iterator[bytes]:
+    """The sentences of tagged words as JSON lines: `tokens`, the first column, and `tags`, the last; no tags if there
+    is only one.
+
+    As in CoNLL-2003 there is a word a line, and an empty line between sentences. A tab separates columns where a line
+    has one, else blanks do.
+
+    Raises:
+        UserError: a word or a tag is empty; a line has another number of columns than the first one; there is no
+            sentence.
+    """
+    num_columns, words, tags = 0, list[str](), list[str]()
+    for number, line in enumerate([*text.split("\n"), ""], 1):
+        plain = [field for field in line.strip(BLANKS).split(" ") if field]
+        columns = [field.strip(BLANKS) for field in line.split("\t")] if "\t" in line else plain
+        if not any(columns) or columns[0] == DOCUMENT:
+            if words:
+                record = {"tokens": words, "tags": tags} if tags else {"tokens": words}
+                yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            words, tags = [], []
+            continue
+        num_columns = num_columns or len(columns)
+        if not (columns[0] and columns[-1]):
+            raise UserError(f"{path}, line {number}: {line.strip()!r} is not a word and, in the last column, its tag")
+        if len(columns) != num_columns:
+            raise UserError(f"{path}, line {number}: {len(columns)} columns, and {num_columns} in the lines before it")
+        words.append(columns[0])
+        if num_columns > 1:
+            tags.append(columns[-1])
+    if not num_columns:
+        raise UserError(f"{path} has no sentence")

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.json as json_reader
 from datasets import Dataset, DatasetInfo, Features, load_dataset_builder
 
-from zerofit.data.tables import set_fingerprint, text_of
+from zerofit.data.tables import identity, set_fingerprint, text_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
 from zerofit.recipe.parsing import has_half_pair, parse_json
@@ -238,7 +238,7 @@ def texts_as_written(table: Dataset, paths: list[Path]) -> Dataset:
     if arrow is table.data.table:
         return table
     read_again = Dataset(arrow.replace_schema_metadata(None), DatasetInfo(features=features))
-    return set_fingerprint(read_again, table._fingerprint, "as written")
+    return set_fingerprint(read_again, identity(table), "as written")
 
 
 def _holds_dates(kind: pa.DataType) -> bool:

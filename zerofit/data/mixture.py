@@ -8,7 +8,7 @@ So the order depends neither on the processes nor on the batch, and the position
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -130,11 +130,11 @@ class Mixture:
         notes: for the log.
     """
 
-    samples: MixedSamples
-    order: MixtureOrder
-    samples_per_epoch: int
-    passes: list[float]
-    notes: list[str]
+    samples: MixedSamples | None = None
+    order: MixtureOrder | None = None
+    samples_per_epoch: int = 0
+    passes: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, DataOptions]:
@@ -170,7 +170,9 @@ def name_of_source(pattern: str) -> str:
 
 
 def mix(sets: Mapping[str, SampleSet], recipe: TaskRecipe) -> Mixture:
-    """The training samples of all sources, by the source's name."""
+    """The training samples of all sources, given by the source's name; none without training."""
+    if not recipe.trains:
+        return Mixture()
     sizes = [len(samples) for samples in sets.values()]
     weights = shares([weight for weight, _ in recipe.mixture], sizes, recipe.mixture_temperature)
     total = samples_of_a_pass(weights, sizes, recipe.stop_source)

@@ -1,10 +1,10 @@
-"""What a recipe says about data, as values. The doors of this room read them once; nothing below takes a recipe."""
+"""What a recipe says about the data to read, as values: a mixture has such options for each of its sources."""
 
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from zerofit.data.token_tables import TableCache
+from zerofit.data.tables import TableCache
 from zerofit.model.tokenizer import TokenizerOptions
 from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import TaskRecipe
@@ -32,23 +32,23 @@ class DataOptions:
     """
 
     patterns: dict[str, list[str]]
-    dataset_name: str | None
-    dataset_config_name: str | None
-    encoding: str | None
-    delimiter: str | None
-    field: str | None
     cache: TableCache
-    hub_cache: Path | None
-    named_columns: frozenset[str]
-    lowercases: bool
-    tokenizer: TokenizerOptions
-    trains: bool
-    held_out_fraction: float
-    max_train_samples: int | None
-    max_eval_samples: int | None
-    skip_bad_records: bool
-    allow_data_loss: bool
-    column_options: tuple[str, ...]
+    dataset_name: str | None = None
+    dataset_config_name: str | None = None
+    encoding: str | None = None
+    delimiter: str | None = None
+    field: str | None = None
+    hub_cache: Path | None = None
+    named_columns: frozenset[str] = frozenset()
+    lowercases: bool = True
+    tokenizer: TokenizerOptions | None = None
+    trains: bool = True
+    held_out_fraction: float = 0.0
+    max_train_samples: int | None = None
+    max_eval_samples: int | None = None
+    skip_bad_records: bool = False
+    allow_data_loss: bool = False
+    column_options: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":

@@ -94,7 +94,7 @@ class Documents:
     """
 
     def __init__(self, dataset: "Dataset", column: str = "input_ids"):
-        assert dataset._indices is None, "tokenized data is read in its stored order"
+        assert len(dataset.data) == len(dataset), "tokenized data is read in its stored order"
         self._chunks: list[np.ndarray] = []
         lengths = []
         for chunk in dataset.data.column(column).chunks:

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from zerofit.data.chat.instructions import FormOptions, find_form
+from zerofit.data.chat.instructions import find_form
 from zerofit.data.chat.prepare import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
-from zerofit.data.pairs.columns import PairColumns, find_columns
-from zerofit.data.pairs.conversation_files import read_keyed_conversations
+from zerofit.data.pairs.columns import find_columns, read_keyed_conversations
 from zerofit.data.pairs.prepare import (
     PairData,
     PairEncoder,
@@ -73,7 +72,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     options = DataOptions.of(recipe)
     source = read_source(options, sample_by=lambda files: "line", reader=read_keyed_conversations)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_columns(PairColumns.of(recipe.columns_in(source.first.column_names)), source.first)
+    columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
     parts, notes = read_parts(source, {PREDICT: columns}, options)
     histories = [pair.source for (pair,) in parts[PREDICT].contents()]
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
@@ -93,9 +92,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
 
 
-def read_causal_prompts(
-    recipe: ClmRecipe, options: DataOptions, asked: FormOptions, config, block_size: int
-) -> TextData:
+def read_causal_prompts(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
     """The prompts of predict_file: instructions, questions and conversations in their form of training, without the
     answers of the file; or texts to continue.
 
@@ -106,8 +103,7 @@ def read_causal_prompts(
     sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
     source = read_source(options, sample_by=lambda files: sample_by)
     recipe = recipe.columns_in(source.first.column_names)
-    asked = replace(asked, text_column=recipe.text_column)
-    form = find_form(asked, source.first)
+    form = find_form(recipe, source.first)
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     if form is None:
         notes, ends = ["data      each record is a text to continue", *source.notes], []

@@ -11,8 +11,7 @@ from datasets import Dataset, Features, Value
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import columns_present, first_records, hold_out
-from zerofit.data.token_tables import TableCache, encode_table
+from zerofit.data.tables import TableCache, columns_present, encode_table, first_records, hold_out
 from zerofit.recipe.errors import UserError
 
 

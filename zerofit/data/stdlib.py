@@ -22,8 +22,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from zerofit.data.tables import set_fingerprint
-from zerofit.data.token_tables import TableCache, encode_table
+from zerofit.data.tables import TableCache, encode_table, identity, set_fingerprint
 
 EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the data sets
 NUM_PACKAGES = 12
@@ -56,8 +55,7 @@ def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
     records_of = dict(zip(EMBEDDED, (_docstrings, _functions)))[name]
     parts = _split(records_of(entries.to_list()))
     return {
-        part: set_fingerprint(Dataset.from_list(rows), name, part, entries._fingerprint)
-        for part, rows in parts.items()
+        part: set_fingerprint(Dataset.from_list(rows), name, part, identity(entries)) for part, rows in parts.items()
     }
 
 

@@ -1,18 +1,30 @@
-"""Tables of records: their columns, their first records, a held-out part, their fingerprints."""
+"""Tables of records: their columns, a held-out part; and the tables made from them once, which are cached."""
 
+import os
 import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from datasets import Dataset, List
+from datasets import Dataset, Features, List, Value
+from datasets.utils import disable_progress_bars
+from datasets.utils.logging import CRITICAL, set_verbosity
+from filelock import FileLock
 
 from zerofit.recipe.columns import NO_HEADER, is_value
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.places import digest_of_code
 
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
+IDS = List(Value("int32"))  # a column of token ids
+Form = TypeVar("Form", str, tuple[str, ...])
 Records = TypeVar("Records")  # a Dataset, or what has its __len__ and select
 
 
@@ -42,12 +54,6 @@ def empty_split(fraction: float, count: int) -> UserError:
     )
 
 
-def set_fingerprint(dataset: Dataset, *words: object) -> Dataset:
-    """Give a table that was made in memory a fingerprint that is the same in every process."""
-    dataset._fingerprint = sha256(" ".join(map(str, words)).encode()).hexdigest()[:32]
-    return dataset
-
-
 # ------------------------------------------------------------------------------------------------------------- columns
 
 
@@ -70,6 +76,12 @@ def worded_columns(dataset: Dataset) -> list[str]:
 def _holds_numbers(texts: list[str | None]) -> bool:
     written = [text.strip() for text in texts if text and text.strip()]
     return bool(written) and all(NUMBER.fullmatch(text) or text.lower() in ("true", "false") for text in written)
+
+
+def match_columns(forms: Iterable[Form], present: Iterable[str]) -> Form | None:
+    """The first of these names of columns, or groups of names, that are all present."""
+    present = set(present)
+    return next((form for form in forms if {*([form] if isinstance(form, str) else form)} <= present), None)
 
 
 def text_of(value: Any) -> str:
@@ -138,3 +150,83 @@ def check_name(name: str, option: str) -> None:
     """
     if is_value(name):
         raise UserError(f"the first line is no name of a column: {name[:60]!r}. Add one, or say --{option}")
+
+
+# ------------------------------------------------------------------------------------------------------ derived tables
+
+
+def identity(dataset: Dataset) -> str:
+    """What names a table and the rows that are selected of it: the same in every process."""
+    return dataset._fingerprint
+
+
+def set_fingerprint(dataset: Dataset, *words: object) -> Dataset:
+    """Give a table that was made in memory a fingerprint that is the same in every process."""
+    digest = sha256(" ".join(map(str, words)).encode()).hexdigest()[:32]
+    return Dataset(dataset.data, dataset.info, fingerprint=digest)
+
+
+@dataclass(frozen=True)
+class TableCache:
+    """Where prepared tables are stored, and how they are made.
+
+    Args:
+        workers: processes that tokenize; None: the tokenizer's own threads.
+    """
+
+    folder: Path
+    workers: int | None = None
+
+
+@contextmanager
+def one_process_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a file lock: the first process does the work; the others wait, and then find the result in the cache.
+
+    A file lock and no collective: no process group exists yet, so none can time out, however long tokenizing takes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    set_verbosity(CRITICAL)  # what its errors log comes with the exception, which has our own message
+    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+        disable_progress_bars()
+    with FileLock(folder / "prepare.lock"):
+        yield
+
+
+def encode_table(
+    dataset: Dataset,
+    encode: Callable[[dict], dict],
+    features: Features,
+    key: tuple,
+    cache: TableCache,
+    with_indices: bool = False,
+) -> Dataset:
+    """A new table, made by `encode` from batches of the old one's rows.
+
+    It is stored in a file of the cache, named after everything that it depends on, and memory-mapped.
+
+    Args:
+        key: what the result depends on beside the table, such as options and the tokenizer's fingerprint.
+        with_indices: `encode` takes the indices of the rows as a second argument.
+    """
+    code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
+    text = " ".join(map(str, (identity(dataset), features, code, *key)))
+    name = sha256(text.encode()).hexdigest()[:32]
+    return dataset.map(
+        encode,
+        with_indices=with_indices,
+        batched=True,
+        batch_size=200,
+        num_proc=cache.workers,
+        remove_columns=dataset.column_names,
+        features=features,
+        cache_file_name=str(cache.folder / f"tokens-{name}.arrow"),
+        new_fingerprint=name,
+        desc="Tokenising",
+    )
+
+
+def fingerprint(tokenizer) -> str:
+    """A hash of everything that decides the token ids of a text; the same in every process."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return sha256(f"{type(tokenizer).__name__} {rules}".encode()).hexdigest()

@@ -12,17 +12,21 @@ from zerofit.data.options import DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SampleSet, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import (
+    IDS,
+    TableCache,
     check_column,
     check_name,
     columns_present,
     empty_split,
+    encode_table,
+    fingerprint,
     first_records,
     hold_out,
+    identity,
     set_fingerprint,
     text_columns,
     worded_columns,
 )
-from zerofit.data.token_tables import IDS, TableCache, encode_table, fingerprint
 from zerofit.model.tokenizer import END_OF_TEXT, padding_token
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_bytes
@@ -121,7 +125,7 @@ def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
         pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
         return {"text": [piece for piece in pieces if piece.strip()]}
 
-    name = sha256(f"{dataset._fingerprint} cut at {mark}".encode()).hexdigest()[:32]
+    name = sha256(f"{identity(dataset)} cut at {mark}".encode()).hexdigest()[:32]
     return dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
 
 
@@ -136,7 +140,7 @@ def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     if not all(parts):
         raise empty_split(fraction, len(dataset))
     train, held_out = (
-        set_fingerprint(Dataset.from_dict({"text": part}), dataset._fingerprint, fraction, name)
+        set_fingerprint(Dataset.from_dict({"text": part}), identity(dataset), fraction, name)
         for part, name in zip(parts, ("train", "held out"))
     )
     return train, held_out

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset, Value
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import LOOKED_AT, columns_present, text_columns
+from zerofit.data.tables import LOOKED_AT, columns_present, match_columns, text_columns
 from zerofit.recipe.errors import UserError
 
 DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
@@ -41,10 +41,9 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     Raises:
         UserError: each record has a preferred and a rejected answer.
     """
-    for good, bad in PREFERENCES:
-        if {good, bad} <= set(table.column_names):
-            what = f"the records are preferences ({good}, {bad}): train/clm.py takes --preference_loss dpo"
-            raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
+    if pair := match_columns(PREFERENCES, table.column_names):
+        what = f"the records are preferences ({', '.join(pair)}): train/clm.py takes --preference_loss dpo"
+        raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
     return next((name for name in VERDICTS if name in table.column_names and _holds_booleans(table, name)), None)
 
 
@@ -64,7 +63,7 @@ def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
 def question_answering_columns(table: Dataset) -> tuple[str, str, str] | None:
     """The columns (question, answer, context) of records in SQuAD's format; None for other records."""
     names = table.column_names
-    answer = next((name for name in ("answers", "answer") if name in names), None)
+    answer = match_columns(("answers", "answer"), names)
     return ("question", answer, "context") if answer and {"question", "context"} <= set(names) else None
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from zerofit.data.collate import Batch
-from zerofit.data.labelled.entities import located
-from zerofit.data.labelled.glue import TASKS
+from zerofit.data.labelled.examples import GLUE
 from zerofit.data.labelled.labels import THRESHOLD, Labels
 from zerofit.data.labelled.samples import HeldOut
+from zerofit.data.labelled.tags import located
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
@@ -39,7 +39,7 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
         f1 = ("f1", "f1_macro") if len(labels.names) == 2 else ("f1_macro",)
         of_part = ("accuracy", *f1, "matthews_correlation", "loss")
     names = [f"{name}{part.suffix}" for part in held_out for name in of_part] or ["loss"]
-    first = TASKS[task_name].metric if task_name else names[0]
+    first = GLUE[task_name].metric if task_name else names[0]
     return tuple(dict.fromkeys([first, *names]))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import holds_lists, text_columns
+from zerofit.data.tables import holds_lists, match_columns, text_columns
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -35,6 +35,7 @@ from zerofit.data.turns import (
     without_nothing,
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
+from zerofit.recipe.tasks import ClmRecipe
 
 QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
 ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
@@ -48,19 +49,6 @@ ROLES = {
 ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
 FIRST_RECORDS = 100  # that are looked at for turns with roles
-
-
-@dataclass(frozen=True)
-class FormOptions:
-    """What the options say about the form of records.
-
-    Args:
-        answered: whether records must have an answer.
-    """
-
-    text_column: str | None = None
-    system_prompt: str | None = None
-    answered: bool = True
 
 
 @dataclass(frozen=True)
@@ -272,16 +260,26 @@ def check_order(messages: list[Message], answered: bool = True) -> None:
 # -------------------------------------------------------------------------------------------------------- of a table
 
 
-def find_form(options: FormOptions, table: Dataset) -> Form | None:
+def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     """The form of the records, by the names of the columns. None: plain text."""
-    if options.text_column:
+    if recipe.text_column:
         return None
     verdict = refuse_preferences(table, "--text_column")
-    form = next(filter(None, (form_of(kind, options, table) for kind in KINDS)), None)
+    answered = not recipe.predict_file
+    form = first_form(recipe, table, answered)
     if form is None:
         return None
     given = tuple(name for name in given_columns(table) if name not in form.columns)
-    return replace(form, verdict=verdict, answered=options.answered, given=given, media=placeholders_of(table))
+    return replace(form, verdict=verdict, answered=answered, given=given, media=placeholders_of(table))
+
+
+def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
+    """The first of the possible forms whose columns exist.
+
+    Args:
+        answered: whether records must have an answer.
+    """
+    return next(filter(None, (_form_of(kind, recipe, table, answered) for kind in KINDS)), None)
 
 
 def given_columns(table: Dataset) -> tuple[str, ...]:
@@ -295,9 +293,9 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
     )
 
 
-def form_of(kind: str, options: FormOptions, table: Dataset) -> Form | None:
+def _form_of(kind: str, recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
     names = table.column_names
-    extra = {"system": "system" if "system" in names else None, "system_prompt": options.system_prompt}
+    extra = {"system": "system" if "system" in names else None, "system_prompt": recipe.system_prompt}
     if kind == "messages":
         lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
         packed = [name for name in DIALOGUES if name in text_columns(table)]
@@ -306,9 +304,9 @@ def form_of(kind: str, options: FormOptions, table: Dataset) -> Form | None:
         return Form(kind, column, **extra) if column else None
     if kind == "instruction" and (columns := question_answering_columns(table)):
         return Form(kind, *columns, **extra)
-    answer = next((name for name in ANSWERS[kind] if name in names), None)
-    question = next((name for name in QUESTIONS[kind] if name in names), None)
-    if not options.answered:
+    answer = match_columns(ANSWERS[kind], names)
+    question = match_columns(QUESTIONS[kind], names)
+    if not answered:
         answer = None
     elif answer is None:
         return None
@@ -318,7 +316,7 @@ def form_of(kind: str, options: FormOptions, table: Dataset) -> Form | None:
         plain = not any(holds_lists(table.features[name]) for name in (question, answer) if name)
         return Form(kind, question, answer, **extra, plain=plain)
     extra["history"] = "history" if "history" in names and holds_lists(table.features["history"]) else None
-    return Form(kind, question, answer, next((name for name in INPUTS if name in names), None), **extra)
+    return Form(kind, question, answer, match_columns(INPUTS, names), **extra)
 
 
 def _has_roles(conversations: list) -> bool:

@@ -1,23 +1,25 @@
-"""Instructions and chats for the causal task: from records to token ids with labels for the answers, and to samples, a
-row each or several in a block. A conversation is never split over two blocks."""
+"""Instructions, chats and pairs of answers for the causal task: from records to token ids with labels for the answers,
+and to samples, a row each or several in a block. A conversation is never split over two blocks."""
 
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
 
 from zerofit.data.chat.instructions import Form
+from zerofit.data.chat.preferences import Pair, PreferenceForm
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
-from zerofit.data.records import Part, RecordReader, limit_parts, read_parts
+from zerofit.data.records import limit_parts, read_parts
 from zerofit.data.sources import Source
-from zerofit.data.token_tables import IDS, TableCache, fingerprint
+from zerofit.data.tables import IDS, fingerprint, identity
 from zerofit.model import chat
 from zerofit.model.chat import (
     BadTemplate,
@@ -32,91 +34,69 @@ from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
+from zerofit.recipe.tasks import ClmRecipe
 
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
      "is_cut": Value("bool"), "unread": Value("string")}
 )  # fmt: skip
+TABLE_OF_PAIRS = Features({**TABLE, "rejected_ids": IDS, "rejected_labels": IDS})
 Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
 SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
-class ChatForm(RecordReader, Protocol):
-    """How the conversations of a table are read, one a record or two."""
-
-    @property
-    def plain(self) -> bool: ...
-
-    @property
-    def describe(self) -> str: ...
-
-
 def prepare_chat(
+    recipe: ClmRecipe,
     options: DataOptions,
     config,
     source: Source,
-    forms: dict[str, Form],
+    forms: Mapping[str, Form | PreferenceForm],
     block_size: int,
-    packing: str,
-    chat_template: str | None,
-    train_on_prompt: bool,
 ) -> TextData:
-    """Check, split, render, tokenise and pack conversations.
+    """Check, split, render, tokenise and pack conversations, or pairs of answers.
 
     Args:
         config: the model's.
         forms: the form of the records of each part; they may differ.
-        packing: none: a row for each; else several in a block.
 
     Raises:
-        UserError: a record without an answer, a role out of order; no template, or one that fails; no answer is left.
+        UserError: a record that cannot be used; no template, or one that fails; no answer is left.
     """
-    parts, encoder, notes = read_chats(options, config, source, forms, block_size, chat_template, train_on_prompt)
-    tokenizer, first_of = encoder.tokenizer, next(iter(parts))
+    form = next(iter(forms.values()))
+    compares = isinstance(form, PreferenceForm)
+    parts, notes = read_parts(source, dict(forms), options)
+    parts = limit_parts(parts, options)
+    first_of, first = next(iter(parts.items()))
+    tokenizer = get_tokenizer(options.tokenizer, config, first.texts, f"{identity(first.table)} {form}")
+    template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+    notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
+    encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
+    encode, features = (encode_pairs, TABLE_OF_PAIRS) if compares else (encode_conversations, TABLE)
     sets: dict[str, Conversations] = {}
     unread: list[str] = []
     for name, part in parts.items():
-        table = _encode(part, encoder, options.cache)
+        where, numbers = part.where, part.numbers
+
+        def of_records(contents: list[Any], places: list[int], where=where, numbers=numbers) -> dict[str, list]:
+            return encode(encoder, contents, [f"{where}, record {numbers[place] + 1}" for place in places])
+
+        table = part.encode(of_records, features, encoder.key, options.cache)
         notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
-        sets[name] = Conversations(table)
+        sets[name] = (PreferencePairs if compares else Conversations)(table)
         unread += (key for keys in table["unread"] for key in keys.split())
-    notes += unread_note(encoder.unread_columns, unread)
-    shown = show(sets[first_of][0], tokenizer, encoder.template, PARTS[first_of])
-    filler = padding_token(tokenizer)
+    columns = dict.fromkeys(name for table in source.parts.values() for name in table.column_names)
+    read = {name for form in forms.values() for name in form.columns}
+    notes += unread_note([name for name in columns if name not in read], unread)
+    sample = sets[first_of][0]
+    shown = show(sample, tokenizer, template, PARTS[first_of])
+    if compares:
+        rejected = {"input_ids": sample["rejected_ids"], "labels": sample["rejected_labels"]}
+        shown += ["sample    the same with the rejected answer:", *show(rejected, tokenizer, template)[1:]]
     packed: dict[str, SampleSet] = dict(sets)
-    if packing != "none":
+    if not compares and recipe.packing != "none":
+        filler = padding_token(tokenizer)
         packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
     return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
-
-
-def read_chats(
-    options: DataOptions,
-    config,
-    source: Source,
-    forms: Mapping[str, ChatForm],
-    block_size: int,
-    chat_template: str | None,
-    train_on_prompt: bool,
-) -> tuple[dict[str, Part], "ChatEncoder", list[str]]:
-    """(the records of each part, what makes token ids of them, notes).
-
-    Raises:
-        UserError: a record that cannot be used; no template, or one that fails.
-    """
-    form = next(iter(forms.values()))
-    parts, notes = read_parts(source, dict(forms), options)
-    parts = limit_parts(parts, options)
-    first = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.tokenizer, config, first.texts, f"{first.table._fingerprint} {form}")
-    template = install_template(tokenizer, chat_template, "none" if form.plain else None)
-    notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
-    encoder = ChatEncoder(tokenizer, template, block_size, train_on_prompt)
-    encoder.unread_columns = [
-        column
-        for column in dict.fromkeys(name for table in source.parts.values() for name in table.column_names)
-        if not any(column in form.columns for form in forms.values())
-    ]
-    return parts, encoder, notes
 
 
 def unread_note(columns: list[str], keys: Iterable[str]) -> list[str]:
@@ -140,7 +120,6 @@ class ChatEncoder:
         if not tokenizer.is_fast:
             raise UserError(f"{tokenizer.name_or_path!r} has no tokenizer.json, which chats need: set tokenizer_name")
         self.tokenizer, self.template = tokenizer, template
-        self.unread_columns: list[str] = []
         self.block_size, self.train_on_prompt = block_size, train_on_prompt
         code = sha256(Path(chat.__file__).read_bytes()).hexdigest()
         special = sorted(tokenizer.special_tokens_map.items())
@@ -187,6 +166,37 @@ class ChatEncoder:
         return rows
 
 
+def encode_conversations(encoder: ChatEncoder, conversations: list[Conversation], names: list[str]) -> dict[str, list]:
+    """The columns of TABLE."""
+    rendered = [encoder.render(*pair) for pair in zip(conversations, names)]
+    unread = [unread_keys(encoder.tokenizer, each, text) for each, (text, *_) in zip(conversations, rendered)]
+    return {**encoder.encode(rendered), "unread": [" ".join(keys) for keys in unread]}
+
+
+def encode_pairs(encoder: ChatEncoder, pairs: list[Pair], names: list[str]) -> dict[str, list[Any]]:
+    """The columns of TABLE_OF_PAIRS. A pair of which one answer has no trained token within block_size has no tokens:
+    there is nothing to compare."""
+    chosen, rejected = (
+        encode_conversations(encoder, list(side), names) for side in (zip(*pairs) if pairs else ([], []))
+    )
+    for row, trained in enumerate(zip(chosen["trained"], rejected["trained"])):
+        for side in (chosen, rejected) if not all(trained) else ():
+            side["truncated"][row] += len(side["input_ids"][row])
+            side["input_ids"][row] = side["labels"][row] = np.zeros(0, dtype=np.int64)
+            side["trained"][row], side["is_cut"][row] = 0, False
+    both = {name: list(zip(chosen[name], rejected[name])) for name in ("truncated", "trained", "is_cut", "unread")}
+    return {
+        "input_ids": chosen["input_ids"],
+        "labels": chosen["labels"],
+        "rejected_ids": rejected["input_ids"],
+        "rejected_labels": rejected["labels"],
+        "truncated": list(map(sum, both["truncated"])),
+        "trained": list(map(sum, both["trained"])),
+        "is_cut": list(map(any, both["is_cut"])),
+        "unread": [" ".join(sorted({*" ".join(keys).split()})) for keys in both["unread"]],
+    }
+
+
 def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     """(tokens,) whether a token has a character in one of the spans.
 
@@ -196,18 +206,6 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
 
 
-def _encode(part: Part, encoder: ChatEncoder, cache: TableCache) -> Dataset:
-    where, numbers = part.where, part.numbers
-
-    def encode(conversations: list[list[chat.Message]], places: list[int]) -> dict:
-        records = (f"{where}, record {numbers[place] + 1}" for place in places)
-        rendered = [encoder.render(*pair) for pair in zip(conversations, records)]
-        unread = [unread_keys(encoder.tokenizer, each, text) for each, (text, *_) in zip(conversations, rendered)]
-        return {**encoder.encode(rendered), "unread": [" ".join(keys) for keys in unread]}
-
-    return part.encode(encode, TABLE, encoder.key, cache)
-
-
 # ------------------------------------------------------------------------------------------------------------- samples
 
 
@@ -215,28 +213,30 @@ class Conversations:
     """Conversations with their labels, one per sample; the collator pads them.
 
     Args:
-        table: input_ids and labels, both empty for a skipped conversation; truncated, the number of tokens cut from
+        table: columns of token ids, which are all empty for a skipped record; truncated, the number of tokens cut from
             each; trained, the number of labels that are trained on.
     """
 
-    def __init__(self, table: Dataset):
-        self.ids, self.labels = Documents(table), Documents(table, "labels")
-        self.rows = np.flatnonzero(self.ids.lengths)
-        self.lengths = self.sort_key = self.ids.lengths[self.rows]
+    def __init__(self, table: Dataset, columns: tuple[str, ...] = ("input_ids", "labels")):
+        self.columns = {name: Documents(table, name) for name in columns}
+        lengths = [column.lengths for name, column in self.columns.items() if name.endswith("_ids")]
+        self.rows = np.flatnonzero(lengths[0])
+        self.lengths = self.sort_key = np.maximum.reduce(lengths)[self.rows]
+        self.kept = int(np.sum(lengths))
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
         self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
+        self.records = len(table)
         self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))
 
     def stats_of(self, samples: int, positions: int) -> DatasetStats:
         """The statistics for this number of samples and of positions in all samples together."""
-        kept = self.ids.num_tokens
         return DatasetStats(
-            documents=len(self.ids),
-            tokens=kept + self.truncated,
+            documents=self.records,
+            tokens=self.kept + self.truncated,
             samples=samples,
             truncated=self.truncated,
             trained=self.trained,
-            padding=1 - kept / positions,
+            padding=1 - self.kept / positions,
         )
 
     def __len__(self) -> int:
@@ -244,7 +244,28 @@ class Conversations:
 
     def __getitem__(self, index: int) -> Sample:
         row = int(self.rows[index])
-        return {"input_ids": self.ids.row(row), "labels": self.labels.row(row)}
+        return {name: column.row(row) for name, column in self.columns.items()}
+
+
+class PreferencePairs(Conversations):
+    """Pairs of answers with their labels, one pair a sample; the collator pads them.
+
+    Args:
+        table: of TABLE_OF_PAIRS; all ids of a pair are empty where it is skipped.
+
+    Attributes:
+        reference: (pairs, 2) fp32 log-probabilities of the answers before training; zeros where the loss needs none.
+        key: what the pairs depend on.
+    """
+
+    def __init__(self, table: Dataset):
+        super().__init__(table, ("input_ids", "labels", "rejected_ids", "rejected_labels"))
+        self.key = identity(table)
+        self.reference = np.zeros((len(self.rows), 2), dtype=np.float32)
+        self.stats = replace(self.stats, padding=None)  # it depends on the batches
+
+    def __getitem__(self, index: int) -> Sample:
+        return {**super().__getitem__(index), "reference": self.reference[index]}
 
 
 class PackedConversations:

@@ -14,9 +14,10 @@ from datasets import Dataset
 from zerofit.data.labelled.labels import INTEGER, Labels, is_missing, name_of
 from zerofit.data.labelled.samples import Example
 from zerofit.data.records import BadRecord, Part
-from zerofit.data.tables import columns_present, holds_lists, text_columns, text_of
+from zerofit.data.tables import columns_present, holds_lists, match_columns, text_columns, text_of
 from zerofit.data.turns import blank
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import ClsRecipe
 
 NUMBERED = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+)")
 LISTS = ("choices", "options", "endings")
@@ -26,15 +27,6 @@ CONTEXTS = (  # the columns of a question, by default
     ("context",),
 )  # fmt: skip
 ANSWERS = ("label", "answerkey", "answer", "labels", "gold")
-
-
-@dataclass(frozen=True)
-class LabelColumns:
-    """The columns that options name; empty, or None, where they name none."""
-
-    texts: tuple[str, ...] = ()
-    label: str | None = None
-    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,21 +96,21 @@ def _texts(values: Iterable[Any]) -> list[str | None]:
     return [None if value is None else text_of(value) for value in values]
 
 
-def find_choices(named: LabelColumns, table: Dataset) -> Choices | None:
+def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
     """The columns of multiple choice; None for other records.
 
     Raises:
         UserError: `choice_columns` names columns that are not there, or no column of the question or label is found.
     """
     present = table.column_names
-    choices = named.choices or _known_choices(table)
-    if not choices or (named.texts and not named.choices):
+    choices = tuple(recipe.choice_columns or ()) or _known_choices(table)
+    if not choices or (recipe.text_columns and not recipe.choice_columns):
         return None
     texts = set(text_columns(table)) - set(choices)
-    context = tuple(named.texts or next((names for names in CONTEXTS if set(names) <= texts), ()))
-    label = named.label or next((name for name in ANSWERS if name in present and name not in choices), None)
+    context = tuple(recipe.text_columns or match_columns(CONTEXTS, texts) or ())
+    label = recipe.label_column or match_columns(ANSWERS, {*present} - {*choices})
     missing = [name for name in (*choices, *context, label) if name and name not in present]
-    if not named.choices and not (context and label):
+    if not recipe.choice_columns and not (context and label):
         return None  # it may be another kind of data
     is_list = len(choices) > 1 or _is_list(table, choices[0])
     if missing or not (context and label and is_list):

@@ -9,8 +9,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Value
 from torch.utils.data import ConcatDataset
 
-from zerofit.data.labelled import glue
-from zerofit.data.labelled.choices import Choices, LabelColumns, find_choices, labels_of_choices
+from zerofit.data.labelled.choices import Choices, find_choices, labels_of_choices
 from zerofit.data.labelled.label_report import class_counts, label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
 from zerofit.data.labelled.samples import Example, ExampleData, HeldOut, encode_parts
@@ -20,8 +19,16 @@ from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, limit_parts, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
-from zerofit.data.tables import check_column, check_name, columns_present, holds_lists, text_columns, worded_columns
-from zerofit.data.token_tables import one_process_at_a_time
+from zerofit.data.tables import (
+    check_column,
+    check_name,
+    columns_present,
+    holds_lists,
+    match_columns,
+    one_process_at_a_time,
+    text_columns,
+    worded_columns,
+)
 from zerofit.data.turns import blank
 from zerofit.model.configuration import has_head
 from zerofit.recipe.errors import UserError
@@ -32,6 +39,42 @@ TEXTS = (  # columns that hold the text, or the texts of a pair, by default
     ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
 )  # fmt: skip
 LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """A task of GLUE (Wang et al. 2019): its texts and labels under the hub's names.
+
+    Args:
+        labels: names in the order of the hub's class numbers; None if the label is a number (STS-B).
+        released: the names of the text columns in the original .tsv files, if they differ.
+        header: the columns of original training and development files without a header (CoLA).
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[str, ...] | None
+    metric: str
+    released: tuple[str, ...] = ()
+    label_column: str = "label"
+    header: tuple[str, ...] = ()
+
+
+PAIR = ("sentence1", "sentence2")
+GLUE = {
+    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), "matthews_correlation",
+                     header=("source", "label", "mark", "sentence")),
+    "mnli": GlueTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), "accuracy",
+                     PAIR, "gold_label"),
+    "mrpc": GlueTask(PAIR, ("not_equivalent", "equivalent"), "accuracy", ("#1 String", "#2 String"),
+                     "Quality"),
+    "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
+    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), "accuracy",
+                    label_column="is_duplicate"),
+    "rte": GlueTask(PAIR, ("entailment", "not_entailment"), "accuracy"),
+    "sst2": GlueTask(("sentence",), ("negative", "positive"), "accuracy"),
+    "stsb": GlueTask(PAIR, None, "pearson", label_column="score"),
+    "wnli": GlueTask(PAIR, ("not_entailment", "entailment"), "accuracy"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,7 +162,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     Raises:
         UserError: columns are not found, a text is empty, a label is missing or outside the label set.
     """
-    task, options = glue.TASKS.get(recipe.task_name or ""), DataOptions.of(recipe)
+    task, options = GLUE.get(recipe.task_name or ""), DataOptions.of(recipe)
     length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
     if recipe.predict_file:
         if not recipe.lora and not any("For" in name for name in config.architectures or ("For",)):
@@ -149,24 +192,18 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
     return data
 
 
-def _named(recipe: ClsRecipe, table: Dataset) -> LabelColumns:
-    """The columns that the options name."""
-    recipe = recipe.columns_in(table.column_names)
-    return LabelColumns(tuple(recipe.text_columns or ()), recipe.label_column, tuple(recipe.choice_columns or ()))
-
-
-def _find(recipe: ClsRecipe, options: DataOptions, task: glue.GlueTask | None) -> Records:
+def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Records:
     source, held_out = _read(options, recipe.task_name)
-    named = _named(recipe, source.first)
-    if task is None and (choices := find_choices(named, source.first)):
+    recipe = recipe.columns_in(source.first.column_names)
+    if task is None and (choices := find_choices(recipe, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
         return Records(options, source, held_out, choices=choices)
-    if task is None and (found := find_tags(named.texts, named.label, source.first)):
+    if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
         names = _names(source.first.features[label].feature)
         return Records(options, source, held_out, (words,), label, of_words=True, class_names=names)
-    texts, label = _columns(named, source.first, task, recipe.task_name)
+    texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
     if of_sets := holds_lists(feature):
         feature = feature.feature
@@ -182,7 +219,7 @@ def _names(feature: Any) -> tuple[str, ...] | None:
 
 
 def _readers(
-    recipe: ClsRecipe, sources: list[Records], task: glue.GlueTask | None, config
+    recipe: ClsRecipe, sources: list[Records], task: GlueTask | None, config
 ) -> list[Choices] | list[TaggedWords] | list[LabelledColumns]:
     """How each source is read, with the labels that are in all of them.
 
@@ -232,13 +269,18 @@ def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
         own = {name: part.samples for name, part in parts.items()}
         texts = ConcatDataset([part.texts for part in parts.values()])
         held_out.append(HeldOut(MixedSamples(list(own.values())), texts, suffix, own))
-    mixed = ExampleData(None, held_out, first.labels, first.tokenizer, first.max_length, notes)
-    if not recipe.trains:
-        return mixed
     mixture = mix({name: data.train for name, data in sources.items()}, recipe)
-    mixed.notes += [*mixture.notes, *_labels_of_one_source(first.labels, sources)]
-    order, total = mixture.order, mixture.samples_per_epoch
-    return replace(mixed, train=mixture.samples, order=order, samples_per_epoch=total, passes=mixture.passes)
+    if recipe.trains:
+        notes += [*mixture.notes, *_labels_of_one_source(first.labels, sources)]
+    return replace(
+        first,
+        train=mixture.samples,
+        held_out=held_out,
+        notes=notes,
+        order=mixture.order,
+        samples_per_epoch=mixture.samples_per_epoch,
+        passes=mixture.passes,
+    )
 
 
 def _labels_of_one_source(labels: Labels, sources: dict[str, ExampleData]) -> list[str]:
@@ -259,7 +301,7 @@ def _labels_of_one_source(labels: Labels, sources: dict[str, ExampleData]) -> li
 
 
 def _prepare_unlabelled(
-    recipe: ClsRecipe, options: DataOptions, config, task: glue.GlueTask | None, length: int
+    recipe: ClsRecipe, options: DataOptions, config, task: GlueTask | None, length: int
 ) -> ExampleData:
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if has_head(config, "MultipleChoice"):
@@ -267,14 +309,14 @@ def _prepare_unlabelled(
     with one_process_at_a_time(options.cache.folder):
         source = read_source(options, sample_by=lambda files: "line")
         table = source.first
-        named = _named(recipe, table)
+        recipe = recipe.columns_in(table.column_names)
         labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
         if has_head(config, "TokenClassification"):
-            if (words := find_words(named.texts, table)) is None:
+            if (words := find_words(recipe.text_columns, table)) is None:
                 raise UserError(f"text_columns: no column of lists of words is found; {columns_present(table)}")
             texts, columns = (words,), TaggedWords(words, None, replace(labels, of_words=True))
         else:
-            texts, _ = _columns(named, table, task, recipe.task_name, labelled=False)
+            texts, _ = _columns(recipe, table, task, labelled=False)
             columns = LabelledColumns(texts, None, in_model_order(labels, config))
             source.parts = {PREDICT: _as_text(table, texts)}
         parts, notes = read_parts(source, {PREDICT: columns}, options)
@@ -292,41 +334,38 @@ def _read(options: DataOptions, task_name: str | None) -> tuple[Source, tuple[st
     if task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
     source = read_source(options, held_out)
-    header = glue.TASKS[task_name].header if task_name and source.files else ()
+    header = GLUE[task_name].header if task_name and source.files else ()
     if header and not set(header) & set(source.first.column_names):
         source = read_source(options, held_out, header=header)
     return source, tuple(held_out)
 
 
 def _columns(
-    named: LabelColumns,
-    table: Dataset,
-    task: glue.GlueTask | None,
-    task_name: str | None,
-    labelled: bool = True,
+    recipe: ClsRecipe, table: Dataset, task: GlueTask | None, labelled: bool = True
 ) -> tuple[tuple[str, ...], str | None]:
     """(the text columns, the label column if `labelled`)."""
     present = set(table.column_names)
-    for name in named.texts:
+    texts, label = tuple(recipe.text_columns or ()), recipe.label_column
+    for name in texts:
         check_column(table, "text_columns", name)
-    check_column(table, "label_column", named.label if labelled else None)
-    texts, problems = named.texts, []
+    check_column(table, "label_column", label if labelled else None)
+    problems = []
     if not texts:
         known = [task.texts, task.released] if task else [pair for pair in TEXTS if len(pair) == 2]
         known += [] if task else [(name,) for name in worded_columns(table) if (name,) in TEXTS]
         known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits
-        texts = next((names for names in known if names and set(names) <= present - {named.label}), ())
-        words = [name for name in worded_columns(table) if name not in (*LABELS, named.label)]
+        texts = match_columns(filter(None, known), present - {label}) or ()
+        words = [name for name in worded_columns(table) if name not in (*LABELS, label)]
         if not texts and not task and len(words) == 1:
             check_name(words[0], "text_columns")
             texts = (words[0],)
         if not texts:
             missing = f"no column of text is found{f' ({chr(32).join(task.texts)})' if task else ''}"
             problems.append(f"{missing}. Name it (or two, of a pair) with --text_columns")
-    label = named.label if labelled else None
+    label = label if labelled else None
     if labelled and not label:
         known = ("label", task.label_column) if task else LABELS
-        label = next((name for name in known if name in present), None)
+        label = match_columns(known, present)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
     if label in texts:

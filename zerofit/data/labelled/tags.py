@@ -50,14 +50,14 @@ class TaggedWords:
         return words, [self.labels.encode(tag, self.class_names) for tag in tags]
 
 
-def find_tags(texts: tuple[str, ...], label: str | None, table: Dataset) -> tuple[str, str] | None:
+def find_tags(texts: list[str] | None, label: str | None, table: Dataset) -> tuple[str, str] | None:
     """(the column of words, that of tags); None for other records."""
     words = find_words(texts, table)
     tags = next((name for name in ([label] if label else TAGS) if name != words and _items(table, name)), None)
     return (words, tags) if words and tags else None
 
 
-def find_words(texts: tuple[str, ...], table: Dataset) -> str | None:
+def find_words(texts: list[str] | None, table: Dataset) -> str | None:
     """The column of words."""
     return next((name for name in texts or WORDS if _items(table, name) in ("string", "large_string")), None)
 
@@ -65,3 +65,23 @@ def find_words(texts: tuple[str, ...], table: Dataset) -> str | None:
 def _items(table: Dataset, name: str) -> str | None:
     """What the lists of a column hold; None if it has none."""
     return getattr(getattr(table.features.get(name), "feature", None), "dtype", None)
+
+
+def located(rows: list[list[str]]) -> set[tuple[int, str, int, int]]:
+    """(sentence, kind, first word, last word) of each named entity in the tags of these sentences:
+    B-PER, I-PER, O (IOB1, IOB2 and IOBES)."""
+    return {(row, *entity) for row, tags in enumerate(rows) for entity in entities(tags)}
+
+
+def entities(tags: list[str]) -> list[tuple[str, int, int]]:
+    """(kind, first word, last word) of each entity. One begins at B or S, after O, E or S, and where the kind changes:
+    I needs no B before it, as in conlleval."""
+    found: list[tuple[str, int, int]] = []
+    before, kind_before = "O", ""
+    for place, tag in enumerate(tags):
+        mark, _, kind = tag.partition("-")
+        if mark != "O":
+            begins = mark in "BS" or before in "OES" or kind != kind_before
+            found.append((kind, place if begins else found.pop()[1], place))
+        before, kind_before = mark, kind
+    return found

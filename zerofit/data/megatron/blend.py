@@ -22,7 +22,7 @@ import torch
 
 from zerofit.data.megatron.corpus import Corpus, megatron
 from zerofit.data.pack import DatasetStats, Sample
-from zerofit.data.token_tables import one_process_at_a_time
+from zerofit.data.tables import one_process_at_a_time
 from zerofit.model.loss import IGNORE
 from zerofit.recipe.causal_options import RESETS
 from zerofit.recipe.errors import UserError

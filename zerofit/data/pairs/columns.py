@@ -6,14 +6,24 @@ conversation of n turns gives up to n - 1 pairs: each turn after the first is a 
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import check_column, check_name, columns_present, holds_lists, text_columns, worded_columns
+from zerofit.data.tables import (
+    check_column,
+    check_name,
+    columns_present,
+    holds_lists,
+    match_columns,
+    set_fingerprint,
+    text_columns,
+    worded_columns,
+)
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -31,6 +41,8 @@ from zerofit.data.turns import (
     turns_of,
 )
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import open_bytes
+from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.tasks import PairOptions
 
 REPLIES = ("response", "reply", "target")
@@ -53,28 +65,6 @@ class Pair:
 
     source: list[str]
     target: str | None
-
-
-@dataclass(frozen=True)
-class PairColumns:
-    """The columns that options name.
-
-    Args:
-        answered: whether records have a target; else one is removed.
-        languages: those of source and target, where columns are named after languages.
-    """
-
-    dialogue_column: str | None = None
-    source_column: str | None = None
-    target_column: str | None = None
-    answered: bool = True
-    languages: tuple[str | None, str | None] = (None, None)
-
-    @classmethod
-    def of(cls, recipe: PairOptions) -> "PairColumns":
-        languages = (recipe.source_lang, recipe.target_lang)
-        columns = (recipe.dialogue_column, recipe.source_column, recipe.target_column)
-        return cls(*columns, not recipe.predict_file, languages)
 
 
 @dataclass(frozen=True)
@@ -162,29 +152,33 @@ def _text(value: Any, what: str) -> str:
     return value.strip()
 
 
-def find_columns(named: PairColumns, table: Dataset) -> Columns:
+def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
     """The columns that options name, else those of known names, else the only column(s) of text.
 
     Raises:
         UserError: a column does not exist, or none is found; the message lists the columns.
     """
-    named, answered, texts = _of_languages(named, table), named.answered, text_columns(table)
-    target = named.target_column if answered else None
-    check_column(table, "dialogue_column", named.dialogue_column, "list of turns")
-    check_column(table, "source_column", named.source_column, "text")
+    answered, texts = not recipe.predict_file, text_columns(table)
+    dialogue, source = recipe.dialogue_column, recipe.source_column
+    target = recipe.target_column if answered else None
+    if not (dialogue or source or recipe.target_column):
+        source, target = _of_languages((recipe.source_lang, recipe.target_lang), answered, table)
+    is_named = source is not None
+    check_column(table, "dialogue_column", dialogue, "list of turns")
+    check_column(table, "source_column", source, "text")
     check_column(table, "target_column", target, "text")
     verdict = None
-    if answered and not named.source_column:
+    if answered and not is_named:
         verdict = refuse_preferences(table, "--source_column and --target_column")
-    lists = [name for name in DIALOGUES if name in table.column_names and holds_lists(table.features[name])]
-    dialogue = named.dialogue_column or (None if named.source_column else next(iter(lists), None))
+    if dialogue is None and not is_named:
+        lists = (name for name in DIALOGUES if name in table.column_names and holds_lists(table.features[name]))
+        dialogue = next(lists, None)
     if dialogue:
-        reply = target or next((name for name in REPLIES if name in texts), None)
-        reply = reply if answered else None
+        reply = target or (match_columns(REPLIES, texts) if answered else None)
         return Columns(dialogue, None, reply, verdict=verdict, answered=answered, media=placeholders_of(table))
-    source, context = named.source_column, None
+    context = None
     if source is None and target is None:
-        known = SOURCES_AND_TARGETS if answered else [(source, None) for source, _ in SOURCES_AND_TARGETS]
+        known = SOURCES_AND_TARGETS if answered else [pair[:1] for pair in SOURCES_AND_TARGETS]
         if answered and (columns := question_answering_columns(table)):
             source, target, context = columns
         elif not answered and {"question", "context"} <= set(texts):
@@ -192,7 +186,7 @@ def find_columns(named: PairColumns, table: Dataset) -> Columns:
         else:
             # The question of an instruction is in another column than `input`; options can still name the columns.
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
-            source, target = next((pair for pair in known if {*pair} - {None} <= set(texts)), (None, None))
+            source, target = (*(match_columns(known, texts) or ()), None, None)[:2]
     known = set(chain.from_iterable(SOURCES_AND_TARGETS))  # of which each may hold numbers
     texts = [name for name in texts if name in known or name in worded_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
@@ -210,31 +204,29 @@ def find_columns(named: PairColumns, table: Dataset) -> Columns:
 LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn
 
 
-def _of_languages(named: PairColumns, table: Dataset) -> PairColumns:
+def _of_languages(
+    languages: tuple[str | None, str | None], answered: bool, table: Dataset
+) -> tuple[str | None, str | None]:
     """The columns of source_lang and target_lang, where texts stand in a column for each language (as those of wmt).
 
     Raises:
         UserError: columns are named after languages, and it is unclear which belongs to which option.
     """
-    given = [code for code in named.languages if code]
-    if not given or named.dialogue_column or named.source_column or named.target_column:
-        return named
+    given = [code for code in languages if code]
     columns = [name for name in text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in given]
-    if len(columns) < 1 + named.answered:
-        return named
-    found = [column_of(code, columns) for code in named.languages]
-    if len(columns) == 2 and found.count(None) == 1 and None in named.languages:
+    if not given or len(columns) < 1 + answered:
+        return None, None
+    found = [column_of(code, columns) for code in languages]
+    if len(columns) == 2 and found.count(None) == 1 and None in languages:
         (other,) = {*columns} - {*found}
         found = [column or other for column in found]
-    source, target = found if named.answered else (found[0], None)
-    if source is None and not named.answered:
-        return named
-    if source is None or (named.answered and target in (None, source)):
+    source, target = found if answered else (found[0], None)
+    if answered and (source is None or target in (None, source)):
         raise UserError(
             f"the columns {', '.join(columns)} are named after languages, and it is unclear which of them are the "
             f"languages {' and '.join(given)}: name --source_column and --target_column"
         )
-    return replace(named, source_column=source, target_column=target)
+    return source, target
 
 
 def column_of(code: str | None, columns: list[str]) -> str | None:
@@ -249,3 +241,31 @@ def column_of(code: str | None, columns: list[str]) -> str | None:
         if found := [name for name in columns if same(name)]:
             return found[0] if len(found) == 1 else None
     return None
+
+
+def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
+    """Topical-Chat's format: one JSON object, {id: {"content": [{"message": ...}, ...]}}. None for any other.
+
+    Source: https://github.com/alexa/Topical-Chat (conversations/*.json).
+    """
+    conversations: list[list[str]] = []
+    for path in paths:
+        with open_bytes(path) as file:
+            if file.read(64).lstrip()[:1] != b"{":
+                return None
+            file.seek(0)
+            try:
+                content = parse_json(file.read())
+            except ValueError:
+                return None  # JSON lines, or invalid JSON, which the datasets library reports
+        held = content.values()
+        if not content or not all(
+            isinstance(value, dict) and isinstance(value.get("content"), list) for value in held
+        ):
+            return None
+        try:
+            conversations += [[text for _, text in turns_of(value["content"])] for value in held]
+        except BadRecord:
+            return None
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return set_fingerprint(Dataset.from_dict({"dialogue": conversations}), "conversations", stamps)

@@ -11,11 +11,10 @@ from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.order import Order
 from zerofit.data.pack import SampleSet, TokenizedDataset
-from zerofit.data.pairs.columns import Columns, Pair, PairColumns, column_of, find_columns
-from zerofit.data.pairs.conversation_files import read_keyed_conversations
+from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns, read_keyed_conversations
 from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.token_tables import IDS, TableCache, fingerprint, one_process_at_a_time
+from zerofit.data.tables import IDS, TableCache, fingerprint, identity, one_process_at_a_time
 from zerofit.model.families import family_of
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.languages import check_marked, describe_languages, language_codes, set_languages
@@ -120,26 +119,25 @@ def _mixed(recipe: Seq2SeqRecipe, sources: dict[str, PairData]) -> PairData:
         trained = sum((part.trained_targets for part in parts), Counter())
         targets = [target for part in parts for target in part.targets]
         validation = HeldOutPairs(MixedSamples([part.samples for part in parts]), targets, trained)
-    mixed = mix({name: data.train for name, data in sources.items()}, recipe) if recipe.trains else None
-    return PairData(
-        mixed and mixed.samples,
-        validation,
-        first.tokenizer,
-        first.widths,
-        [*notes, *(mixed.notes if mixed else [])],
-        mixed and mixed.order,
-        mixed.samples_per_epoch if mixed else 0,
-        {name: part.samples for name, part in held_out.items()} if len(held_out) > 1 else {},
+    mixed = mix({name: data.train for name, data in sources.items()}, recipe)
+    return replace(
+        first,
+        train=mixed.samples,
+        validation=validation,
+        notes=notes + mixed.notes,
+        order=mixed.order,
+        samples_per_epoch=mixed.samples_per_epoch,
+        held_out={name: part.samples for name, part in held_out.items()} if len(held_out) > 1 else {},
     )
 
 
 def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]) -> PairData:
     source = read_source(options, reader=read_keyed_conversations)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_columns(PairColumns.of(recipe.columns_in(source.first.column_names)), source.first)
+    columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     train = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, train.table._fingerprint, pairs=True)
+    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, identity(train.table), pairs=True)
     form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
     form = replace(form, prefix=set_languages(tokenizer, recipe.source_lang, recipe.target_lang, form.prefix))
     check_languages(recipe, tokenizer, columns)
