@@ -1,10 +1,9 @@
 """One pass over the input of `zerofit prepare`: workers encode it, and the corpora are written in its order."""
 
 import json
-import pickle
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,21 +11,22 @@ import numpy as np
 from zerofit import __version__
 from zerofit.data.encodings import proposal
 from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
+from zerofit.data.options import DataOptions
+from zerofit.data.tables import TableCache
 from zerofit.model.pretrained_io import silence_libraries
-from zerofit.model.tokenizer import END_OF_TEXT, tokenizer_from_vocabulary_files
+from zerofit.model.tokenizer import tokenizer_from_vocabulary_files
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
+from zerofit.recipe.places import cache_root
 from zerofit.record.terminal import StatusLine, duration, size
 from zerofit.tools.prepare.corpus_writer import ENDINGS, PARTIAL, CorpusWriter, check_free
-from zerofit.tools.prepare.documents import InputFile, find_input, tasks_of
-from zerofit.tools.prepare.encode import InputPart, Setup, encoder_of
-from zerofit.tools.prepare.memo_rules import allows_memo, edge_case_texts
+from zerofit.tools.prepare.documents import InputFile, find_input, parts_of
+from zerofit.tools.prepare.encode import Encoder, Workers
 from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 from zerofit.tools.prepare.prepare_options import PrepareOptions
-from zerofit.tools.prepare.workers import WorkerPool
+from zerofit.tools.prepare.word_memo import allows_memo, edge_case_texts
 
-SHOWN_BAD = 5  # bad lines that are shown where bad lines are skipped
-WAYS = {"memo": "word memo", "whole": "whole documents", "slow": "a slow tokenizer"}
+SHOWN_BAD = 5  # bad records that are shown where bad ones are skipped
 
 
 def prepare(options: PrepareOptions) -> list[str]:
@@ -48,14 +48,11 @@ def prepare(options: PrepareOptions) -> list[str]:
         options.tokenizer = options.vocab_file  # its name in messages and in the corpus' card
     else:
         tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
-    return _write(options, prefixes, files, tokenizer, setup_of(tokenizer, options))
+    return _write(options, prefixes, files, tokenizer)
 
 
-# ----------------------------------------------------------------------------------------------------------- the setup
-
-
-def setup_of(tokenizer, options: PrepareOptions) -> Setup:
-    """The set-up of the workers, with the fastest way that gives the plain tokenizer's ids on edge-case texts.
+def encoder_of(tokenizer, options: PrepareOptions) -> Encoder:
+    """The encoder of the workers: the fastest way that gives the ids of the tokenizer on edge-case texts.
 
     Raises:
         UserError: --append_eod, and the tokenizer has no end-of-text token.
@@ -64,17 +61,23 @@ def setup_of(tokenizer, options: PrepareOptions) -> Setup:
     if options.append_eod and end is None:
         raise UserError(f"append_eod: {options.tokenizer!r} has no eos_token. Remove --append_eod, or set it there")
     dtype = np.dtype(megatron().indexed.DType.optimal_dtype(vocab_size(tokenizer))).name
-    common = {"keys": tuple(options.json_keys), "dtype": dtype, "end": end, "skip_bad": options.skip_bad_lines}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content, special = backend.to_str(), bool(getattr(tokenizer, "split_special_tokens", False))
-        parts = json.loads(content)
-        added = [token["content"] for token in parts["added_tokens"]]
-        for way in ["memo"] * (options.word_memo and allows_memo(parts)) + ["whole"]:
-            setup = Setup(way=way, tokenizer=content, special=special, **common)
-            if _is_exact(setup, tokenizer, edge_case_texts(added)):
-                return setup
-    return Setup(way="slow", tokenizer=pickle.dumps(tokenizer), special=False, **common)
+    special = bool(getattr(tokenizer, "split_special_tokens", False))
+    settings = (special, tuple(options.json_keys), dtype, end, options.skip_bad_lines)
+    plain, native = Encoder(tokenizer, *settings), getattr(tokenizer, "backend_tokenizer", None)
+    if native is None:
+        return plain
+    content = native.to_str()
+    native = type(native).from_str(content)
+    native.no_truncation()
+    native.no_padding()
+    texts = edge_case_texts(list(tokenizer.get_added_vocab()))
+    expected = plain.ids(texts)
+    for has_memo in [True, False] if options.word_memo and allows_memo(json.loads(content)) else [False]:
+        encoder = Encoder(native, *settings, has_memo)
+        with suppress(ValueError):
+            if encoder.ids(texts) == expected:
+                return replace(encoder)  # without what the memo has learnt
+    return plain
 
 
 def vocab_size(tokenizer) -> int:
@@ -82,42 +85,35 @@ def vocab_size(tokenizer) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def _is_exact(setup: Setup, tokenizer, texts: list[str]) -> bool:
-    expected = [list(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
-    try:
-        encoded = encoder_of(setup).encode(texts)
-    except ValueError:
-        return False
-    return all(np.array(ids, setup.dtype).tobytes() == row for ids, row in zip(expected, encoded))
-
-
-# ------------------------------------------------------------------------------------------------------------- the job
-
-
-def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile], tokenizer, setup: Setup) -> list[str]:
+def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile], tokenizer) -> list[str]:
     """One pass over the input, which writes all corpora. Returns lines for the terminal."""
+    encoder = encoder_of(tokenizer, options)
+    data = DataOptions({}, TableCache(cache_root(None)), encoding=options.encoding)
     total, num_bad, shown = sum(file.size for file in files), 0, list[str]()
     with ExitStack() as stack:
-        pool = stack.enter_context(WorkerPool(options.processes, setup))
-        writers = [stack.enter_context(CorpusWriter(prefix, setup.dtype)) for prefix in prefixes]
-        pool.start()
+        writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        workers = stack.enter_context(Workers(options.processes, encoder))
         line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
-        for task, read, answer in pool.work(_tasks(files, setup, options)):
-            if answer.num_bad and not options.skip_bad_lines:
-                guess = f" {proposal(task.data)}" if "not UTF-8" in answer.bad[0] else ""
-                raise UserError(f"{answer.bad[0]}.{guess} Correct it, or skip such lines with --skip_bad_lines")
-            num_bad += answer.num_bad
-            shown += answer.bad[: SHOWN_BAD - len(shown)]
-            for writer, piece in zip(writers, answer.pieces):
-                writer.add(piece.ids, piece.lengths, piece.largest)
+        before = {str(file.path): sum(other.size for other in files[:place]) for place, file in enumerate(files)}
+        parts = (part for file in files for part in parts_of(file, data, encoder.keys, options.document_separator))
+        for part, (columns, bad) in workers.encode(parts):
+            if bad and not options.skip_bad_lines:
+                is_encoded = "not UTF-8" in bad[0]
+                guess = f" {proposal(b''.join(record for _, record in part.records))}" if is_encoded else ""
+                raise UserError(f"{bad[0]}.{guess} Correct it, or skip such lines with --skip_bad_lines")
+            num_bad += len(bad)
+            shown += bad[: SHOWN_BAD - len(shown)]
+            for writer, documents in zip(writers, columns):
+                writer.add(documents)
             if line.is_due():
-                line.show(_progress(min(1.0, read / max(1, total)), time.perf_counter() - started, writers))
+                fraction = (before[part.file] + part.read) / total
+                line.show(_progress(fraction, time.perf_counter() - started, writers))
         seconds = time.perf_counter() - started
         tokens = sum(writer.tokens for writer in writers)
         if not tokens:
             raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
         for writer in writers:
-            writer.finish(_card(writer, options, files, tokenizer, setup))
+            writer.finish(_card(writer, options, files, tokenizer, encoder.end))
         for writer in writers:
             writer.publish()
     lines = [f"warning: skipped: {bad}" for bad in shown]
@@ -128,29 +124,20 @@ def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile],
         )
     lines.append(
         f"read {counted(len(files), 'file')} of {size(total)} in {duration(seconds)} ({seconds:.1f} s): "
-        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {counted(options.processes, 'worker')}, {WAYS[setup.way]}; "
+        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {counted(options.processes, 'worker')}; "
         f"{counted(num_bad, 'bad line')}"
     )
-    if setup.end is None and tokenizer.eos_token_id is not None:
+    if encoder.end is None and tokenizer.eos_token_id is not None:
         lines.append(f"hint: nothing marks where a document ends. --append_eod adds {tokenizer.eos_token}")
     return lines
 
 
-def _tasks(files: list[InputFile], setup: Setup, options: PrepareOptions) -> Iterator[tuple[InputPart, int]]:
-    """The parts of all files, each with the bytes of the input read so far."""
-    before = 0
-    for file in files:
-        for task, read in tasks_of(file, setup.keys, options.document_separator, END_OF_TEXT, options.encoding):
-            yield task, before + read
-        before += file.size
-
-
-def _card(writer: CorpusWriter, options: PrepareOptions, files: list[InputFile], tokenizer, setup: Setup) -> Card:
+def _card(writer: CorpusWriter, options: PrepareOptions, files: list[InputFile], tokenizer, end: int | None) -> Card:
     return Card(
         tokenizer=options.tokenizer,
         fingerprint=tokenizer_fingerprint(tokenizer),
         vocab_size=vocab_size(tokenizer),
-        eod=setup.end,
+        eod=end,
         documents=writer.documents,
         tokens=writer.tokens,
         largest_id=writer.largest,

@@ -1,292 +1,230 @@
-"""From texts to the bytes of their token ids: what a worker of `zerofit prepare` does. Imports neither torch nor
-transformers, so that a worker is small and there at once.
+"""Documents of the input as the bytes of their token ids: what the worker processes of `zerofit prepare` do.
 
-The native tokenizer spends most of its time on words that it has split a thousand times. The word memo keeps what
-became of each. It cuts a text before every space (U+0020) that stands after a character that is not white space, and
-looks up the segments; those that are new go through the tokenizer, all of a chunk in one call. The ids of a text are
-those of its segments in a row, exactly, where one of these holds and nothing else looks across a cut:
-
-* Byte-level BPE with GPT-2's regular expression, or those of GPT-4, Llama 3 and Qwen 2. Each of their alternatives
-  takes a space only as its first character or in a run of white space. So the word that ends before the cut cannot
-  reach over it, and the next one begins there. They look ahead only from within a run of white space, which is never
-  cut, and never look behind. BPE works within one word.
-* BPE on Metaspace (Llama 1 and 2), where a space becomes U+2581 and the whole text is one word. A merge across the cut
-  would give a token with U+2581 after another character. Where the vocabulary has none, no merge reaches across, and
-  those on the two sides do not depend on each other.
-
-The first segment is kept apart, as a tokenizer may treat the start of a text otherwise. Added tokens are found before
-all this; one that has no space after another character lies within a segment. NFC composes nothing with a space.
-Other normalizers, added tokens that take white space beside them or stand for single words, dropout, Unigram and
-WordPiece, and regular expressions that are not known have no memo: whole documents go through the tokenizer. Python's
-white space includes all that the tokenizers' regular expressions know: where it has more, there are only fewer cuts.
+A document is the text under a key of a record, or a piece of a plain text. Documents of records are taken as they are,
+as Megatron does; blank pieces of plain text are omitted. This module imports neither torch nor transformers, so that a
+worker is small and there at once.
 """
 
-import pickle
-import re
+import json
+import os
+import signal
+import threading
 from array import array
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby, islice
+from multiprocessing import active_children, get_context, parent_process
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
+from zerofit.recipe.errors import UserError
+from zerofit.tools.prepare.word_memo import Mismatch, WordMemo, marks_of, suits_memo
+
 CODES = {"uint16": "H", "int32": "i"}  # of array.array
-KEPT_SEGMENTS = 1 << 17  # of each of the two halves of the memo: about 25 MB
-LONGEST_KEPT = 64  # characters
-GROUP = 1 << 20  # characters that are cut at a time
-CHECK_EVERY = 500  # documents: one of so many is compared with the plain tokenizer
-LONGEST_CHECKED = 1 << 22  # characters; the plain tokenizer takes about a hundred bytes of memory for each
-TOGETHER = 64  # segments that are learnt at a time
-METASPACE, BYTE_LEVEL_SPACE = "\u2581", "\u0120"  # what a space is in a vocabulary
-SHIELD = "\ue5ce"  # private use; stands for a space where no cut is. A text that has it is encoded whole
-UNCUT = re.compile(r"\s +")
-CUT = re.compile(r"(?<=\S) ")
+TOGETHER = 256  # texts that are tokenised at a time: an Encoding takes many times the memory of its ids
+PARTS_AHEAD = 3  # for each worker: this bounds the memory
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+Encoded = tuple[list[list[bytes]], list[str]]  # ids of the documents of each key; what is wrong with each bad record
 
 
 @dataclass(frozen=True)
-class InputPart:
-    """A part of the input.
+class Part:
+    """Some records of a file, in order.
 
     Args:
-        file, line: where it begins, for messages; `line` counts from 1, of .parquet it is a row.
-        kind: json (an object a line), rows (a list of records), or, of plain text, how it is cut into
-            documents: line, paragraph, file or mark.
-        data: bytes; of rows, lists.
-        mark: between documents.
+        kind: json (objects as bytes), text (documents as bytes) or table (rows as dicts).
+        records: each with the number of its first line, or its row, in the file.
+        read: bytes of the file on disk that are read by then.
     """
 
     file: str
-    line: int
     kind: str
-    data: Any
-    mark: str = ""
+    records: list[tuple[int, Any]]
+    read: int
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a worker gets at the start.
+class Encoder:
+    """Makes token ids of the parts of the input; sent to each worker.
 
     Args:
-        way: memo, whole (the native tokenizer on whole documents) or slow (a tokenizer without a native one, pickled).
-        tokenizer: its JSON, or the pickled bytes.
+        tokenizer: a native one of the tokenizers library, or any other of transformers.
         special: whether special tokens within texts are split like others (split_special_tokens).
-        keys: of JSON objects, in the order of the corpora.
+        keys: of records, in the order of the corpora.
         dtype: uint16 or int32.
         end: the id after each document that has any; None: none.
-        skip_bad: bad lines are counted, and not the end of the work.
+        skip_bad: bad records are left out.
+        has_memo: whether words are looked up in a memo; see word_memo.py.
     """
 
-    way: str
-    tokenizer: str | bytes
+    tokenizer: Any
     special: bool
     keys: tuple[str, ...]
     dtype: str
     end: int | None
     skip_bad: bool
+    has_memo: bool = False
 
+    @cached_property
+    def memo(self) -> WordMemo:
+        """Made in each worker. Raises ValueError: the tokenizer adds something else to each text."""
+        before, after = marks_of(self.tokenizer)
+        return WordMemo(partial(self._plain, add_special_tokens=False), (self._bytes(before), self._bytes(after)))
 
-class Mismatch(Exception):
-    """The memo has given other ids than the tokenizer."""
+    def ids(self, texts: list[str]) -> list[bytes]:
+        """The token ids of each text, as bytes of `dtype`."""
+        if not isinstance(self.tokenizer, Tokenizer):
+            return [self._bytes(self.tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+        self.tokenizer.encode_special_tokens = self.special  # which pickling forgets
+        if not self.has_memo:
+            return self._plain(texts)
+        found: list[bytes] = []
+        for is_suited, group in groupby(texts, suits_memo):
+            ids_of = self.memo.ids if is_suited else self._plain
+            found += ids_of(list(group))
+        return found
 
-
-def open_native(tokenizer: str, special: bool):
-    """The native tokenizer from its JSON; it neither cuts off nor pads."""
-    native = Tokenizer.from_str(tokenizer)
-    native.no_truncation()
-    native.no_padding()
-    native.encode_special_tokens = special
-    return native
-
-
-def encoder_of(setup: Setup):
-    """The encoder that a set-up asks for."""
-    if setup.way == "slow":
-        return Slow(pickle.loads(setup.tokenizer), CODES[setup.dtype])
-    native = open_native(setup.tokenizer, setup.special)
-    return (Memo if setup.way == "memo" else Whole)(native, CODES[setup.dtype])
-
-
-class Slow:
-    """Any tokenizer of transformers, a document at a time."""
-
-    def __init__(self, tokenizer, code: str):
-        self.tokenizer, self.code = tokenizer, code
-
-    def encode(self, texts: list[str]) -> list[bytes]:
-        return [array(self.code, self.tokenizer(text, verbose=False)["input_ids"]).tobytes() for text in texts]
-
-
-class Whole:
-    """The native tokenizer on whole documents."""
-
-    def __init__(self, native, code: str):
-        self.native, self.code = native, code
-
-    def encode(self, texts: list[str]) -> list[bytes]:
-        rows = []
-        for start in range(0, len(texts), 64):  # an Encoding takes many times the memory of its ids
-            encoded = self.native.encode_batch_fast(texts[start : start + 64])
-            rows += [array(self.code, row.ids).tobytes() for row in encoded]
-        return rows
-
-
-class Memo:
-    """The native tokenizer behind the word memo; see above.
-
-    A key is a segment without its space, or, of the first segment of a text, with a space before it: so the two
-    kinds never meet. The memo has two halves: when the young one is full it becomes the old one, out of which what is
-    asked for again is taken over.
-    """
-
-    def __init__(self, native, code: str, kept: int = KEPT_SEGMENTS):
-        self.native, self.code, self.kept = native, code, kept
-        self.young: dict[str, bytes] = {}
-        self.old: dict[str, bytes] = {}
-        self.before, self.after = (self._bytes(ids) for ids in marks_of(native))
-        space = METASPACE if type(native.pre_tokenizer).__name__ == "Metaspace" else BYTE_LEVEL_SPACE
-        vocabulary = native.get_vocab(with_added_tokens=False)
-        self.begin_with_space = {number for token, number in vocabulary.items() if token.startswith(space)}
-        self.seen = 0
-
-    def encode(self, texts: list[str]) -> list[bytes]:
-        rows: list[bytes] = []
-        group: list[str] = []
-        size = 0
-        for text in texts:
-            if group and size + len(text) > GROUP:
-                rows += self._encode_group(group)
-                group, size = [], 0
-            group.append(text)
-            size += len(text)
-        rows += self._encode_group(group)
-        for text, row in zip(texts, rows):
-            due = self.seen % CHECK_EVERY == 0 and len(text) <= LONGEST_CHECKED
-            if due and self._bytes(self.native.encode(text).ids) != row:
-                raise Mismatch(text[:200])
-            self.seen += 1
-        return rows
-
-    def _encode_group(self, texts: list[str]) -> list[bytes]:
-        if len(texts) > 1 and any(map(_is_special, texts)):
-            return [row for text in texts for row in self._encode_group([text])]
-        if len(texts) == 1 and _is_special(texts[0]):
-            return [self._bytes(self.native.encode(texts[0]).ids)]
-        if len(texts) == 1 and len(texts[0]) > 2 * GROUP:
-            return [self._encode_long(texts[0])]
-        return [b"".join((self.before, row, self.after)) for row in self._join([_keys(text) for text in texts])]
-
-    def _encode_long(self, text: str) -> bytes:
-        """One very long document, a portion at a time."""
-        rows, start = [self.before], 0
-        while start < len(text):
-            cut = CUT.search(text, start + GROUP)
-            stop = cut.start() if cut else len(text)
-            keys = _keys(text[start:stop])
-            rows += self._join([keys[1:] if start else keys])  # but for the first, a portion begins with a space
-            start = stop
-        return b"".join((*rows, self.after))
-
-    def _join(self, rows: list[list[str]]) -> list[bytes]:
-        """The ids of rows of segments. Those that are unknown are looked for in all rows and encoded in one go."""
-        if len(self.young) > self.kept:
-            self.young, self.old = {}, self.young
-        known = self.young
-        ids_of = known.__getitem__
-        done: list[bytes] = [b""] * len(rows)
-        waiting, unknown = [], set()
-        for number, row in enumerate(rows):
-            try:
-                done[number] = b"".join(map(ids_of, row))
-            except KeyError:
-                waiting.append(number)
-                unknown |= set(row).difference(known)
-        passing = self._learn(unknown)
-        for number in waiting:
-            done[number] = b"".join(map(ids_of, rows[number]))
-        for key in passing:
-            del known[key]
-        return done
-
-    def _learn(self, keys: set[str]) -> list[str]:
-        """Take segments into the memo. Returns those that are too long to stay there."""
-        known, old, fresh = self.young, self.old, []
-        for key in keys:
-            ids = old.get(key)
-            if ids is None:
-                fresh.append(key)
-            else:
-                known[key] = ids
-        alone = []
-        for start in range(0, len(fresh), 4096):
-            alone += self._learn_together(fresh[start : start + 4096])
-        for start in range(0, len(alone), 4096):
-            some = alone[start : start + 4096]
-            encoded = self.native.encode_batch_fast([_text_of(key) for key in some], add_special_tokens=False)
-            for key, row in zip(some, encoded):
-                known[key] = self._bytes(row.ids)
-        return [key for key in fresh if len(key) > LONGEST_KEPT]
-
-    def _learn_together(self, keys: list[str]) -> list[str]:
-        """Learn segments TOGETHER at a time, as one text: to call the tokenizer for each takes longer than its work.
-
-        A token that begins with a space begins a segment, and no other does, where a segment has but its first space
-        and does not end with white space. Returns the keys that are not of that kind, or whose tokens do not add up.
-        """
-        alone, common = [], []
-        for key in keys:
-            is_common = key and key[0] != " " and SHIELD not in key and not key[-1].isspace()
-            (common if is_common else alone).append(key)
-        groups = [common[start : start + TOGETHER] for start in range(0, len(common), TOGETHER)]
-        encoded = self.native.encode_batch_fast([" " + " ".join(group) for group in groups], add_special_tokens=False)
-        for group, row in zip(groups, encoded):
-            ids = row.ids
-            begins = [place for place, number in enumerate(ids) if number in self.begin_with_space]
-            if len(begins) != len(group) or begins[0]:
-                alone += group
-                continue
-            begins.append(len(ids))
-            for key, begin, end in zip(group, begins, begins[1:]):
-                self.young[key] = self._bytes(ids[begin:end])
-        return alone
+    def _plain(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
+        found = []
+        for start in range(0, len(texts), TOGETHER):
+            some = texts[start : start + TOGETHER]
+            found += [
+                self._bytes(row.ids)
+                for row in self.tokenizer.encode_batch_fast(some, add_special_tokens=add_special_tokens)
+            ]
+        return found
 
     def _bytes(self, ids: list[int]) -> bytes:
-        return array(self.code, ids).tobytes()
+        return array(CODES[self.dtype], ids).tobytes()
+
+    def encode(self, part: Part) -> Encoded:
+        """Cut a part into documents and encode them. The first bad record ends it, unless they are skipped."""
+        columns: list[list[str]] = [[] for _ in self.keys]
+        bad: list[str] = []
+        for line, record in part.records:
+            try:
+                texts = _texts(part.kind, record, self.keys)
+            except UnicodeDecodeError as error:
+                line += record.count(b"\n", 0, error.start)
+                bad.append(f"{part.file}, line {line}: not UTF-8: byte 0x{record[error.start]:02x}")
+            except BadLine as error:
+                bad.append(f"{part.file}, {'row' if part.kind == 'table' else 'line'} {line}: {error}")
+            else:
+                for column, text in zip(columns, texts):
+                    column.append(text)
+            if bad and not self.skip_bad:
+                return [], bad
+        end = b"" if self.end is None else self._bytes([self.end])
+        return [[ids and ids + end for ids in self.ids(texts)] for texts in columns], bad
 
 
-def _is_special(text: str) -> bool:
-    """Whether a text has a character that the memo gives a meaning of its own."""
-    return SHIELD in text or METASPACE in text
+# ----------------------------------------------------------------------------------------------------------- documents
 
 
-def _keys(text: str) -> list[str]:
-    keys = UNCUT.sub(_shield, text).split(" ")
-    keys[0] = " " + keys[0]
-    return keys
+class BadLine(Exception):
+    """A record that has no text under each key; the message says why."""
 
 
-def _shield(match: re.Match) -> str:
-    spaces = match[0]
-    return spaces[0] + SHIELD * (len(spaces) - 1)
+def _texts(kind: str, record: Any, keys: tuple[str, ...]) -> list[str]:
+    """The text under each key of a record; none of a blank one. Raises BadLine or UnicodeDecodeError."""
+    if kind == "table":
+        return _checked(record, keys)
+    text = record.decode("utf-8")
+    if not text or text.isspace():
+        return []
+    if kind == "text":
+        return [text]
+    try:
+        texts = _checked(json.loads(text), keys)
+    except (ValueError, RecursionError) as error:
+        hint = ". One JSON object a line is read, or one list of objects" if text.strip() == "{" else ""
+        raise BadLine(f"not JSON: {error}{hint}") from None
+    if "\\u" in text:
+        for key, value in zip(keys, texts):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise BadLine(f"{key!r} has half of a surrogate pair, which is not a character") from None
+    return texts
 
 
-def _text_of(key: str) -> str:
-    """The text of a segment."""
-    return key[1:].replace(SHIELD, " ") if key.startswith(" ") else " " + key.replace(SHIELD, " ")
+def _checked(record: Any, keys: tuple[str, ...]) -> list[str]:
+    if not isinstance(record, dict):
+        raise BadLine(f'not a JSON object but a {type(record).__name__}: expected one like {{"{keys[0]}": "..."}}')
+    for key in keys:
+        if key not in record:
+            raise BadLine(f"no key {key!r}; it has {', '.join(list(record)[:8]) or 'none'}")
+        if not isinstance(record[key], str):
+            what = "null" if record[key] is None else f"a {type(record[key]).__name__}"
+            raise BadLine(f"{key!r} is {what}, not a text")
+    return [record[key] for key in keys]
 
 
-def marks_of(native) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and after every text.
+# ------------------------------------------------------------------------------------------------------- the processes
+
+
+class Workers:
+    """Worker processes that encode parts of the input, as a context; they are killed at its end.
 
     Raises:
-        ValueError: what it adds depends on the text.
+        UserError: a worker has died.
     """
-    marks = set()
-    for text in ("a", "word by word"):
-        whole, bare = native.encode(text).ids, native.encode(text, add_special_tokens=False).ids
-        places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
-        if len(places) != 1 or not bare:
-            raise ValueError("what it adds to a text is unclear")
-        marks.add((tuple(whole[: places[0]]), tuple(whole[places[0] + len(bare) :])))
-    if len(marks) != 1:
-        raise ValueError("what it adds to a text depends on it")
-    ((before, after),) = marks
-    return list(before), list(after)
+
+    def __init__(self, count: int, encoder: Encoder):
+        self.count = count
+        self.pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_begin, initargs=(encoder,))
+
+    def __enter__(self) -> "Workers":
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one handles it
+        with patch.dict(os.environ, ONE_THREAD):
+            ready = [self.pool.submit(int) for _ in range(self.count)]
+        signal.signal(signal.SIGINT, before)
+        for one in ready:
+            self._result(one)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in active_children():
+            worker.kill()
+        self.pool.shutdown(cancel_futures=True)
+
+    def encode(self, parts: Iterator[Part]) -> Iterator[tuple[Part, Encoded]]:
+        """(part, what `Encoder.encode` makes of it) in the order of the parts."""
+        waiting: deque[tuple[Part, Future]] = deque()
+        while True:
+            for part in islice(parts, PARTS_AHEAD * self.count - len(waiting)):
+                waiting.append((part, self.pool.submit(_encode, part)))
+            if not waiting:
+                return
+            part, future = waiting.popleft()
+            try:
+                yield part, self._result(future)
+            except Mismatch as error:
+                raise UserError(f"{part.file}: wrong ids for {str(error)!r}. Say --word_memo false") from None
+
+    def _result(self, future: Future) -> Any:
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            raise UserError("a worker was killed, perhaps for want of memory. Try fewer --workers") from None
+
+
+def _begin(encoder: Encoder) -> None:
+    """Begin the work of a process, which ends with its parent, also where that is killed."""
+    _encode.encoder = encoder
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _end_with_the_parent() -> None:
+    parent_process().join()
+    os._exit(1)
+
+
+def _encode(part: Part) -> Encoded:
+    return _encode.encoder.encode(part)
