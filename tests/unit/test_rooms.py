@@ -163,16 +163,3 @@ def test_a_script_that_starts_without_packages(script):
         [sys.executable, "-I", "-S", ROOT / script], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     assert "ModuleNotFoundError" not in done.stderr
-
-
-def test_no_recipe_passes_through_the_data_room():
-    """Its doors take one; what is below takes values, such as those of zerofit/data/options.py."""
-    named = {}
-    for name, file in modules().items():
-        for function in ast.walk(ast.parse(file.read_text())):
-            if isinstance(function, ast.FunctionDef) and name.startswith("zerofit.data"):
-                for argument in function.args.args:
-                    if argument.arg == "recipe":
-                        assert argument.annotation is not None, f"{name}.{function.name}: what recipe is it?"
-                        named.setdefault(name, []).append(function.name)
-    assert 3 <= len(named) <= 10, named
