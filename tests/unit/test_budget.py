@@ -25,7 +25,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1755,  # 1,300
     "zerofit/tools": 12910,  # 10,600
     "benchmarks": 1800,  # 1,800
-    "tests": 30900,  # 21,500
+    "tests": 30650,  # 21,500
 }
 
 

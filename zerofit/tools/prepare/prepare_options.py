@@ -15,7 +15,7 @@ class PrepareOptions(Recipe):
 
     input: list[str] | None = option(  # noqa: RUF009
         None,
-        "Files, folders and globs (** too): .jsonl, .json, .csv, .tsv, .xlsx, .parquet, .txt; also .gz, .bz2, .xz, .zst.",
+        "Files, folders, globs (** too): .jsonl, .json, .csv, .tsv, .xlsx, .parquet, .txt; also .gz, .bz2, .xz, .zst.",
     )
     output_prefix: str | None = option(None, "PREFIX_KEY_document.bin, .idx and .json are written, of each key.")
     tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
