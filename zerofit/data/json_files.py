@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json as json_reader
 from datasets import Dataset, DatasetInfo, Features, load_dataset_builder
 
 from zerofit.data.tables import identity, set_fingerprint, text_of
@@ -20,7 +19,6 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
 from zerofit.recipe.parsing import has_half_pair, parse_json
 
-JSON_BLOCK = 1 << 26  # bytes that pyarrow parses at a time: more than a line has
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HEAD = 4096  # bytes in which the first character of a file is
 FEW = 5  # records and columns: with fewer it is not clear which are which
@@ -227,11 +225,7 @@ def texts_as_written(table: Dataset, paths: list[Path]) -> Dataset:
     if not changed:
         return table
     arrow, features = table.data.table, table.features.copy()
-    dates = {name: kind for name, kind in changed.items() if _holds_dates(arrow.schema.field(name).type)}
-    found = _read_with_types(paths, dates) if dates else {}
-    others = {name: kind for name, kind in changed.items() if name not in found}
-    found |= _read_one_by_one(paths, others) if others else {}
-    for name, column in found.items():
+    for name, column in _read_again(paths, changed).items():
         if len(column) == len(table):
             arrow = arrow.set_column(arrow.schema.get_field_index(name), name, column)
             features[name] = Features.from_arrow_schema(pa.schema([(name, column.type)]))[name]
@@ -241,26 +235,7 @@ def texts_as_written(table: Dataset, paths: list[Path]) -> Dataset:
     return set_fingerprint(read_again, identity(table), "as written")
 
 
-def _holds_dates(kind: pa.DataType) -> bool:
-    """Whether dates are all that is to become text in a column of this type."""
-    return not pa.types.is_floating(kind) and "json" not in str(kind)
-
-
-def _read_with_types(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.ChunkedArray]:
-    """Columns of JSON lines, by pyarrow, which is fast; none where it cannot."""
-    how = json_reader.ParseOptions(explicit_schema=pa.schema(types.items()), unexpected_field_behavior="ignore")
-    blocks, tables = json_reader.ReadOptions(block_size=JSON_BLOCK), []
-    try:
-        for path in paths:
-            with open_bytes(path) as file:
-                tables.append(json_reader.read_json(file, read_options=blocks, parse_options=how))
-    except pa.ArrowException:
-        return {}
-    table = pa.concat_tables(tables)
-    return {name: table.column(name) for name in types}
-
-
-def _read_one_by_one(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+def _read_again(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
     """Columns of JSON files, without those of objects, and of numbers without integers."""
     columns: dict[str, list[Any]] = {name: [] for name in types}
     try:
