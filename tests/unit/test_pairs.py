@@ -12,10 +12,9 @@ from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_config
-from zerofit.strategy.degrees import take_degrees
 from zerofit.strategy.fsdp import HONOURED
 from zerofit.strategy.launch import Launch, check_launch, find_launch
-from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.layout import ParallelLayout, take_degrees
 from zerofit.strategy.read import read_strategy
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

@@ -17,8 +17,7 @@ from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
 from zerofit.model.tensor_parallel.shares import draw_share
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.degrees import check_degrees
-from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.layout import ParallelLayout, check_degrees
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
          "max_position_embeddings": 64}  # fmt: skip

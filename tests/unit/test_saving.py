@@ -18,8 +18,7 @@ from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.pieces import Piece, sampled_elements
-from zerofit.strategy.state import KINDS, ReplicatedState
+from zerofit.strategy.state import KINDS, Piece, ReplicatedState, sampled_elements
 
 
 class Alone:

@@ -19,9 +19,8 @@ from zerofit.model.parameters import count_parameters
 from zerofit.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
 from zerofit.model.tensor_parallel.shares import draw_share
 from zerofit.model.tensor_parallel.split import check_split, split_model
-from zerofit.strategy.degrees import take_degrees
-from zerofit.strategy.pieces import Piece
-from zerofit.strategy.state import KINDS
+from zerofit.strategy.layout import take_degrees
+from zerofit.strategy.state import KINDS, Piece
 
 RANKS = 2
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

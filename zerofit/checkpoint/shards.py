@@ -2,7 +2,7 @@
 
     state/progress.json            the fields of RunState (run_state.py); `run`: its options, strategy and processes;
                                    `data`: size, checksum and grouping of the training set; `steps` of the optimizer;
-                                   `loss_scale`; `weights`: sampled elements of each in the model (pieces.py)
+                                   `loss_scale`; `weights`: sampled elements of each in the model (state.py)
     state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
                                    on rank 0 also {what}/{parameter}, whole, of an optimizer other than AdamW
     state/rank_00000.json          which part of which parameter that is: a range of the flattened parameter, or of the
@@ -25,7 +25,7 @@ from zerofit.checkpoint.directory import PROGRESS, entry
 from zerofit.model.parameters import true_shape
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.recipe.files import atomic_file
-from zerofit.strategy.pieces import Piece, overlaps
+from zerofit.strategy.state import Piece, overlaps
 
 
 def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:

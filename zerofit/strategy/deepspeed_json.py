@@ -177,18 +177,15 @@ def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
     return notes
 
 
-def monitors_in_use(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{name: section} of DeepSpeed's own trackers that are on."""
-    sections = ((name, config.get(name)) for name in (*PROJECTS, "csv_monitor"))
-    return {name: each for name, each in sections if isinstance(each, dict) and each.get("enabled") in (True, "true")}
-
-
 def _trackers(config: dict[str, Any]) -> list[str]:
-    """Return a problem for each of DeepSpeed's own trackers, which would open a second run (monitor/monitor.py)."""
+    """Return a problem for each of DeepSpeed's own trackers that is on: it would open a second run, with few figures
+    and none of metrics.jsonl (deepspeed/monitor/monitor.py)."""
+    sections = {name: config[name] for name in (*HERE, "csv_monitor") if isinstance(config.get(name), dict)}
     return [
         f"{name} would open a second run, without the figures of metrics.jsonl. Remove it"
         + (f", and say --with_tracking --report_to {HERE[name]}" if name in HERE else "")
-        for name in monitors_in_use(config)
+        for name, section in sections.items()
+        if section.get("enabled") is True
     ]
 
 

@@ -15,8 +15,7 @@ import torch
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_without_links
-from zerofit.strategy.pieces import Piece
-from zerofit.strategy.state import Read, ShardedState
+from zerofit.strategy.state import Piece, Read, ShardedState
 
 PREFIX = "zerofit-"
 SAVED = "saved.bin"

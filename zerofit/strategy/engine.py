@@ -16,9 +16,8 @@ from zerofit.model.stages import whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.muon import Muon
-from zerofit.strategy.pieces import sampled_elements
 from zerofit.strategy.sequence import SplitRows
-from zerofit.strategy.state import OptimizerState
+from zerofit.strategy.state import OptimizerState, sampled_elements
 from zerofit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -192,7 +191,7 @@ class Engine:
         return dict(self.module.named_parameters())
 
     def weight_samples(self) -> dict[str, list[float]]:
-        """{name: the values of its sampled elements (pieces.py)} of this rank's trained weights, as the model computes
+        """{name: the values of its sampled elements (state.py)} of this rank's trained weights, as the model computes
         with them. Each is gathered for a moment."""
         trained = {name: each for name, each in self._named_parameters().items() if each.requires_grad}
         return {

@@ -9,17 +9,17 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_config, stated_precision
-from zerofit.strategy.degrees import (
-    OFFLOADED,
-    check_degrees,
-    idle_note,
-    take_degrees,
-)
 from zerofit.strategy.disk import keeps_optimizer_on_disk
 from zerofit.strategy.fsdp import ALONE, EXPERTS, IGNORED, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
-from zerofit.strategy.layout import ParallelLayout
+from zerofit.strategy.layout import (
+    OFFLOADED,
+    ParallelLayout,
+    check_degrees,
+    idle_note,
+    take_degrees,
+)
 from zerofit.strategy.named import take_named
 from zerofit.strategy.optimizers import check_muon, check_optimizer
 from zerofit.strategy.strategy import PrecisionSetting, Strategy

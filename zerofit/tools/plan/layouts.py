@@ -20,7 +20,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.recipe.places import place
-from zerofit.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
+from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.configuration import check_layout, check_task, check_teacher

@@ -12,7 +12,7 @@ from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.recipe.places import place
 from zerofit.strategy.deepspeed_json import KNOWN_KEYS, PROJECTS, REFUSED_KEYS
-from zerofit.strategy.degrees import PIPELINE, SEQUENCE, TENSOR, with_degrees
+from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.tools.convert.megatron_args.ledger import MACHINES, PROCESSES, Call, FlagLedger, FlagRow
 
 DEGREES = tuple(
