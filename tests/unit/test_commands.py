@@ -25,7 +25,6 @@ from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
 from zerofit.tools.show.show import read_options as read_show
 from zerofit.tools.submit import submit
-from zerofit.tools.submit.job import make_job
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.verify import VerifyOptions
 
@@ -109,7 +108,7 @@ def check_tool(words: list[str]) -> None:
         if words[2:]:  # else it is only named
             given = ["recipes/clm/llama2-7b-continual.yaml" if word == "RECIPE" else word for word in words[2:]]
             options, others = submit.read_options(words[1], given)
-            _, notes = make_job(options, others, ["zerofit"])
+            _, notes = submit.make_job(options, others)
             assert not notes
         return
     if words[0] == "show":

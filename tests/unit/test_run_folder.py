@@ -31,7 +31,7 @@ from zerofit.record.metrics import UpdateMetrics, fields_table, line_of_metrics
 from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
-from zerofit.tools.show.table import table_of_runs
+from zerofit.tools.show.show import table_of_runs
 from zerofit.tools.show.watched_run import WatchedRuns
 from zerofit.tools.submit.requeue import queue_again_refused
 from zerofit.tools.tool_recipe import join_with_recipe

@@ -17,7 +17,7 @@ from zerofit.recipe import UserError
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import columns_of
-from zerofit.tools.show.table import HEAD, short_duration, short_number, table_of_runs
+from zerofit.tools.show.show import table_of_runs
 from zerofit.tools.show.watched_run import WatchedRun, WatchedRuns
 
 LONG = "a-run-with-a-name-that-is-far-longer-than-any-column"
@@ -132,8 +132,6 @@ def test_what_is_said_of_a_run(tmp_path):
     assert (run.updates, run.last("loss"), run.held_out) == (12, 4 - 0.11, 2.5)
     other = watched(make_run(tmp_path / "other", max_train_steps=40, metric_for_best_model="f1"))
     assert (other.num_updates, other.held_out) == (40, None)
-    assert [short_duration(each) for each in (5, 754, 11100, 187200)] == ["5s", "12m", "3h05", "2d04"]
-    assert [short_number(each) for each in (999, 12345, 1.2e6)] == ["999", "12.3k", "1.2M"]
 
 
 @pytest.mark.parametrize("width", [80, 120, None])
@@ -142,18 +140,11 @@ def test_the_table_fits_the_terminal(tmp_path, width):
     for name in (LONG, "漢字の名前" * 6, "short"):
         folder = make_run(tmp_path / name, code=137 if name == LONG else None, max_train_steps=200000)
         folder.metrics.add(line(100000, seconds=3000.0, **huge))
-    runs = WatchedRuns([str(tmp_path)]).poll()
-    lines = table_of_runs(runs, width, time.time() + 300000).splitlines()
-    assert len(lines) == 4
-    assert lines[0].split() == ["eval_loss" if name == "held-out" else name for name in HEAD]
-    assert "silent 3d11" in lines[2] or "silent 3d11" in lines[3]
-    assert any(each.endswith("exit 137") for each in lines)
-    assert all("100000" in each and "99.999" in each and "1023.0G" in each for each in lines[1:])
-    if width:
-        assert max(map(columns_of, lines)) <= width
-        assert len({each.split()[0] for each in lines}) == 4
-    if width != 80:
-        assert "100000/200000" in lines[1]
+    text = table_of_runs(WatchedRuns([str(tmp_path)]).poll(), width, time.time() + 300000)
+    for shown in ("silent 83:", "exit 137", "100000/200000", "99.9990", "1,023.00 GiB", "zer...imizer"):
+        assert shown in text, text
+    assert max(map(columns_of, text.splitlines())) <= (width or 1000)
+    assert (len(text.splitlines()) == 4) == (width is None), "else the columns stand below each other"
 
 
 def test_twenty_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
@@ -187,10 +178,10 @@ def test_the_column_names_the_figure(tmp_path):
         folder = make_run(tmp_path / name, code=0, metric_for_best_model=metric)
         folder.metrics.add(line(11, eval_loss=2.5, eval_accuracy=0.75, eval_bleu=31.5))
     for names, head, cells in (
-        ("a", "eval_loss", ["2.500"]),
-        ("b", "eval_accuracy", ["0.750"]),
-        ("ab", "held-out", ["loss 2.500", "accuracy 0.750"]),
-        ("c", "eval_bleu", ["31.500"]),
+        ("a", "eval_loss", ["2.5000"]),
+        ("b", "eval_accuracy", ["0.7500"]),
+        ("ab", "held-out", ["loss 2.5000", "accuracy 0.7500"]),
+        ("c", "eval_bleu", ["31.5000"]),
     ):
         runs = {name: watched(RunFolder(tmp_path / name)) for name in names}
         first, *rows = table_of_runs(runs, None, 0.0).splitlines()

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, refusal
-from job_files import documents, head, problems, variables, words_of, words_of_script
+from job_files import documents, head, problems, variables, words_of
 
 from zerofit.launch import command as start
-from zerofit.tools.plan import plan
 from zerofit.tools.submit import submit
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
@@ -212,7 +211,10 @@ def test_mistakes():
         ),
         (("slurm", RECIPE, "--gpus_per_node", "2", "--learnin_rate", "1", "--run"), "--learnin_rate is not an option"),
         (("jobset", RECIPE, "--name", "My_Job"), "name = 'My_Job'"),
-        (("slurm", RECIPE, "--gpu", "h100-80gb"), "has no effect without --plan"),
+        (
+            ("slurm", RECIPE, "--plan", "--gpu", "h100-80gb"),
+            "--plan has no place in a job's file. Remove it; zerofit plan",
+        ),
     ):
         assert said in refusal(submit.main, [*words])
 
@@ -248,17 +250,3 @@ def test_it_is_handed_to_the_scheduler(tmp_path, monkeypatch, capfd):
         assert submit.main([kind, *words]) == 3
         assert f"told: {' '.join(expected[1:])}\n" in capfd.readouterr().out
         assert Path(expected[-1]).stat().st_size > 500
-
-
-def test_nodes_and_strategy_of_a_plan(written, monkeypatch):
-    """The smallest number of nodes, and the fastest strategy there."""
-    monkeypatch.setattr(plan, "usual_pairs", lambda num_gpus: ["ddp", "zero3"])
-    text, notes = written("slurm", "recipes/clm/llama2-7b-4x80gb.yaml", "--plan", "--gpu", "a100-40gb",
-                          "--architecture", "llama-2-7b", "--gpus_per_node", 2, "--nodes", 4)  # fmt: skip
-    nodes = int(head(text)[0]["nodes"])
-    assert nodes > 1, "on one node it does not fit"
-    assert problems("slurm", text, nodes) == []
-    words = words_of_script(text)
-    assert words[words.index("--strategy") + 1] == "zero3"
-    assert f"{2 * nodes} GPUs, zero3: " in notes
-    assert int(words[words.index("--per_device_train_batch_size") + 1]) >= 1

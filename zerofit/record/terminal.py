@@ -91,11 +91,13 @@ def fitted(pieces: list[str], width: int | None) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text (a path, say) without its middle, where it is longer than `width`: most of its end stays."""
-    if len(text) <= width:
-        return text
-    head = (width - 3) // 3
-    return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
+    """A text (a path, say) without its middle, where it takes more than `width` columns: most of its end stays."""
+    kept, shown = min(len(text), width), text
+    while columns_of(shown) > width and kept > 3:
+        head = (kept - 3) // 3
+        shown = f"{text[:head]}...{text[len(text) - (kept - 3 - head) :]}"
+        kept -= 1
+    return shown
 
 
 def wrapped(text: str, width: int | None, indent: int = 0) -> str:

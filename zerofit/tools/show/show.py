@@ -6,15 +6,19 @@ r"""`zerofit show`: runs side by side, in one table.
 It reads the folders of the runs, and writes nothing there.
 """
 
+import os
+import sys
+import time
 from dataclasses import dataclass
 
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe, take_words
-from zerofit.tools.show.table import show
-from zerofit.tools.show.watched_run import WatchedRuns
+from zerofit.record.terminal import decimals, duration, rounded, say, screen_width, shortened, size, table
+from zerofit.tools.show.watched_run import EXIT, RUNNING, SILENT, WatchedRun, WatchedRuns
 
-DEFAULT = ["outputs"]
+POLL_S = 2.0
+STRATEGY = 12  # columns of a strategy's name
 
 
 @dataclass
@@ -29,10 +33,64 @@ def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
     taken, rest = take_words(ShowOptions, argv)
     words = [word for words in taken for word in words] + [word for word in rest if word.startswith("-")]
     options = parse_recipe(ShowOptions, words, prog="zerofit show [FOLDER ...]", tool=True)
-    return options, [word for word in rest if not word.startswith("-")] or DEFAULT
+    return options, [word for word in rest if not word.startswith("-")] or ["outputs"]
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the table; with --watch at a terminal again and again, until every run has ended."""
     options, places = read_options(list(argv or []))
-    show(WatchedRuns(places), options.watch)
-    return 0
+    runs, height = WatchedRuns(places), 0
+    while True:
+        found = runs.poll()
+        width, now = screen_width(), time.time()
+        lines = table_of_runs(found, width, now).splitlines()
+        if width is None or not options.watch:
+            say(*lines)
+            return 0
+        room = os.get_terminal_size().lines - 2
+        if len(lines) > room > 1:
+            lines = [*lines[:room], f"and {len(lines) - room} more: a higher terminal shows them"]
+        sys.stdout.write(f"\x1b[{height}F\x1b[J" if height else "")
+        say(*lines)
+        height = len(lines)
+        if not any(run.state(now)[0] in (RUNNING, SILENT) for run in found.values()):
+            return 0
+        time.sleep(POLL_S)
+
+
+def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) -> str:
+    """A line for each run, below the names of the columns.
+
+    Args:
+        width: of the screen; None: any.
+        now: seconds since 1970.
+    """
+    metrics = {run.metric for run in runs.values()}  # that they are judged by
+    held_out = f"eval_{min(metrics)}" if len(metrics) == 1 else "held-out"
+    head = ("run", "state", "update", "loss", held_out, "tokens/s", "memory", "left", "strategy")
+    return table([head, *(_row(name, run, now, len(metrics) > 1) for name, run in runs.items())], width)
+
+
+def _row(name: str, run: WatchedRun, now: float, with_metric: bool) -> tuple[str, ...]:
+    """The cells of one run.
+
+    Args:
+        with_metric: the held-out figure has its name, as others have another.
+    """
+    state, figure = run.state(now)
+    state += f" {duration(figure)}" if state == SILENT else f" {figure}" if state == EXIT else ""
+    left = run.seconds_left() if state == RUNNING else None
+    figures = {decimals: run.last("loss"), rounded: run.median("tokens_per_s"), size: run.last("peak_memory_bytes")}
+    loss, speed, memory = ("-" if value is None else shown(value) for shown, value in figures.items())
+    held_out = "-" if run.held_out is None else decimals(run.held_out)
+    return (
+        name,
+        state,
+        f"{run.updates}/{run.num_updates}" if run.num_updates else str(run.updates),
+        loss,
+        f"{run.metric} {held_out}" if with_metric else held_out,
+        speed,
+        memory,
+        "-" if left is None else duration(left),
+        shortened(str(run.strategy.get("name", "-")), STRATEGY),
+    )

@@ -70,12 +70,8 @@ class WatchedRun:
     @property
     def num_updates(self) -> int | None:
         """The updates of the whole run; None: it cannot be told yet."""
-        total, epochs, epoch = (
-            self.recipe.get("max_train_steps"),
-            self.recipe.get("num_train_epochs"),
-            self.last("epoch"),
-        )
-        if total is None and epoch and isinstance(epochs, (int, float)):
+        total, epochs = self.recipe.get("max_train_steps"), self.recipe.get("num_train_epochs")
+        if total is None and (epoch := self.last("epoch")) and isinstance(epochs, (int, float)):
             total = round(epochs * self.updates / epoch)
         return total if is_count(total) else None
 

@@ -3,58 +3,65 @@
     zerofit submit slurm recipes/clm/llama2-7b-continual.yaml --strategy zero3 --nodes 2 --site site.sh > job.sh
     zerofit submit jobset recipes/clm/llama2-7b-continual.yaml --strategy zero3 --nodes 2 --claim data > job.yaml
 
-The file is complete, commented and yours to change. Nothing is started without --run.
+The file is a template of templates/, filled in: complete, commented and yours to change. Nothing is started without
+--run.
+
+slurm: one task on each node runs `zerofit launch`, which reads SLURM_NODEID and the like inside the step. The script
+itself runs on the first node, where they would have that node's values. `--signal=TERM@600` without `B:` signals the
+tasks of the step and not the script: the launchers pass it on to their ranks, which save, and the script waits for
+srun. `scancel` ends the script itself, and so the job is not queued again. Source: slurm.schedmd.com/sbatch.html.
+
+jobset: a JobSet (jobset.sigs.k8s.io, v1alpha2) has one indexed Job, whose pods are the machines. A pod's name in the
+network is NAME-node-0-INDEX.NAME; its index, which Kubernetes sets as JOB_COMPLETION_INDEX, is the machine's rank.
+trainjob: a TrainJob of the Kubeflow Trainer (v1alpha1) makes such a JobSet from a TrainingRuntime, and sets torchrun's
+variables PET_*. skypilot: a task for managed jobs (docs.skypilot.co, "SkyPilot YAML").
 """
 
+import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
+from zerofit.launch.command import LaunchOptions
+from zerofit.launch.command import read_options as read_launch
+from zerofit.launch.restart_rule import FINAL
+from zerofit.recipe.addresses import PACKAGES
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import parse_recipe, take_words
+from zerofit.recipe.parse import option_named, parse_recipe, take_words
+from zerofit.recipe.parsing import counted
+from zerofit.recipe.paths import name_of_recipe
+from zerofit.recipe.tasks import TASKS
+from zerofit.strategy.named import find_strategies
 from zerofit.tools.submit import requeue
-from zerofit.tools.submit.job import Job, make_job
-from zerofit.tools.submit.schedulers import jobset, skypilot_notes, skypilot_task, slurm_script, trainjob
-from zerofit.tools.submit.submit_options import KubernetesOptions, SkyPilotOptions, SlurmOptions, SubmitOptions
+from zerofit.tools.submit.submit_options import (
+    GRACE_S,
+    KubernetesOptions,
+    SkyPilotOptions,
+    SlurmOptions,
+    SubmitOptions,
+)
 
-
-@dataclass(frozen=True)
-class Scheduler:
-    """A scheduler: its options, what writes its file, and the command that takes it."""
-
-    options: type[SubmitOptions]
-    write: Callable[[Job, Any], str]
-    command: tuple[str, ...]
-    ending: str = ".yaml"
-    program: Callable[[], list[str]] = lambda: ["zerofit"]
-    notes: Callable[[Job], list[str]] = lambda job: []
-
-
-def _own_program() -> list[str]:
-    """This environment's `zerofit`, relative to the current folder, where a job of Slurm starts, if it lies below."""
-    program = Path(sys.executable).parent / "zerofit"
-    if not program.is_file():
-        return [sys.executable, "-m", "zerofit.cli"]
-    return [str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)]
-
-
-SCHEDULERS = {
-    "slurm": Scheduler(SlurmOptions, slurm_script, ("sbatch",), ".sh", _own_program),
-    "trainjob": Scheduler(KubernetesOptions, trainjob, ("kubectl", "apply", "-f")),
-    "jobset": Scheduler(KubernetesOptions, jobset, ("kubectl", "apply", "-f")),
-    "skypilot": Scheduler(
-        SkyPilotOptions,
-        skypilot_task,
-        ("sky", "jobs", "launch", "--yes"),
-        program=lambda: [".venv/bin/zerofit"],  # of `make setup`
-        notes=skypilot_notes,
-    ),
+SCHEDULERS = {  # {scheduler: (its options, its template, the command that takes the file)}
+    "slurm": (SlurmOptions, "slurm.sh", ["sbatch"]),
+    "trainjob": (KubernetesOptions, "kubernetes.yaml", ["kubectl", "apply", "-f"]),
+    "jobset": (KubernetesOptions, "kubernetes.yaml", ["kubectl", "apply", "-f"]),
+    "skypilot": (SkyPilotOptions, "skypilot.yaml", ["sky", "jobs", "launch", "--yes"]),
 }
+# torch's agent kills processes that have not ended so long after the first one has
+VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S - 30)}
+NOT_HERE = dict.fromkeys(  # {option: what to do}
+    ("num_machines", "machine_rank", "main_process_ip", "dry_run"), "the number of machines is --nodes"
+) | dict.fromkeys(("plan", "gpu", "architecture"), "zerofit plan names strategy, batch and number of GPUs")
+NAME_LENGTH = 40  # of 63 that DNS takes: Kubernetes appends its own
+OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID))\b")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print(_usage())
+        print("usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]\n")
+        print("\n".join(f"  {name:<10}{options.__doc__}" for name, (options, _, _) in SCHEDULERS.items()))
+        print("\n`zerofit submit SCHEDULER --help` lists its options. Others are those of the launch and the recipe.")
         if not argv:
             return EXIT_USER_ERROR
         raise SystemExit(0)
@@ -74,35 +83,35 @@ def main(argv: list[str] | None = None) -> int:
         return requeue.main(words)
     if kind not in SCHEDULERS:
         raise UserError(f"{kind!r}: there is no such scheduler. Use zerofit submit {', '.join(SCHEDULERS)}")
-    scheduler = SCHEDULERS[kind]
     options, words = read_options(kind, words)
-    if options.plan:
-        from zerofit.tools.submit.planned import planned_words  # it loads torch
-
-        nodes, words = planned_words(options, words)
-        options.adopt("nodes", nodes, "--plan")
-    job, notes = make_job(options, words, scheduler.program())
-    text = scheduler.write(job, options)
+    job, notes = make_job(options, words)
+    text = _fill(kind, options, **job)
     if options.run and notes:
         raise UserError(notes)
-    for note in [*notes, *scheduler.notes(job)]:
+    if kind == "skypilot":
+        notes += _lost_with_the_disk(options, words)
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if not options.output and not options.run:
         print(text, end="")
         return 0
-    file = Path(options.output or f"{job.name}{scheduler.ending}")
+    _, template, command = SCHEDULERS[kind]
+    file = Path(options.output or f"{job['name']}{Path(template).suffix}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"output = {str(file)!r}: {error.strerror}") from None
     print(f"written   {file}", file=sys.stderr, flush=True)
-    return _run([*scheduler.command, str(file)]) if options.run else 0
+    command = [*command, str(file)]
+    if options.run and not shutil.which(command[0]):
+        raise UserError(f"{command[0]} is not installed here. Where it is, type: {' '.join(command)}")
+    return subprocess.run(command).returncode if options.run else 0
 
 
 def read_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]:
     """(the options of a scheduler's file, the other words: the recipe, and the options of its launch)."""
-    cls = SCHEDULERS[kind].options
+    cls = SCHEDULERS[kind][0]
     taken, rest = take_words(cls, words)
     ours = [word for given in taken for word in given]
     if wants_help(words):
@@ -110,21 +119,115 @@ def read_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]
     return parse_recipe(cls, ours, prog=f"zerofit submit {kind} RECIPE", tool=True), rest
 
 
-def _run(command: list[str]) -> int:
-    if not shutil.which(command[0]):
-        raise UserError(f"{command[0]} is not installed here. Where it is, type: {' '.join(command)}")
-    return subprocess.run(command).returncode
+def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """({name, title, words} of a job, notes on what its launch will refuse).
+
+    Args:
+        words: the recipe with the options of `zerofit launch` and its own.
+
+    Raises:
+        UserError: there is no recipe; a number does not fit the machines; an option is the scheduler's.
+    """
+    for name in map(option_named, words):
+        if name in NOT_HERE:
+            raise UserError(f"--{name} has no place in a job's file. Remove it; {NOT_HERE[name]}")
+    if options.processes_per_node:
+        if any(option_named(given[0]) == "num_processes" for given in take_words(LaunchOptions, words)[0]):
+            raise UserError("--num_processes and --processes_per_node: keep one of the two")
+        words = [*words, "--num_processes", str(options.nodes * options.processes_per_node)]
+    launch, (script, *flags) = read_launch(words)
+    processes = launch.num_processes or options.nodes * max(1, options.gpus_per_node)
+    problems = []
+    if processes % options.nodes:
+        problems.append(f"num_processes = {processes} on {options.nodes} nodes: each has the same number")
+    if launch.strategy == "single" and processes > 1:
+        problems.append(f"strategy = single and {processes} processes: use ddp")
+    if problems:
+        raise UserError(problems)
+    if launch.strategy:
+        find_strategies([launch.strategy])
+    strategy, task, notes = launch.strategy or ("ddp" if processes > 1 else "single"), Path(script).stem, []
+    if task in TASKS:
+        from zerofit.tools.rank_environment import strategy_of_a_launch  # it loads torch
+
+        try:
+            recipe = parse_recipe(TASKS[task], flags)
+            strategy_of_a_launch(recipe, strategy, "--strategy", processes, processes // options.nodes)
+        except UserError as error:
+            notes = [f"the launch will refuse this: {problem}" for problem in error.problems]
+    config = flags[flags.index("--config") + 1] if "--config" in flags[:-1] else None
+    name = re.sub(r"[^a-z0-9]+", "-", name_of_recipe(config, task).lower())[:NAME_LENGTH].strip("-")
+    name = options.name or (name if name[:1].isalpha() else f"run-{name}")
+    pair = Path(launch.strategy).stem if launch.strategy else "the default strategy"
+    title = f"{name}: {pair} on {counted(options.nodes, 'node')}"
+    return {"name": name, "title": title, "words": words}, notes
 
 
-def _usage() -> str:
-    lines = [f"  {name:<10}{scheduler.options.__doc__}" for name, scheduler in SCHEDULERS.items()]
-    return "\n".join(
-        [
-            "usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]",
-            "",
-            *lines,
-            "",
-            "`zerofit submit SCHEDULER --help` lists its options. Others are those of",
-            "zerofit launch and of the recipe.",
-        ]
-    )
+def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) -> str:
+    """Fill in the scheduler's template."""
+    program = shlex.split(options.program) if options.program else _program(kind)
+    lines: list[list[str]] = []  # an option and its values on one line
+    for word in words:
+        if not lines or word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    machines = ["--num_machines", str(options.nodes)] if kind == "jobset" else []
+    if machines and options.nodes > 1:
+        machines += ["--main_process_ip", f"{values['name']}-node-0-0.{values['name']}"]
+    if kind == "slurm":
+        head, site = _read_site(Path(options.site)) if options.site else ([], [])
+        values |= {"head": head, "site": site}
+    protocols = {word.partition("://")[0].rpartition("=")[2] for word in words if "://" in word}
+    values |= {"packages": sorted({PACKAGES[protocol] for protocol in protocols & PACKAGES.keys()})}
+    places = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
+    places.filters["shell"] = shlex.join
+    places.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # YAML reads JSON's quotes
+    values |= {"kind": kind, "options": options, "program": program, "words": [*words, *machines]}
+    values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL, "resumed": EXIT_TO_BE_RESUMED}
+    template = places.get_template(f"{SCHEDULERS[kind][1]}.jinja")
+    return template.render(**values, grace_s=GRACE_S, variables=VARIABLES).strip() + "\n"
+
+
+def _program(kind: str) -> list[str]:
+    """What starts zerofit on the machines; for Slurm this environment's own, relative to the current folder, where a
+    job starts, if it lies below."""
+    if kind != "slurm":
+        return [".venv/bin/zerofit" if kind == "skypilot" else "zerofit"]  # SkyPilot: that of `make setup`
+    program = Path(sys.executable).parent / "zerofit"
+    if not program.is_file():
+        return [sys.executable, "-m", "zerofit.cli"]
+    return [str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)]
+
+
+def _read_site(file: Path) -> tuple[list[str], list[str]]:
+    """(a site's #SBATCH lines, its others without empty ones at both ends), as they are.
+
+    Raises:
+        UserError: the file cannot be read, or expands a variable of a task in the script.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"site = {str(file)!r}: this is no text in UTF-8") from None
+    except OSError as error:
+        raise UserError(f"site = {str(file)!r}: {error.strerror}") from None
+    head = [line for line in lines if line.startswith("#SBATCH")]
+    rest = [line for line in lines if not line.startswith(("#SBATCH", "#!"))]
+    found = [match[1] for line in lines if not line.lstrip().startswith("# ") for match in OF_A_TASK.finditer(line)]
+    if found:
+        raise UserError(
+            f"site = {str(file)!r} expands ${found[0]} in the batch script, which runs on the first node only. Remove "
+            "it: zerofit launch reads it on each node"
+        )
+    return head, "\n".join(rest).strip("\n").splitlines()
+
+
+def _lost_with_the_disk(options: SubmitOptions, words: list[str]) -> list[str]:
+    """What is wrong with where a task of SkyPilot's saves."""
+    given = {option_named(word) for word in words}
+    if "output_dir" in given or (options.nodes == 1 and "mirror" in given):
+        return []
+    remedy = "set --output_dir to a folder that all machines share and that stays (a volume)"
+    if options.nodes == 1:
+        remedy = "set --mirror s3://bucket/run, or --output_dir to a folder that stays (a volume)"
+    return [f"checkpoints are lost with a machine's disk: {remedy}"]

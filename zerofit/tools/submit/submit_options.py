@@ -14,22 +14,13 @@ GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
 class SubmitOptions(Recipe):
     """A job's file"""
 
-    nodes: int | None = option(
-        None, "Machines; 1 by default. With --plan: the most that it may use.", positive=True, common=True
-    )
+    nodes: int = option(1, "Machines.", positive=True, common=True)
     gpus_per_node: int = option(8, "GPUs of one machine; 0: none.", minimum=0, common=True)
     processes_per_node: int | None = option(
         None, "Processes of one machine; by default one for each GPU.", positive=True, common=True
     )
     name: str | None = option(None, "The job's name; by default the recipe's.", common=True)
     program: str | None = option(None, "How zerofit is started there, for example `.venv/bin/zerofit`.", common=True)
-    plan: bool = option(
-        False, "Take the number of nodes, the strategy and the batch from `zerofit plan`; it needs --gpu.", common=True
-    )
-    gpu: str | None = option(None, "The GPU, for --plan: h100-80gb, or another one that `zerofit plan` knows.")
-    architecture: str | None = option(
-        None, "The model's shape, for --plan, where the recipe's weights are not at hand: llama-2-7b."
-    )
     output: str | None = option(None, "Write to this file, not to standard output.", common=True)
     run: bool = option(False, "Hand the file, which is written, to the scheduler.", common=True)
 
@@ -37,15 +28,6 @@ class SubmitOptions(Recipe):
         found = super().problems()
         if self.name and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
             found.append(f"name = {self.name!r}: expected up to 40 letters a-z, digits and -, a letter first")
-        if self.plan and not self.gpu:
-            found.append("plan needs the GPU: set --gpu, e.g. --gpu h100-80gb")
-        for name in ("gpu", "architecture"):
-            if self.source(name) and not self.plan:
-                found.append(f"{name} = {getattr(self, name)} has no effect without --plan")
-        if self.plan and not self.gpus_per_node:
-            found.append("plan needs GPUs: set --gpus_per_node")
-        if self.plan and self.processes_per_node:
-            found.append("--plan and --processes_per_node: keep one of the two")
         return found
 
 
