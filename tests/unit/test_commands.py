@@ -15,9 +15,9 @@ from zerofit.recipe import parse_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.convert.convert_options import FromMetaOptions
+from zerofit.tools.convert.convert import FromMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
-from zerofit.tools.evaluate.evaluate_options import EvaluateOptions
+from zerofit.tools.evaluate.evaluate import EvaluateOptions
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates

@@ -14,8 +14,7 @@ from transformers import GPT2Config, LlamaConfig
 from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.schedule import make_schedule
-from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.ledger import call_of
+from zerofit.tools.convert.megatron_args.ledger import MegatronArgsOptions, call_of
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zerofit.recipe import UserError
-from zerofit.tools.merge_gguf import CONVERTERS, convert, find_converter
+from zerofit.tools.merge import CONVERTERS, find_converter, to_gguf
 
 STAND_IN = """import sys
 model, _, outfile, *rest = sys.argv[1:]
@@ -25,7 +25,7 @@ def converter(tmp_path, monkeypatch):
 
 def test_it_is_converted(converter, tmp_path):
     gguf = tmp_path / "model.gguf"
-    assert str(gguf) in convert(converter, Path("merged"), gguf)
+    assert str(gguf) in to_gguf(converter, Path("merged"), gguf)
     assert gguf.read_text() == "GGUF"
     with pytest.raises(UserError, match="exists, and is not replaced"):
         find_converter(gguf)
@@ -33,7 +33,7 @@ def test_it_is_converted(converter, tmp_path):
 
 def test_the_converters_own_words(converter, tmp_path):
     with pytest.raises(UserError, match="BrokenForCausalLM is not supported"):
-        convert(converter, tmp_path / "broken", tmp_path / "model.gguf")
+        to_gguf(converter, tmp_path / "broken", tmp_path / "model.gguf")
 
 
 def test_without_it_the_way_to_it_is_said(tmp_path, monkeypatch):

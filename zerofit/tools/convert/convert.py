@@ -9,19 +9,46 @@ configuration, and every weight is the same bit for bit. Memory: about one writt
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.model.pretrained_io import check_output, silence_libraries
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
+from zerofit.recipe.fields import option
+from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
-from zerofit.tools.convert.convert_options import FromMetaOptions, MegatronArgsOptions
+
+USAGE = """usage: zerofit convert meta-to-hf --input FOLDER --output FOLDER [--option value]
+       zerofit convert megatron-args [--option value] -- WORDS
+
+  meta-to-hf     Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads
+  megatron-args  A Megatron command line (pretrain_gpt.py, preprocess_data.py, ...) to a recipe and a strategy
+
+`zerofit convert meta-to-hf --help` lists the options."""
+
+
+@dataclass
+class FromMetaOptions(Recipe):
+    """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
+
+    input: str | None = option(None, "The folder of the checkpoint.")
+    output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    tokenizer: str | None = option(None, "tokenizer.model; by default the input's or the folder's above. none: no.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if not self.input:
+            problems.append("no input: set --input to the folder of the checkpoint")
+        if not self.output:
+            problems.append("no output: set --output to the folder that the checkpoint is to be written to")
+        return problems
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print(_usage())
+        print(USAGE)
         if not argv:
             return EXIT_USER_ERROR
         raise SystemExit(0)
@@ -37,19 +64,5 @@ def main(argv: list[str] | None = None) -> int:
     silence_libraries()
     from zerofit.tools.convert.meta.conversion import from_meta
 
-    say(*from_meta(options, output), f"converted model  {output}")
+    say(*from_meta(options.input, output, options.tokenizer), f"converted model  {output}")
     return 0
-
-
-def _usage() -> str:
-    return "\n".join(
-        [
-            "usage: zerofit convert meta-to-hf --input FOLDER --output FOLDER [--option value]",
-            "       zerofit convert megatron-args [--option value] -- WORDS",
-            "",
-            f"  meta-to-hf     {FromMetaOptions.__doc__}",
-            f"  megatron-args  {MegatronArgsOptions.__doc__}",
-            "",
-            "`zerofit convert meta-to-hf --help` lists the options.",
-        ]
-    )

@@ -14,13 +14,12 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say, screen_width, table
-from zerofit.tools.evaluate.evaluate_options import ENDINGS, EvaluateOptions
 from zerofit.tools.generate.generation_model import find_model, load
 
 RESULTS = "results.json"
 
 
-def evaluate(options: EvaluateOptions, folder: Path) -> int:
+def evaluate(options: Any, folder: Path) -> int:
     """Evaluate, show the table, and write results.json and samples.jsonl.
 
     Args:
@@ -60,7 +59,7 @@ def _tasks(names: list[str]) -> tuple[TaskManager, list[str]]:
     Raises:
         UserError: a name is unknown, or a file has no task.
     """
-    files = {name: Path(name).resolve() for name in names if name.endswith(ENDINGS)}
+    files = {name: Path(name).resolve() for name in names if Path(name).suffix in (".yaml", ".yml")}
     known = TaskManager(include_path=[str(folder) for folder in sorted({file.parent for file in files.values()})])
     of_files = {str(entry.yaml_path): name for name, entry in known.task_index.items() if entry.yaml_path}
     asked = [of_files.get(str(files.get(name)), name) for name in names]
@@ -93,7 +92,7 @@ def _own_figures(folder: Path) -> dict[str, float]:
     return {name: lines[-1][name] for name in names if isinstance(lines[-1][name], float)}
 
 
-def _write(folder: Path, options: EvaluateOptions, found: dict[str, Any]) -> None:
+def _write(folder: Path, options: Any, found: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     samples = found.pop("samples", {})
     items = ({"task": task, **line} for task, lines in samples.items() for line in lines)

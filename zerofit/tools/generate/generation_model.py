@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+)
 
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
@@ -14,8 +20,12 @@ from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
 
-NOT_WRITERS = tuple(
-    ("ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice ForMaskedLM").split()
+NOT_WRITERS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForMaskedLM",
 )
 NAMED_WITH = "--model BASE --adapter FOLDER"
 
@@ -96,9 +106,11 @@ def _read(source: ModelSource, **how):
 
 def _auto_class(config, name: str):
     """The transformers class for a model that writes. Raises UserError if this one does not."""
-    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto_class, writers = AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        auto_class, writers = AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
-    unknown = type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map")
+    unknown = type(config) not in writers and not hasattr(config, "auto_map")
     if non_writers or unknown:
         kind = non_writers[0] if non_writers else config.model_type
         raise UserError(f"model = {name!r} is a {kind}, which writes no text. Name one for CAUSAL_LM or SEQ_2_SEQ_LM")

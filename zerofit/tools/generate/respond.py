@@ -17,14 +17,19 @@ from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import has_half_pair, parse_json
 from zerofit.record.terminal import say_aside
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.generate.generation_model import ModelSource, find_model, load
+from zerofit.tools.generate.generation_model import find_model, load
 from zerofit.tools.generate.text_writer import Writer, complete
 
 
 def respond(options: GenerateOptions) -> int:
     """Answer. Returns the exit code."""
     silence_libraries()
-    source, renderer, prompts = find(options)  # every mistake that does not need the weights, which take long
+    prompts = read_prompts(options)  # every mistake that does not need the weights, which take long
+    if options.chat_template:
+        named_template(options.chat_template)
+    source = find_model(options)
+    how = (options.chat_template, options.raw, options.system_prompt)
+    renderer = Renderer(source.tokenizer, source.config, *how, (options.source_lang, options.target_lang))
     if options.chat or any(prompt.messages for prompt in prompts):
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
@@ -33,7 +38,6 @@ def respond(options: GenerateOptions) -> int:
         chats = [Conversation(prompt.messages, prompt.given) for prompt in prompts]
         for note in unread_note([], (key for chat in chats for key in unread_keys(source.tokenizer, chat))):
             say_aside(f"note: {note.removeprefix('note').strip()}")
-    check_output(options.output)
     output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
     writer.answers = renderer.has_encoder or renderer.uses_template
@@ -44,29 +48,17 @@ def respond(options: GenerateOptions) -> int:
     return 0
 
 
-def find(options: GenerateOptions) -> tuple[ModelSource, Renderer, list[Prompt]]:
-    """The model without its weights, what renders prompts for it, and the prompts."""
-    prompts = read_prompts(options)
-    if options.chat_template:
-        named_template(options.chat_template)
-    source = find_model(options)
-    languages = (options.source_lang, options.target_lang)
-    how = (options.chat_template, options.raw, options.system_prompt)
-    renderer = Renderer(source.tokenizer, source.config, *how, languages)
-    return source, renderer, prompts
-
-
-def check_output(name: str | None) -> None:
-    """Raises UserError unless it is the name of a .jsonl file."""
-    if name is not None and Path(name).suffix != ".jsonl":
-        raise UserError(f"output = {name!r}: expected the name of a .jsonl file")
-
-
 def _open(name: str | None):
-    """The file for generated texts, opened before the model is loaded; None if there is none."""
+    """The .jsonl file for generated texts, opened before the model is loaded; None if there is none.
+
+    Raises:
+        UserError: it has another ending, or cannot be written.
+    """
     if name is None:
         return None
     path = Path(name).expanduser()
+    if path.suffix != ".jsonl":
+        raise UserError(f"output = {name!r}: expected the name of a .jsonl file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("w", encoding="utf-8")
@@ -127,22 +119,15 @@ def _prompt_of(line: str, where: str) -> Prompt:
 
 def lines_of_stdin() -> Iterator[str]:
     """The lines that are typed, or come through a pipe."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        with suppress(ImportError):  # not on every system
-            import readline  # noqa: F401  from now on input() has line editing and a history
-        say_aside("an empty line ends, /reset forgets what was said")
-    while True:
-        if interactive:
-            try:
-                line = input("> ")
-            except EOFError:
-                return
-        else:
-            line = sys.stdin.readline()
-            if not line:
-                return
-        yield line.strip()
+    if not sys.stdin.isatty():
+        yield from map(str.strip, sys.stdin)
+        return
+    with suppress(ImportError):  # not on every system
+        import readline  # noqa: F401  from now on input() has line editing and a history
+    say_aside("an empty line ends, /reset forgets what was said")
+    with suppress(EOFError):
+        while True:
+            yield input("> ").strip()
 
 
 def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:

@@ -4,7 +4,9 @@ unknown. No flag is dropped silently."""
 import re
 from dataclasses import dataclass, field
 
+from zerofit.recipe.fields import option
 from zerofit.recipe.megatron_flags import TYPED, flag_status
+from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import is_flag
 
 WIDTH = 46  # of the column of flags
@@ -15,6 +17,17 @@ PROGRAM = re.compile(
 )
 PROCESSES = ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node")
 MACHINES = ("nnodes", "num_nodes", "nodes")
+
+
+@dataclass
+class MegatronArgsOptions(Recipe):
+    """A Megatron command line (pretrain_gpt.py, preprocess_data.py, merge_datasets.py) to a recipe and a strategy"""
+
+    output: str | None = option(None, "The folder to write; by default outputs/megatron-converted.")
+    overwrite: bool = option(False, "Replace files of an earlier conversion.")
+    tokenizer_name: str | None = option(None, "The tokenizer's folder or hub name, instead of Megatron's files.")
+    model_name_or_path: str | None = option(None, "Weights to begin with, instead of Megatron's --load.")
+    num_processes: int | None = option(None, "Processes; by default as many as the launcher starts.", positive=True)
 
 
 @dataclass

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from zerofit.recipe.megatron_flags import SELECTIVE, TYPED, shapes_the_model
 from zerofit.recipe.parsing import counted
-from zerofit.tools.convert.convert_options import MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.ledger import SEARCH, Call, FlagLedger
+from zerofit.tools.convert.megatron_args.ledger import SEARCH, Call, FlagLedger, MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.pair import read_layout
 from zerofit.tools.convert.megatron_args.script_schedule import (
     ConvertedScript,

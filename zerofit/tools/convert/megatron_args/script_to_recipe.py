@@ -21,9 +21,16 @@ from zerofit.recipe.errors import UserError, printable
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import ClmRecipe
-from zerofit.tools.convert.convert_options import MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.corpora import convert_preparation
-from zerofit.tools.convert.megatron_args.ledger import PREPARATION, SEARCH, Call, FlagLedger, call_of, table
+from zerofit.tools.convert.megatron_args.ledger import (
+    PREPARATION,
+    SEARCH,
+    Call,
+    FlagLedger,
+    MegatronArgsOptions,
+    call_of,
+    table,
+)
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.script_schedule import ConvertedScript

@@ -16,7 +16,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from zerofit.model.pretrained_io import atomic_folder
 from zerofit.recipe.parsing import counted
-from zerofit.tools.convert.convert_options import FromMetaOptions
 from zerofit.tools.convert.meta.folder import DEFAULT_THETA, MetaFolder
 from zerofit.tools.convert.meta.layout import is_converted, to_hf
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
@@ -28,17 +27,20 @@ SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 POSITIONS = {"1": 2048, "2": 4096, "3": 8192, "3.1": 131072, "code": 16384}
 
 
-def from_meta(options: FromMetaOptions, output: Path) -> list[str]:
+def from_meta(folder: str, output: Path, tokenizer_file: str | None) -> list[str]:
     """Write a checkpoint of Meta's as a transformers folder. Returns lines for the terminal.
+
+    Args:
+        tokenizer_file: None: in the folder, or in that above it; "none": there is none.
 
     Raises:
         UserError: the checkpoint is incomplete, or not a Llama's; see zerofit/tools/convert/meta/folder.py.
         RuntimeError: the written weights differ from the input. Then no file is left.
     """
-    source = Path(options.input).expanduser()
+    source = Path(folder).expanduser()
     meta = MetaFolder(source)
     version, factor = version_of(meta.params), scaling_factor(meta)
-    tokenizer = convert_tokenizer(find_tokenizer(source, options.tokenizer), meta.sizes.vocab, version)
+    tokenizer = convert_tokenizer(find_tokenizer(source, tokenizer_file), meta.sizes.vocab, version)
     config = config_of(meta, tokenizer.ends, factor)
     notes = [*_describe(meta, config, factor), *tokenizer.notes]
     with atomic_folder(output) as partial:
