@@ -36,7 +36,7 @@ def test_packed_documents_take_a_flash_kernel(precision):
         assert (ours - expected).float().norm() < 0.05 * expected.float().norm()
 
 
-@pytest.mark.parametrize("option", ["--load_in_4bit", "--load_in_8bit"])
+@pytest.mark.parametrize("option", ["--load_in_4bit"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero2"])
 def test_an_adapter_trains_on_a_quantised_model(tmp_path, cache, strategy, option):
     pytest.importorskip("bitsandbytes")

@@ -55,7 +55,7 @@ def prefixes(tmp_path_factory) -> list[str]:
 
 def indices(recipe) -> tuple[tuple[str, ...], Path]:
     """The options that restart, and the folder of indices."""
-    root = Path(recipe.data_cache_path) if recipe.data_cache_path else cache_root(recipe.cache_dir) / INDICES
+    root = cache_root(recipe.cache_dir) / INDICES
     return tuple(name for name in FLAGS if getattr(recipe, name)), root
 
 
@@ -107,7 +107,7 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
     chosen = prefixes[: len(weights)]
     words = [str(word) for pair in zip(weights, chosen) for word in pair if word is not None]
     given = [text for name in flags for text in (f"--{name}",)]
-    recipe = recipe_of("--data_path", *words, "--split", split, "--data_cache_path", str(tmp_path / "cache"), *given)
+    recipe = recipe_of("--data_path", *words, "--split", split, "--cache_dir", str(tmp_path / "cache"), *given)
     corpora = [open_corpus("data_path", prefix) for prefix in chosen]
     blend = Blend(corpora, None if weights[0] is None else weights, recipe.split, size, seed=5)
     blend.check()
@@ -133,7 +133,7 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
     """Without weights: each held-out sample once, also where the run passes over the training part several times."""
     corpora = [open_corpus("data_path", prefix) for prefix in prefixes]
     blend = Blend(corpora, None, "80,20", 16, seed=1)
-    recipe = recipe_of("--data_path", *prefixes, "--split", "80,20", "--data_cache_path", str(tmp_path))
+    recipe = recipe_of("--data_path", *prefixes, "--split", "80,20", "--cache_dir", str(tmp_path))
     most = blend.max_samples_without_repeats(1)
     assert most == blend.samples_per_epoch(1) == sum(blend.samples(corpus, 1) for corpus in corpora)
     seen = []
@@ -150,7 +150,7 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
 @pytest.mark.parametrize("weights", [[0.2, 0.5, 0.3], [0.9, 0.05, 0.05], [1, 100, 1]])
 def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights):
     blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], weights, "80,20", 16, seed=1)
-    recipe = recipe_of("--data_path", *prefixes, "--data_cache_path", str(tmp_path))
+    recipe = recipe_of("--data_path", *prefixes, "--cache_dir", str(tmp_path))
     most = blend.max_samples_without_repeats(1)
     _, held_out = build(blend, 50, most, VOCABULARY, EOD, *indices(recipe))
     rows = [tuple(held_out[index]["input_ids"].tolist()) for index in range(most)]
@@ -162,7 +162,7 @@ def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights
 def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, flags):
     """The oracle is megatron-core's own mask and positions, given to the model in full."""
     given = [f"--{name}" for name in flags]
-    recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--data_cache_path", str(tmp_path), *given)
+    recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--cache_dir", str(tmp_path), *given)
     blend = Blend([open_corpus("data_path", prefixes[0])], None, "1", 48, seed=2)
     train, _ = build(blend, 12, 0, VOCABULARY, EOD, *indices(recipe))
     theirs = megatrons(prefixes[:1], "1", 48, 12, 0, 2, {name: name in flags for name in FLAGS})[0]
@@ -212,7 +212,7 @@ def prepared(tokenised, cache: Path, *flags: str):
     folder, prefix, _ = tokenised
     given = [] if "--data_path" in flags else ["--data_path", prefix]
     recipe = parse_recipe(ClmRecipe, [
-        "--config_name", "gpt2", "--tokenizer_name", str(folder), "--block_size", "64", "--data_cache_path",
+        "--config_name", "gpt2", "--tokenizer_name", str(folder), "--block_size", "64", "--cache_dir",
         str(cache), "--split", "90,10,0", *given, *flags,
     ])  # fmt: skip
     config = load_configuration(recipe)

@@ -31,7 +31,7 @@ def test_what_is_printed(capsys):
     'x", trust_remote_code=True) #',
 ])  # fmt: skip
 def test_a_name_stays_a_name_in_a_model_card(name):
-    recipe = ClmRecipe(model_name_or_path=name, train_file=[f"{name}.txt"], run_name=name)
+    recipe = ClmRecipe(model_name_or_path=name, train_file=[f"{name}.txt"], report_name=name)
     recipe.remember_sources({option: f"--{option}" for option in ("model_name_or_path", "train_file")})
     environment = {"packages": {"torch": "2.0"}, "zerofit_commit": None}
     for is_adapter in (False, True):

@@ -126,7 +126,6 @@ SAVES = (
     {"save_steps": 3},
     {"save_steps": 3, "save_total_limit": 1},
     {"save_strategy": "epoch", "save_total_limit": 2},
-    {"save_steps": 2, "save_only_model": True, "save_total_limit": 2},
     {"save_steps": 4, "save_best": False, "load_best_model_at_end": False},
 )
 
@@ -164,7 +163,7 @@ def falling(update: int) -> dict[str, float]:
 
 def test_a_best_model_without_a_state_keeps_no_run_from_starting_over(tmp_path):
     held_out = {update: falling(update) for update in range(UPDATES + 1)}
-    for number, options in enumerate(({}, {"save_steps": 2, "save_only_model": True}, {"save_minutes": 0.0})):
+    for number, options in enumerate(({}, {"save_minutes": 0.0})):
         run = Launches(tmp_path / f"{number}", held_out, eval_steps=3, save_async=False, save_best=True, **options)
         run.launch(killed_after=7)
         left = {folder.name for folder in (run.folder.path / "checkpoints").glob("update_*")}

@@ -279,7 +279,6 @@ def test_modules_that_are_not_there(bases, family, flags, words):
     ("flags", "words"),
     [
         (["--lora_r", "4", "--use_dora"], ["lora_r, use_dora (--lora_r): no effect without --lora"]),
-        (["--lora", "--load_in_4bit", "--load_in_8bit"], ["keep one of the two"]),
         (["--save_strategy", "steps"], ["save_steps"]),
         (["--save_total_limit", "4"], ["no effect without save_strategy"]),
     ],

@@ -152,7 +152,7 @@ def test_nothing_in_force_is_proposed():
     ],
 )
 def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pairs):
-    recipe = ClmRecipe(lora=quantised, load_in_8bit=quantised, gradient_checkpointing=True)
+    recipe = ClmRecipe(lora=quantised, load_in_4bit=quantised, gradient_checkpointing=True)
     found = options(shortage(strategy_of(**strategy), recipe, phase="update", activations=0))
     named = re.findall(r"--config_file (\S+)", " ".join(found))
     assert sorted(named) == [f"accelerate_configs/{name}.yaml" for name in pairs]

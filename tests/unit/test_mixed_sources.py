@@ -11,7 +11,7 @@ from transformers import T5Config
 
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import class_weights
-from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, name_of_source, samples_of_a_pass, shares
+from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, name_of_source, samples_of_a_pass
 from zerofit.data.order import MicroBatches
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.model.configuration import load_configuration
@@ -62,12 +62,8 @@ def test_the_processes_of_an_update_have_the_same_samples_together(world, micro,
     assert updates == [sorted(update) for update in expected.tolist()]
 
 
-def test_temperature_and_the_end_of_an_epoch():
-    assert shares([3.0, 1.0], [10, 10], 1.0) == pytest.approx([0.75, 0.25])
-    assert shares([None, None], [900, 100], 1.0) == pytest.approx([0.9, 0.1])
-    assert shares([None, None], [900, 100], 2.0) == pytest.approx([0.75, 0.25])
-    assert samples_of_a_pass([0.5, 0.5], [100, 300], "first_exhausted") == 200
-    assert samples_of_a_pass([0.5, 0.5], [100, 300], "all_exhausted") == 600
+def test_an_epoch_ends_with_the_first_source():
+    assert samples_of_a_pass([0.5, 0.5], [100, 300]) == 200
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -84,7 +80,6 @@ def test_sources_as_they_are_written(words, expected):
     (["--train_file", "0.5", "0.5", "b.txt"], "a weight has no file"),
     (["--train_file", "0", "a.txt", "1", "b.txt"], "weight 0"),
     (["--train_file", "1", "a.txt"], "one source"),
-    (["--train_file", "a.txt", "--stop_source", "all_exhausted"], "stop_source"),
 ])  # fmt: skip
 def test_mistakes_are_named(flags, named):
     assert named in refusal(parse_recipe, ClmRecipe, flags)
@@ -92,7 +87,7 @@ def test_mistakes_are_named(flags, named):
 
 @pytest.mark.parametrize("flags", [["--predict_file", "p.txt"], ["--evaluate_only", "--validation_file", "v.txt"]])
 def test_a_launch_without_training_takes_the_options_of_a_mixture(flags):
-    mixture = "--train_file 1 a.txt 2 b.txt --stop_source all_exhausted --mixture_temperature 2".split()
+    mixture = ["--train_file", "1", "a.txt", "2", "b.txt"]
     recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", "gpt2", *mixture, *flags])
     assert not recipe.mixture
 

@@ -63,7 +63,7 @@ def test_further_options(written, kind, tmp_path):
         "skypilot": ("--accelerator", "A100-80GB", "--spot", "--mounts", "/data=s3://b/data,/runs=s3://b/runs"),
     }.get(kind, ("--image", "registry/z:1", "--claim", "lustre", "--folder", "/data", "--restarts", 0))
     odd = (
-        "--global_batch_size", "32", "--learning_rate", "1e-4", "--seed", "7", "--run_name", 'it\'s a # "test"',
+        "--global_batch_size", "32", "--learning_rate", "1e-4", "--seed", "7", "--report_name", 'it\'s a # "test"',
         "--weight_decay", ".1",
     )  # fmt: skip
     text, notes = written(

@@ -29,7 +29,7 @@ from zerofit.recipe import ClmRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.trackers import start_trackers
 tracker, path, updates, ids = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-folder, recipe = RunFolder(path), ClmRecipe(with_tracking=True, report_to=tracker, run_name="first")
+folder, recipe = RunFolder(path), ClmRecipe(with_tracking=True, report_to=tracker)
 state = SimpleNamespace(updates=updates, tracker_ids=ids)
 accelerator = Accelerator(cpu=True, log_with=[tracker], project_dir=path)
 notes = start_trackers(accelerator, [tracker], recipe, folder, "clm", state)

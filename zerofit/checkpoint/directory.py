@@ -37,11 +37,10 @@ class CheckpointDirectory:
     Args:
         path: the folder checkpoints/.
         limit: of those that were asked for, keep the last so many; None: all.
-        every: beside these, keep each whose update is a multiple of this.
     """
 
-    def __init__(self, path: Path, limit: int | None = None, every: int | None = None):
-        self.path, self.limit, self.every = path, limit, every
+    def __init__(self, path: Path, limit: int | None = None):
+        self.path, self.limit = path, limit
         self._read: list[str] = []  # names of checkpoints that stay while other threads read them
         self._is_withheld, self._lock = False, threading.Lock()  # from being dropped
         self._newest = 0  # the update of the checkpoint that was written last
@@ -181,8 +180,7 @@ class CheckpointDirectory:
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
         kept, self._is_withheld = {folder.name for folder in keep}, False
         for folder in folders:
-            milestone = self.every and _update(folder) % self.every == 0
-            if folder.name in kept or milestone:
+            if folder.name in kept:
                 continue
             if folder.name in self._read:
                 self._is_withheld = True

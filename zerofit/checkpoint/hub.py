@@ -10,11 +10,9 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 
-from zerofit.checkpoint.directory import CheckpointDirectory
 from zerofit.checkpoint.mirror_store import reason
 from zerofit.model.configuration import work_offline_without_network
 from zerofit.recipe.errors import UserError
-from zerofit.record.written_files import MODEL
 
 FINISH_S = 4 * 3600.0  # at the end of a run: 100 GB at 60 Mbit/s
 
@@ -51,19 +49,6 @@ class HubRepository:
                 "or train without it, and push the run's model/ later with `hf upload`"
             ) from None
         return cls(name, api)
-
-    def follow(self, directory: CheckpointDirectory) -> None:
-        """Push the model of each checkpoint, but of those that are made while an earlier one is pushed."""
-
-        def push(folder: Path) -> None:
-            with directory.reading(folder):
-                self._push(folder / MODEL, folder.name)
-
-        def start(folder: Path) -> None:
-            if self._is_idle() and (folder / MODEL).is_dir():
-                self._start(push, folder)
-
-        directory.finished.append(start)
 
     def messages(self) -> list[str]:
         """What is to be said since the last call."""

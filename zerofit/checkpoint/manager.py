@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerofit.checkpoint.directory import ASKED, BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.exporter import ModelExporter
 from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror
@@ -58,15 +58,13 @@ class CheckpointManager:
         self.folder, self.recipe, self.state = folder, recipe, state
         self.resumed_at = 0  # updates that were made before this launch
         self.resumed_from: Path | None = None  # the folder of the run that it resumes
-        self.directory = CheckpointDirectory(
-            folder.path / "checkpoints", recipe.save_total_limit, recipe.save_keep_every
-        )
+        self.directory = CheckpointDirectory(folder.path / "checkpoints", recipe.save_total_limit)
         self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
         self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
         self._metric, self._keeps_best = metric, keeps_best
         self._advise, self.mirror, self.hub = advise, mirror, hub
         self._starts_over = False  # this run is in the folder, and has left no state
-        self._interval_s = 0.0 if recipe.save_strategy == "no" or recipe.save_only_model else 60 * recipe.save_minutes
+        self._interval_s = 0.0 if recipe.save_strategy == "no" else 60 * recipe.save_minutes
         self._saved_at = time.time()
         self._saved_update: int | None = None  # the update whose state was saved last
         self.missing: list[str] = []  # what could not be written to model/ of the latest checkpoint
@@ -178,8 +176,6 @@ class CheckpointManager:
         if self.mirror is not None:
             updates = self.state.updates if self._resumes_its_own_folder else -1
             self.mirror.start(self.folder.path, self.directory, updates)
-        if self.hub is not None and self.recipe.hub_strategy == "every_save":
-            self.hub.follow(self.directory)
         if self.resumed_from is None:
             self.writer.check()
         if self.recipe.on_anomaly == "rewind" and not self.state.updates:
@@ -243,7 +239,7 @@ class CheckpointManager:
             why: it is written (zerofit/checkpoint/directory.py); None: only because it is the best.
             held_out: figures of this update's evaluation; empty: there was none.
         """
-        with_state = why is not None and not (self.recipe.save_only_model and why == ASKED)
+        with_state = why is not None
         if why == LEAVING and self.state.updates == self._saved_update:
             return
         # Opened now: the next evaluation puts others in their place.
@@ -311,10 +307,9 @@ class CheckpointManager:
         when += [f"every {recipe.save_minutes:g} minutes"] if self._interval_s else []
         if not when:
             return ["saves     none: a run that is killed starts over"]
-        size = self.writer.bytes_of_a_checkpoint(not recipe.save_only_model)
+        size = self.writer.bytes_of_a_checkpoint(True)
         free = shutil.disk_usage(self.folder.path).free
-        only = ", the model only: a run that is killed starts over" if recipe.save_only_model else ""
-        lines = [f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each{only}"]
+        lines = [f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each"]
         if free < 1.05 * size:
             lines.append(
                 f"warning   {self.folder.path} has no room for a checkpoint of {size / 1e6:,.1f} MB: "

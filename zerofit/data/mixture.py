@@ -174,8 +174,9 @@ def mix(sets: Mapping[str, SampleSet], recipe: TaskRecipe) -> Mixture:
     if not recipe.trains:
         return Mixture()
     sizes = [len(samples) for samples in sets.values()]
-    weights = shares([weight for weight, _ in recipe.mixture], sizes, recipe.mixture_temperature)
-    total = samples_of_a_pass(weights, sizes, recipe.stop_source)
+    given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
+    weights = (given / given.sum()).tolist()
+    total = samples_of_a_pass(weights, sizes)
     passes = [weight * total / size for weight, size in zip(weights, sizes)]
     notes = [
         f"source    {name}: {weight:.1%} of the samples; an epoch of {total:,} samples reads its {size:,} "
@@ -186,15 +187,6 @@ def mix(sets: Mapping[str, SampleSet], recipe: TaskRecipe) -> Mixture:
     return Mixture(MixedSamples(list(sets.values())), order, total, passes, notes)
 
 
-def shares(weights: Sequence[float | None], sizes: Sequence[int], temperature: float) -> list[float]:
-    """The share of each source: its weight, or its number of samples, to the power of 1 / temperature."""
-    given = [size if weight is None else weight for weight, size in zip(weights, sizes)]
-    raised = np.asarray(given, dtype=np.float64) ** (1 / temperature)
-    return (raised / raised.sum()).tolist()
-
-
-def samples_of_a_pass(weights: Sequence[float], sizes: Sequence[int], stop: str) -> int:
-    """The samples after which the first source has been read in full (stop: first_exhausted), or all have been
-    (all_exhausted)."""
-    until = [size / weight for size, weight in zip(sizes, weights)]
-    return max(1, int(min(until)) if stop == "first_exhausted" else int(np.ceil(max(until))))
+def samples_of_a_pass(weights: Sequence[float], sizes: Sequence[int]) -> int:
+    """The samples after which the first source has been read in full."""
+    return max(1, int(min(size / weight for size, weight in zip(sizes, weights))))

@@ -17,7 +17,7 @@ from zerofit.estimate.planned_rows import OF_WORDS, TASKS, Rows
 from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
-from zerofit.estimate.weights import MASTER_BYTES, NF4_BYTES, Weight, Weights
+from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
 from zerofit.model.configuration import has_head
 from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.lora import split_targets
@@ -155,16 +155,15 @@ class PlannedModel:
             for one in module.parameters()
         }
         gathered = {name: ends[id(one)] for name, one in self.full.named_parameters() if id(one) in ends}
-        quantised, width = 0, NF4_BYTES
+        quantised = 0
         if self.recipe.quantised:
-            width = NF4_BYTES if self.recipe.quantised == "load_in_4bit" else 1.0
             head = self.full.get_output_embeddings()
             quantised = sum(
                 module.weight.numel()
                 for module in self.full.modules()
                 if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
             )
-        return Weights(every, stacks, "".join(heads), gathered, max(layers, default=0), quantised, width)
+        return Weights(every, stacks, "".join(heads), gathered, max(layers, default=0), quantised)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -108,7 +108,7 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
         kept = MASTER_BYTES * with_deepspeed * trained + moments
     else:
         kept = sum(state_bytes(recipe.optim, shape) for shape in shapes) + averages
-    quantised = {"load_in_4bit": NF4_BYTES, "load_in_8bit": 1.0}.get(recipe.quantised or "")
+    quantised = NF4_BYTES if recipe.quantised else None
     zero = strategy.deepspeed["zero_optimization"] if strategy.deepspeed else {}
     sections = (zero.get(f"offload_{part}") or {} for part in ("optimizer", "param"))
     offloads = [section.get("device", "none") != "none" for section in sections]

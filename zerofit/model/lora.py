@@ -190,15 +190,14 @@ def check_quantised_sharding(recipe: LoraOptions, strategy) -> None:
 
 
 def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict:
-    """The arguments of from_pretrained that quantise; none without load_in_8bit and load_in_4bit.
+    """The arguments of from_pretrained that quantise; none without load_in_4bit.
 
     Source: Dettmers et al. 2023, QLoRA: NF4 with double quantisation, products in half precision.
     """
-    option = recipe.quantised
-    if option is None:
+    if recipe.quantised is None:
         return {}
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    config = BitsAndBytesConfig(**{option: True}, **(nf4 if option == "load_in_4bit" else {}))
+    config = BitsAndBytesConfig(load_in_4bit=True, **nf4)
     return {"quantization_config": config, "device_map": {"": torch.accelerator.current_device_index()}}
 
 

@@ -155,7 +155,7 @@ def token_batch_problems(recipe) -> list[str]:
             f"{stated}: the loss is a mean over pairs here, and short ones would count less. Set global_batch_size"
         ]
     problems = []
-    if getattr(recipe, "mixture", None) and not recipe.is_changed("mixture_temperature"):
+    if getattr(recipe, "mixture", None):
         problems.append(f"{stated} and weights in train_file: both decide which samples a batch has")
     if getattr(recipe, "packing", "none") != "none":
         problems.append(

@@ -84,9 +84,6 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
         needs="!streaming !tokens_per_batch",
     )
     split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
-    data_cache_path: str | None = option(
-        None, "Folder for the index of the samples; by default in the cache of prepared data.", identity=False
-    )
     reset_position_ids: bool = option(
         False, "Restart position ids after each end-of-document token.", shapes_input=True
     )

@@ -104,7 +104,6 @@ class SourceOptions(Recipe):
         None,
         "Folder for prepared data; by default the cache of the datasets library.",
         identity=False,
-        needs="!data_path",
     )
 
     @property
@@ -138,29 +137,13 @@ class SourceOptions(Recipe):
 class MixtureOptions(Recipe):
     """Mixtures of sources (train_file: WEIGHT FILES WEIGHT FILES ...)"""
 
-    mixture_temperature: float = option(
-        1.0,
-        "Raise the weights to the power of 1 / this: above 1 small sources come more often. Without weights those are "
-        "the numbers of samples, and each file is a source.",
-        positive=True,
-        phase="data",
-        needs="!streaming !tokens_per_batch",
-    )
-    stop_source: str = option(
-        "first_exhausted",
-        "What an epoch of a mixture is. first_exhausted: until the first source has been read in full; all_exhausted: "
-        "until all have been. A source that is read in full is drawn anew.",
-        choices=("first_exhausted", "all_exhausted"),
-        phase="train",
-    )
-
     @property
-    def mixture(self) -> list[tuple[float | None, list[str]]]:
-        """(weight, files) of each source; no weight where its size decides. Empty: all files are one source."""
+    def mixture(self) -> list[tuple[float, list[str]]]:
+        """(weight, files) of each source. Empty: all files are one source."""
         words = self.train_file or []
         if not any(map(is_weight, words)):
-            return [(None, [word]) for word in words] if self.is_changed("mixture_temperature") else []
-        sources: list[tuple[float | None, list[str]]] = []
+            return []
+        sources: list[tuple[float, list[str]]] = []
         for word in words:
             if is_weight(word):
                 sources.append((float(word), []))
@@ -171,11 +154,9 @@ class MixtureOptions(Recipe):
     def problems(self) -> list[str]:
         problems, words, sources = super().problems(), self.train_file or [], self.mixture
         shown = f"train_file = {' '.join(words)}"
-        if self.is_changed("stop_source") and not sources:
-            problems.append("stop_source has no effect without weights in train_file, or mixture_temperature")
         if not sources:
             return problems
-        if sources[0][0] is not None and not is_weight(words[0]):
+        if not is_weight(words[0]):
             problems.append(f"{shown}: {words[0]} stands before any weight. Write WEIGHT FILES WEIGHT FILES ...")
         if not all(files for _, files in sources):
             problems.append(f"{shown}: a weight has no file. Write WEIGHT FILES WEIGHT FILES ...")

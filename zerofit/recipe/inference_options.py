@@ -81,7 +81,6 @@ class InferenceOptions(Recipe):
             reset += self.names_with(phase="data")
         elif self.validation_file:
             reset += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
-            reset.append("mixture_temperature")
         sources = [self.reset_option(name) for name in reset]
         self._without_effect = [source for source in sources if source and source.startswith("--")]
 

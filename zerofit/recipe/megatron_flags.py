@@ -49,7 +49,7 @@ TYPED = _by_name({  # flags that another option replaces
     "deepspeed_activation_checkpointing",
     "say --activation_offload, with --gradient_checkpointing": "checkpoint_in_cpu",
     "say --report_name, with --with_tracking --report_to wandb": "wandb_project",
-    "say --run_name, with --with_tracking --report_to wandb": "wandb_exp_name",
+    "at a tracker a run is called as its --output_dir": "wandb_exp_name",
     "say --with_tracking --report_to tensorboard; the files are in the run folder": "tensorboard_dir",
 })  # fmt: skip
 OVERLAP = "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"
@@ -90,7 +90,7 @@ SATISFIED = _by_name({  # what is always so
     "the same": "eod_mask_loss",
 })  # fmt: skip
 OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
-NO_SAVE_OPTIM = "say --save_only_model"
+NO_SAVE_OPTIM = "remove it: a checkpoint has all that a run needs to resume; model/ is exported without it"
 NONE = _by_name({  # what is not supported, and why
     "NCCL on GPUs, gloo without": "distributed_backend",
     "the launcher's": "local_rank",

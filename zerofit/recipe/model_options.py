@@ -175,12 +175,6 @@ class LoraOptions(Recipe, phase="train"):
     load_in_4bit: bool = option(
         False, "QLoRA: hold the frozen weights in 4 bits (NF4, through bitsandbytes).", phase="always"
     )
-    load_in_8bit: bool = option(
-        False,
-        "Hold the frozen weights in 8 bits (LLM.int8, through bitsandbytes).",
-        phase="always",
-        excludes="load_in_4bit",
-    )
 
     @property
     def contradictions(self) -> list[str]:
@@ -231,8 +225,7 @@ class LoraOptions(Recipe, phase="train"):
     @property
     def quantised(self) -> str | None:
         """The option that quantises the frozen weights, if one does."""
-        chosen = [name for name in ("load_in_4bit", "load_in_8bit") if self.lora and getattr(self, name)]
-        return chosen[0] if chosen else None
+        return "load_in_4bit" if self.lora and self.load_in_4bit else None
 
 
 def _in_order(value: Any) -> Any:

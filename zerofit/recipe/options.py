@@ -254,16 +254,8 @@ class CheckpointOptions(Recipe, phase="train", identity=False):
         positive=True,
         needs="save_strategy|save_steps",
     )
-    save_keep_every: int | None = option(
-        None, "Also keep each checkpoint whose update is a multiple of this.", positive=True
-    )
     save_minutes: float = option(
         30.0, "Minutes between two additional checkpoints for resuming; the last two are kept. 0: none.", minimum=0
-    )
-    save_only_model: bool = option(
-        False,
-        "Checkpoints hold only the model: they are smaller, and no run can resume from them.",
-        needs="save_strategy|save_steps",
     )
     save_async: bool | None = option(
         None, "Write checkpoints while training continues; by default if memory has room for a copy of the state."
@@ -283,9 +275,6 @@ class CheckpointOptions(Recipe, phase="train", identity=False):
         "continues, and a run whose output_dir has been lost resumes from there.",
     )
     push_to_hub: str | None = option(None, "Hub repository, owner/name, to push model/ to; a new one is private.")
-    hub_strategy: str = option(
-        "end", "every_save: push with each checkpoint as well.", choices=("end", "every_save"), needs="push_to_hub"
-    )
     max_hours: float | None = option(
         None, "Stop after this many hours, counted from its start: save, then exit with code 85.", positive=True
     )
@@ -324,12 +313,6 @@ class AnomalyOptions(Recipe, phase="train", identity=False):
         phase="always",
     )
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if getattr(self, "save_only_model", False) and self.on_anomaly == "rewind":
-            problems.append("save_only_model = true and on_anomaly = rewind: there would be nothing to go back to")
-        return problems
-
 
 @dataclass
 class TrackingOptions(Recipe, phase="train", identity=False):
@@ -349,7 +332,6 @@ class TrackingOptions(Recipe, phase="train", identity=False):
         needs="with_tracking",
         idle=True,
     )
-    run_name: str | None = option(None, "Name of the run at the tracker; by default that of the output folder.")
 
 
 @dataclass

@@ -47,7 +47,7 @@ def model_card(
         [
             *front,
             "",
-            f"# {_line(recipe.run_name or 'A model trained with zerofit')}",
+            "# A model trained with zerofit",
             "",
             _line(f"Task {task}; {'continued from ' + began if began else 'trained from scratch'} on {data}."),
             *measured,

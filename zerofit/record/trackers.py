@@ -71,7 +71,7 @@ def start_trackers(
     Raises:
         UserError: a tracker does not start.
     """
-    project, name, notes = recipe.report_name or f"zerofit-{task}", recipe.run_name or folder.path.name, []
+    project, name, notes = recipe.report_name or f"zerofit-{task}", folder.path.name, []
     if trackers and accelerator.is_main_process:
         folder.written.add([f"{project}/", *(IN_THE_FOLDER[each] for each in trackers if each in IN_THE_FOLDER)])
     if "wandb" in trackers and not (os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or _has_login()):

@@ -21,9 +21,8 @@ T = TypeVar("T", bound=Recipe)
 NOT_KEPT = set(
     (
         "output_dir overwrite_output_dir resume max_hours save_strategy save_steps save_total_limit "
-        "save_keep_every save_only_model metric_for_best_model early_stopping_patience "
-        "early_stopping_threshold load_best_model_at_end run_name report_name sample_prompt "
-        "mirror push_to_hub hub_strategy"
+        "metric_for_best_model early_stopping_patience "
+        "early_stopping_threshold load_best_model_at_end report_name sample_prompt mirror push_to_hub"
     ).split()
 )
 QUIET = {

@@ -191,7 +191,7 @@ def build(
     except OSError as error:
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
         why = "it is not a folder" if is_file else error.strerror or error
-        raise UserError(f"samples cannot be indexed in {root}: {why}. Name a --data_cache_path") from None
+        raise UserError(f"samples cannot be indexed in {root}: {why}. Name a --cache_dir") from None
     restarts = (flags["reset_position_ids"], flags["reset_attention_mask"])
     counts = (len(datasets[TRAINING]) if num_samples else 0, num_held_out)
     train, held_out = (

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
 from zerofit.data.megatron.corpus import INDICES, Corpus, open_corpus, tokenizer_fingerprint
@@ -43,8 +42,7 @@ def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callab
     held_out = blend.max_samples_without_repeats(HELD_OUT) if blend.bounds[HELD_OUT] else 0
     if not (held_out or recipe.trains):
         raise UserError(f"split = {recipe.split!r} holds nothing out. 0,1 evaluates on all documents")
-    root = Path(recipe.data_cache_path).expanduser() if recipe.data_cache_path else None
-    root = root or cache_root(recipe.cache_dir) / INDICES
+    root = cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)
     train, validation = build(blend, total, held_out, rows, eod, resets, root)
     order = FixedOrder(len(train)) if recipe.trains else None

@@ -17,7 +17,7 @@ OMITTED = NOT_KEPT | set(
         "block_size_warmup tokens_per_batch"
     ).split()
 )
-SET_BY_EACH_RUN = set("output_dir overwrite_output_dir resume run_name per_device_train_batch_size".split())
+SET_BY_EACH_RUN = set("output_dir overwrite_output_dir resume per_device_train_batch_size".split())
 INSTEAD = {  # what a comparison has for the option of a run
     "output_dir": "Name its folder with --output",
     "overwrite_output_dir": "Name another folder with --output",

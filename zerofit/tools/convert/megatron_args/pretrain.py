@@ -136,7 +136,7 @@ def _data(done: ConvertedScript, program: str) -> None:
         if flags.has(name):
             carry(done, name, name, True)
     if flags.has("data_cache_path"):
-        carry(done, "data_cache_path", "data_cache_path", flags.text("data_cache_path"))
+        carry(done, "data_cache_path", "cache_dir", flags.text("data_cache_path"))
     if flags.has("data_impl") and flags.text("data_impl") not in ("mmap", "infer"):
         flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
     if flags.has("num_workers"):
@@ -260,5 +260,3 @@ def _trackers(done: ConvertedScript) -> None:
         flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
     if "wandb" in found:
         carry(done, "wandb_project", "report_name", flags.text("wandb_project"))
-    if "wandb" in found and flags.has("wandb_exp_name"):
-        carry(done, "wandb_exp_name", "run_name", flags.text("wandb_exp_name"))
