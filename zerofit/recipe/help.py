@@ -1,4 +1,4 @@
-"""What --help and --help_all print: options in groups, the common options of a group first.
+"""What --help (the common options, on one screen) and --help_all (all, in groups) print.
 
 A group is the dataclass that declares its options, and its heading is the docstring of that class. An option is in
 --help if it is declared with `option(..., common=True)`; a command without common options shows all of them.
@@ -20,6 +20,7 @@ INDENT, COLUMN, MAX_WIDTH = 2, 36, 100  # columns: where an option begins, where
 BEFORE_THE_TASK = ("model_name_or_path", "train_file")
 AFTER_THE_TASK = ("num_train_epochs", "learning_rate", "eval_steps", "save_steps", "output_dir")
 AT_THE_END = ("evaluate_only",)
+LONGEST_CHOICES = 18  # characters of choices that --help shows
 METAVARS = {"_file": "FILE", "_dir": "FOLDER", "_column": "COLUMN", "_columns": "COLUMN", "_name": "NAME"}
 
 
@@ -28,12 +29,11 @@ def wants_help(argv: list[str]) -> bool:
 
 
 def help_text(cls: type, kinds: dict[str, Kind], argv: list[str], prog: str, tool: bool) -> str:
-    """The common options of a recipe, or all of them if `argv` has --help_all."""
+    """The common options of a recipe on one screen, or all of them in groups if `argv` has --help_all."""
     groups = option_groups(cls, tool)
-    count = sum(map(len, groups.values()))
-    short = not (LONG & set(argv)) and any(map(_has_common, groups.values()))
+    common = [field for fields in groups.values() for field in fields if field.metadata["common"]]
+    short = not (LONG & set(argv)) and bool(common)
     width = min(MAX_WIDTH, shutil.get_terminal_size((80, 24)).columns)
-    what = "common options" if short else "options"
     if tool:
         usage = f"usage: {prog} [--config RECIPE] [--option value]"
     else:
@@ -41,16 +41,16 @@ def help_text(cls: type, kinds: dict[str, Kind], argv: list[str], prog: str, too
             "usage: accelerate launch [--config_file accelerate_configs/NAME.yaml] \\\n"
             f"         {prog} [--config RECIPE] [--option value]"
         )
-    intro = f"A recipe (YAML) and flags set the same options; flags win. The {what}, with [defaults]:"
+    what = "common options" if short else "options, with [defaults]"
+    intro = f"A recipe (YAML) and flags set the same options; flags win. The {what}:"
     lines = [usage, "", *textwrap.wrap(intro, width)]
-    for group, fields in groups.items():
-        shown = [field for field in fields if field.metadata["common"] or not short]
-        if shown:
-            lines += ["", *textwrap.wrap(heading(group), width)]
-        for field in sorted(shown, key=lambda field: not field.metadata["common"]):
-            lines += _describe(field, kinds[field.name], short, width)
     if short:
-        lines += ["", f"--help_all shows all {count} options."]
+        lines += ["", *(_line(field, kinds[field.name], width) for field in common)]
+        return "\n".join([*lines, "", f"--help_all explains all {sum(map(len, groups.values()))} options."])
+    for group, fields in groups.items():
+        lines += ["", *textwrap.wrap(heading(group), width)] if fields else []
+        for field in sorted(fields, key=lambda field: not field.metadata["common"]):
+            lines += _describe(field, kinds[field.name], width)
     return "\n".join(lines)
 
 
@@ -111,15 +111,20 @@ def value_text(field: dataclasses.Field, kind: Kind) -> str:
     return f"{words} ..." if kind.many else words
 
 
-def _describe(field: dataclasses.Field, kind: Kind, short: bool, width: int) -> list[str]:
-    """The lines of an option. The short help has the first sentence of its text."""
-    text = field.metadata["help"]
-    if short:
-        text = re.split(r"(?<!e\.g)\. ", text)[0].removesuffix(".") + "."
-    else:
-        text += "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
+def _line(field: dataclasses.Field, kind: Kind, width: int) -> str:
+    """An option on one line, with the beginning of its text."""
+    takes = value_text(field, kind)
+    head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
+    text = re.split(r"(?<!e\.g)\. ", field.metadata["help"])[0].removesuffix(".")
     default = default_text(field)
-    if default and not (short and field.default is False):
+    text += f" [{default}]" if default not in ("", "false") else ""
+    return f"{head:<{COLUMN}}{textwrap.shorten(text, width - max(COLUMN, len(head)), placeholder=' ...')}"
+
+
+def _describe(field: dataclasses.Field, kind: Kind, width: int) -> list[str]:
+    """The lines of an option with all of its text."""
+    text = field.metadata["help"] + "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
+    if default := default_text(field):
         text += f" [{default}]"
     lines = textwrap.wrap(text, width - COLUMN, break_long_words=False, break_on_hyphens=False)
     head = " " * INDENT + f"--{field.name} {value_text(field, kind)}".rstrip()
