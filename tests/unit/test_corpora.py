@@ -237,7 +237,7 @@ def test_evaluation_alone_reads_what_a_run_holds_out(tokenised, tmp_path):
 
 def test_an_index_is_whole_or_not_there(tokenised, tmp_path):
     whole = prepared(tokenised, tmp_path / "x").train[3]["input_ids"].tolist()
-    (index,) = [path for path in (tmp_path / "x").iterdir() if path.is_dir()]
+    (index,) = [path for path in (tmp_path / "x" / INDICES).iterdir() if path.is_dir()]
     partial = index.with_name(f"{index.name}.partial-{platform.node()}")
     index.rename(partial)  # as a kill leaves it
     for file in partial.glob("*.npy"):
