@@ -247,6 +247,12 @@ def test_weights_that_are_elsewhere(folder):
     assert "unset HF_HUB_OFFLINE" in "\n".join(texts(report))
 
 
+def test_options_of_training_on_a_launch_that_does_not_train(folder):
+    words = "--task clm --model_name_or_path gpt2 --evaluate_only --validation_file text.txt --learning_rate 3"
+    (warning,) = texts(examined(*words.split()), "warning")
+    assert warning == "--learning_rate has no effect on a launch that does not train"
+
+
 def test_several_machines(folder):
     report = examined("--strategy", "zero2", "--num_processes", "3", "--num_machines", "2")
     assert "num_processes = 3 on 2 machines" in "\n".join(texts(report))

@@ -105,7 +105,7 @@ def _examine_run(
     if not is_sound:
         return needs
     report.add(level, *downloads)
-    flags = getattr(recipe, "without_effect", [])
+    flags = getattr(options, "without_effect", [])
     report.add(WARNING, *(f"{flag} has no effect on a launch that does not train" for flag in flags))
     with report.collected():
         notes = make_schedule(recipe, recipe.max_train_steps)[1] if recipe.max_train_steps else []
