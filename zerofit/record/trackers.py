@@ -35,13 +35,13 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
 
 
 def is_installed(tracker: str) -> bool:
-    """Whether there is a package of this name; a folder that the tracker has written is none."""
+    """Check whether there is a package of this name; a folder that the tracker has written is none."""
     found = importlib.util.find_spec(tracker)
     return found is not None and found.origin is not None
 
 
 def tracker_options(tracker: str, name: str, folder: Path, id: str | None, updates: int) -> dict[str, Any]:
-    """What accelerate hands to a tracker as it starts.
+    """The options that accelerate hands to a tracker as it starts.
 
     Args:
         id: of the run there that goes on; None: it is new.

@@ -165,7 +165,7 @@ class Probe:
 
 
 def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before) -> float | None:
-    """How far the adapter moves the logits of the base. None where the base is not available without it."""
+    """The largest change of a base's logit by the adapter. None where the base is not available without it."""
     if folder.settings.get("bias", "none") != "none":
         return None
     with adapted.model.disable_adapter():

@@ -1,4 +1,4 @@
-"""Whether a machine has what a run  `check_machine` asks nothing of this machine: tests make machines up."""
+"""Check that a machine has what a run needs. `check_machine` asks nothing of this machine: tests make machines up."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -71,7 +71,7 @@ def check_machine(
     num_machines: int = 1,
     precision: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with a machine for a run.
+    """Find what is wrong with a machine for a run.
 
     Args:
         variables: the environment of a process.

@@ -1,4 +1,4 @@
-"""What `zerofit doctor` looks at: the launch line, the run as its first process resolves it, the machine beneath."""
+"""Examine a launch for `zerofit doctor`: its command line, the run as its first process resolves it, the machine."""
 
 import contextlib
 import dataclasses

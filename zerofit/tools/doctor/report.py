@@ -16,7 +16,7 @@ VALUE = 18  # columns of a value, at most
 
 @dataclass
 class DoctorReport:
-    """What the doctor has found.
+    """Everything that the doctor has found.
 
     Attributes:
         examined: what was looked at, in words; None: only the machine.

@@ -1,4 +1,4 @@
-"""What was asked is found, checked and answered: a text, a file of prompts, or a conversation."""
+"""Find, check and answer what was asked: a text, a file of prompts, or a conversation."""
 
 import json
 import sys

@@ -59,7 +59,7 @@ class WatchedRun:
         return next((line[name] for line in reversed(self.lines.values()) if name in line), None)
 
     def median(self, name: str) -> float | None:
-        """The same of the latest updates."""
+        """The median of a figure over the latest updates; None: there is none."""
         values = [line[name] for line in list(self.lines.values())[-RECENT:] if name in line]
         return statistics.median(values) if values else None
 
@@ -86,7 +86,7 @@ class WatchedRun:
         return self.last(f"eval_{self.metric}")
 
     def state(self, now: float) -> tuple[str, float]:
-        """What the run does, and with it how long it is silent, in seconds, or its exit code.
+        """The state of the run, and with it how long it is silent, in seconds, or its exit code.
 
         Args:
             now: seconds since 1970.
@@ -102,12 +102,12 @@ class WatchedRun:
         return RUNNING, 0
 
     def seconds_left(self) -> float | None:
-        """By the speed of the latest updates, without evaluations and checkpoints."""
+        """Seconds to the end at the speed of the latest updates, without evaluations and checkpoints."""
         seconds, total = self.median("seconds"), self.num_updates
         return seconds * (total - self.updates) if seconds and total else None
 
     def _process_is_gone(self) -> bool:
-        """Whether the process of the run was on this machine, and has ended without an exit code. Its lock would tell
+        """Check whether the run's process was on this machine and has ended without an exit code. Its lock would tell
         as well, but who asks for a lock holds it for a moment, and may keep the run from starting again."""
         try:
             owner = re.match(r"process (\d+) of (.*)", (self.path / ".lock").read_text())
@@ -156,6 +156,6 @@ class WatchedRuns:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run has begun there; the folder of a launch that failed before has an exit code and no more."""
+    """Check whether a run has begun there; a launch that failed before leaves an exit code and no more."""
     begun = "zerofit_commit" in RunFolder(path).environment()
     return begun or (path / "metrics.jsonl").is_file() or (path / "recipe.yaml").is_file()

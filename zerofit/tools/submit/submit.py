@@ -189,8 +189,8 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
 
 
 def _program(kind: str) -> list[str]:
-    """What starts zerofit on the machines; for Slurm this environment's own, relative to the current folder, where a
-    job starts, if it lies below."""
+    """The words that start zerofit on the machines; for Slurm this environment's own, relative to the current folder,
+    where a job starts, if it lies below."""
     if kind != "slurm":
         return [".venv/bin/zerofit" if kind == "skypilot" else "zerofit"]  # SkyPilot: that of `make setup`
     program = Path(sys.executable).parent / "zerofit"
@@ -223,7 +223,7 @@ def _read_site(file: Path) -> tuple[list[str], list[str]]:
 
 
 def _lost_with_the_disk(options: SubmitOptions, words: list[str]) -> list[str]:
-    """What is wrong with where a task of SkyPilot's saves."""
+    """A note where a task of SkyPilot's saves on a machine's own disk."""
     given = {option_named(word) for word in words}
     if "output_dir" in given or (options.nodes == 1 and "mirror" in given):
         return []

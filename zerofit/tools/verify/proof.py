@@ -39,7 +39,7 @@ class Outcome:
     killed: Killed | None = None
 
     def is_well(self, tolerance: float) -> bool:
-        """Whether it equals the other run, and was resumed after a kill at least once if it should be."""
+        """True if it equals the other run, and was resumed after a kill at least once if it should be."""
         disturbed = self.killed is None or self.killed.kills_resumed > 0
         same = self.ledger is not None and self.ledger.is_same and self.difference.within(tolerance)
         return self.failure is None and same and disturbed
@@ -146,7 +146,7 @@ class Proof:
 
     @property
     def is_well(self) -> bool:
-        """Whether every run was made, and equals the run that it must equal."""
+        """True if every run was made, and equals the run that it must equal."""
         number = len(self.options.names)
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
         return complete and all(outcome.is_well(self.options.tolerance) for outcome in self._all())

@@ -46,7 +46,7 @@ class MetaWeight:
 
 @dataclass(frozen=True)
 class ShardCut:
-    """How a weight is cut: shard i is part i // copies of num_shards / copies equal parts along the axis.
+    """The cut of a weight into shards: shard i is part i // copies of num_shards / copies equal parts along the axis.
 
     Args:
         axis: None: the weight is replicated.
@@ -94,7 +94,7 @@ def to_hf(tensor, heads: int):
 
 
 def is_converted(meta, hf, heads: int) -> bool:
-    """Whether transformers' weight is Meta's, bit for bit: of each head the even rows, then the odd ones."""
+    """Compare transformers' weight with Meta's, bit for bit: of each head the even rows, then the odd ones."""
     if not heads:
         return same_bits(meta, hf)
     here, there = hf.view(heads, 2, -1, hf.shape[1]), meta.view(heads, -1, hf.shape[1])
@@ -102,7 +102,7 @@ def is_converted(meta, hf, heads: int) -> bool:
 
 
 def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> ShardCut | None:
-    """How a weight with shards of this shape was cut; None: in no known way."""
+    """Find out how a weight with shards of this shape was cut. None: in no known way."""
     if shard == weight.shape and (num_shards == 1 or weight.copied or not weight.axes):
         return ShardCut(None)
     for axis in weight.axes:
@@ -114,7 +114,7 @@ def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> Sha
 
 
 def same_bits(tensor, expected) -> bool:
-    """Whether two tensors are the same bit for bit, NaN included."""
+    """Compare two tensors bit for bit, NaN included."""
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return False
     return torch.equal(tensor.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
