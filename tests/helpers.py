@@ -254,11 +254,15 @@ def planned_bert(*flags: str) -> tuple[str, int]:
 def main_of(task: str) -> Callable[[list[str]], int]:
     """What a script of train/ runs, in this process, which has its signals' own meaning again afterwards: it may fork
     processes that others end by SIGTERM."""
+    from zerofit.recipe.errors import reports_user_errors
+    from zerofit.recipe.tasks import TASKS
+    from zerofit.training.entry import read_start
+
     main = runpy.run_path(str(ROOT / "train" / f"{task}.py"))["main"]
 
     def run(arguments: list[str]) -> int:
         try:
-            return main(arguments)
+            return reports_user_errors(lambda: main(read_start(task, TASKS[task], arguments)))()
         finally:
             del shutdown._RECEIVERS[1:]
             shutdown._stop_listening()

@@ -6,134 +6,105 @@ r"""Encoder-decoder training, for dialogue above all: BlenderBot, BART, T5 and e
     accelerate launch train/seq2seq.py --model_name_or_path t5-large --train_file articles.jsonl --precision bf16 \
         --source_prefix "summarize: " --max_source_length 512 --output_dir outputs/summaries
 
-Read `main` from top to bottom: what is loaded, how conversations become batches, what the loss and the metrics are.
+Read `main` from top to bottom, and change what you like: docs/own-loop.md has examples.
 """
 
-from zerofit.recipe import Seq2SeqRecipe, parse_recipe
-from zerofit.recipe.errors import reports_user_errors
-from zerofit.record.timeline import Timeline
-from zerofit.training.entry import open_session, run_program
+from zerofit.recipe import Seq2SeqRecipe
+from zerofit.training.entry import Start, begin, end
+
+if __name__ == "__main__":
+    start = begin("seq2seq", Seq2SeqRecipe)  # a mistake in an option or a path is told before the slow imports
+
+from transformers import AutoModelForSeq2SeqLM
+
+from zerofit.data.collate import PairCollator, multiple_for
+from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.data.prompts import read_sources
+from zerofit.model.languages import first_target_tokens
+from zerofit.model.loss import model_loss
+from zerofit.model.preflight import check_loss, install_chosen_loss, safe_precision
+from zerofit.model.tokenizer import check_vocabulary, padding_token, set_decoder_start_token
+from zerofit.recipe.schedule import make_schedule
+from zerofit.strategy.optimizers import make_optimizer
+from zerofit.training.evaluation import eval_batches, held_out_batches, held_out_loss
+from zerofit.training.generation import (
+    FIGURES,
+    answer_sources,
+    evaluate_generation,
+    generation_settings,
+    remarks_on_texts,
+    shown,
+)
+from zerofit.training.prepare import add_lora, build_model
+from zerofit.training.run import Run
 
 
-@reports_user_errors
-def main(argv: list[str] | None = None) -> int:
-    timeline = Timeline()
-    timeline.mark("interpreter")
-
-    # What to train, and how. Whatever is wrong on paper is found here, before anything is read or waited for.
-    recipe = parse_recipe(Seq2SeqRecipe, argv, prog="train/seq2seq.py")
-    session = open_session("seq2seq", recipe, timeline)
-    recipe = session.recipe  # every option with the value that holds
-
-    from transformers import AutoModelForSeq2SeqLM
-
-    from zerofit.data.collate import PairCollator, PromptCollator, multiple_for
-    from zerofit.data.pack import stats_rows
-    from zerofit.data.pairs.prepare import prepare_pairs
-    from zerofit.data.prompts import read_sources
-    from zerofit.data.token_updates import updates_by_tokens
-    from zerofit.model.languages import first_target_tokens
-    from zerofit.model.loss import model_loss
-    from zerofit.model.parameters import flops_per_pair_token
-    from zerofit.model.preflight import check_loss, install_chosen_loss, safe_precision
-    from zerofit.model.tokenizer import check_vocabulary, padding_token, set_decoder_start_token
-    from zerofit.record.meters import make_meter
-    from zerofit.record.terminal import screen_width, table
-    from zerofit.training.evaluation import eval_batches, held_out_loss
-    from zerofit.training.fit import answer, export, finish, fit
-    from zerofit.training.generation import (
-        FIGURES,
-        cut_texts,
-        evaluate_generation,
-        generation_settings,
-        predict_texts,
-        shown,
-        trivial_answers,
-    )
-    from zerofit.training.prepare import prepare, start
-    from zerofit.training.task import Task
-
-    timeline.mark("imports")
+def main(start: Start) -> int:
+    # The launcher's strategy, the output folder, an earlier run. Whatever contradicts itself ends the run here.
+    run = Run.open(start)
+    recipe = run.recipe  # every option with the value that holds
 
     # Conversations -> (history, reply) pairs -> rows of token ids.
-    config = session.model_configuration(AutoModelForSeq2SeqLM)
-    prompts, data = read_sources(recipe, config) if recipe.predict_file else (None, prepare_pairs(recipe, config))
-    precision, warning = safe_precision(session.strategy, config)
-    session = session.with_strategy(session.strategy.with_precision(precision))
-    notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), warning]
+    config = run.model_config(AutoModelForSeq2SeqLM)
+    data = read_sources(recipe, config) if recipe.predict_file else prepare_pairs(recipe, config)
+    precision, warning = safe_precision(run.strategy, config)  # some models give NaN in fp16
+    run.use_precision(precision)
+    run.note(check_vocabulary(config, data.tokenizer, recipe), warning)
     set_decoder_start_token(config, data.tokenizer)
-    timeline.mark("data")
+    run.start(data)  # the number of updates is known; the ranks' process group starts
 
-    # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
-    started = start(session, data.samples_per_epoch, by_tokens)
-    model, adapter = started.load(AutoModelForSeq2SeqLM, config)
-    install_chosen_loss(model, recipe)
-    timeline.mark("model")
-    prepared = prepare(started, model, adapter)
-    engine = prepared.engine
-    if not recipe.predict_file:
-        notes.append(check_loss(engine, recipe))
+    # The model: the same weights under every strategy.
+    model = build_model(AutoModelForSeq2SeqLM, config, run)
+    add_lora(model, run)  # if the recipe says so; everything else is frozen then
+    install_chosen_loss(model, recipe)  # in full, or in chunks that never hold all logits
 
-    # The loss is a sum over target tokens, teacher-forced (zerofit/model/loss.py); the loop divides by their number.
+    # Accelerate or DeepSpeed wraps, shards and places model and optimizer as the strategy says.
+    optimizer = make_optimizer(model, recipe, run.device, run.strategy)
+    schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
+    engine = run.prepare(model, optimizer, schedule)
+    run.note(None if recipe.predict_file else check_loss(engine, recipe))
+
     widths = data.widths if recipe.pad_to_max_length else None
-    collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(engine.device))
+    collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(run.device))
     settings = generation_settings(recipe, data.widths, model.generation_config) | first_target_tokens(data.tokenizer)
     model.generation_config.update(**settings)  # saved with the model: whoever talks to it later is answered likewise
 
-    def held_out_batches(engine, part):
-        return eval_batches(engine, part, collate, recipe.per_device_eval_batch_size)
-
-    def evaluate(engine):
-        whole = data.validation.samples
-        parts = data.held_out or {"": whole}  # of a mixture, that of each source
-        figures = held_out_loss(engine, {name: held_out_batches(engine, parts[name]) for name in parts}, model_loss)
+    def evaluate() -> dict[str, float]:
+        size = recipe.per_device_eval_batch_size
+        figures = held_out_loss(engine, held_out_batches(engine, data.parts, collate, size), model_loss)
         if recipe.predict_with_generate:
-            figures |= evaluate_generation(engine, held_out_batches(engine, whole), data, session.folder, settings)
+            batches = eval_batches(engine, data.validation.samples, collate, size)
+            figures |= evaluate_generation(engine, batches, data, run.folder, settings)
         return figures
 
-    def predict(engine):
-        sources = PromptCollator(padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device))
-        batches = eval_batches(engine, prompts, sources, recipe.per_device_eval_batch_size)
-        return predict_texts(engine, batches, data.tokenizer, prompts, session.folder, settings)
+    def predict() -> list[str]:
+        return answer_sources(engine, data, recipe, run.folder, settings)
 
-    def remarks():
-        held_out = data.validation
-        cut = cut_texts(held_out.cut, len(held_out.targets), "val_max_target_length", settings) if held_out else []
-        return [*trivial_answers(held_out), *cut]
+    def remarks() -> list[str]:
+        return remarks_on_texts(data.validation, settings)
 
-    task = Task(
-        recipe=recipe,
-        train_set=data.train,
-        collate=collate,
-        loss_sum=model_loss,
-        evaluate=evaluate if data.validation else None,
-        num_held_out=len(data.validation.samples) if data.validation else 0,
-        figures=("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ())),
-        grouping=recipe.length_grouping,
-        longest=dict(zip(("input_ids", "labels"), data.widths)),
-        order=data.order,
-        predict=predict,
-        baseline=remarks,
-    )
-
-    parts = (data.train, data.validation and data.validation.samples, prompts)
-    prepared.announce(
-        table(stats_rows(*(part and part.stats for part in parts)), screen_width()),
-        *([by_tokens.describe()] if by_tokens else []),
-        *(note for note in notes if note),
-    )
+    run.announce(data)
     if not recipe.trains:
-        return answer(prepared, task)
-    if session.measurement is not None:  # zerofit compare
-        return session.measurement.run(prepared, task)
-    meter = make_meter(engine, flops_per_pair_token(model, *data.train.stats.pair_lengths), recipe.peak_tflops)
-    result = fit(prepared, task, meter, data.tokenizer)
-    export(result)
-    if data.validation and recipe.predict_with_generate and not result.stopped:
-        session.say(*shown(session.folder, recipe.per_device_eval_batch_size, recipe.n_val_batch_generations))
-    return finish(result)
+        return run.answer(evaluate, predict, data.num_held_out, remarks)
+
+    # From the first update that is not done. Update k has the same samples under every strategy.
+    figures = ("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ()))
+    for update in run.updates(data, collate, figures=figures, evaluate_first=evaluate):
+        # This rank's micro-batches. Their loss is a sum over target tokens (teacher-forced), divided by the number of
+        # these in the whole global batch: it does not depend on how that is split.
+        losses = engine.forward_backward(update.micro_batches, model_loss, update.scale)
+        # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike.
+        outcome = engine.step(losses, run.bounds)
+        run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
+        if run.should_evaluate(update):
+            run.log_held_out(update, evaluate())
+        if run.should_save(update):
+            run.save(update)
+
+    run.export(remarks)  # model/: what from_pretrained loads
+    run.say(*shown(run, recipe))
+    return run.finish()
 
 
 if __name__ == "__main__":
-    run_program("seq2seq", main)
+    end(main, start)

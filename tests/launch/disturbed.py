@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from zerofit.data.collate import CausalCollator
-from zerofit.training.session import Session
+from zerofit.training.run import Run
 
 
 def burn(*_) -> None:
@@ -48,7 +48,7 @@ def disturb(what: str) -> None:
         collate = CausalCollator.__call__
         CausalCollator.__call__ = lambda self, *args: wait_for_a_disk(collate, self, *args)
     elif what.startswith("stop in "):
-        enter = Session.phase
+        enter = Run.enter
 
         def stopped(self, name, update):
             enter(self, name, update)
@@ -56,9 +56,9 @@ def disturb(what: str) -> None:
                 end_after_others()
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-        Session.phase = stopped
+        Run.enter = stopped
     elif what.startswith("kill "):
-        enter_phase = Session.phase
+        enter_phase = Run.enter
 
         def killed(self, name, update):
             enter_phase(self, name, update)
@@ -67,9 +67,9 @@ def disturb(what: str) -> None:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        Session.phase = killed
+        Run.enter = killed
     elif what.startswith("SIG"):
-        enter, (name_of_signal, phase, first), sent = Session.phase, what.split(), []
+        enter, (name_of_signal, phase, first), sent = Run.enter, what.split(), []
 
         def signalled(self, name, update):
             enter(self, name, update)
@@ -79,7 +79,7 @@ def disturb(what: str) -> None:
                 for rank in sorted(ranks, key=lambda rank: rank.pid == os.getpid()):  # this one at the end
                     rank.send_signal(signal.Signals[name_of_signal])
 
-        Session.phase = signalled
+        Run.enter = signalled
 
 
 if __name__ == "__main__":

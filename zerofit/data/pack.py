@@ -298,3 +298,21 @@ class TextData:
         if not self.report:
             parts = (self.train, self.validation, self.prompts)
             self.report = stats_rows(*(part and part.stats for part in parts))
+
+    @property
+    def parts(self) -> dict[str, SampleSet]:
+        """The held-out samples: of a mixture, of each source by its name."""
+        return self.held_out or ({"": self.validation} if self.validation else {})
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self.validation or ())
+
+    @property
+    def longest(self) -> dict[str, int]:
+        """How many tokens a training sample may have, by column."""
+        return {"input_ids": self.block_size}
+
+    def describe(self) -> list[str | list[tuple[str, ...]]]:
+        """Lines and tables for the log."""
+        return [f"data      {self.kind}", self.report]

@@ -63,7 +63,7 @@ class Prompts:
         return {"input_ids": np.array(self.ids[index])}
 
 
-def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
+def read_sources(recipe: Seq2SeqRecipe, config) -> PairData:
     """The sources of predict_file. A conversation is continued with its next turn; an answer in the file is ignored.
 
     Raises:
@@ -89,7 +89,8 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> tuple[Prompts, PairData]:
     read = [
         {**record, "source": tokenizer.decode(row, skip_special_tokens=True).strip()} for record, row in zip(kept, ids)
     ]
-    return Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens)), PairData(None, None, tokenizer, widths, notes)
+    prompts = Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens))
+    return PairData(None, None, tokenizer, widths, notes, prompts=prompts)
 
 
 def read_causal_prompts(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.data.collate import Batch
-from zerofit.strategy.engine import Engine
+from zerofit.strategy.engine import Bounds, Engine
 
 WINDOW = 256
 ENOUGH = 64  # accepted updates before anything can be called a spike
@@ -56,20 +56,34 @@ class AnomalyDetector:
         """Judge by this history from here on, and add to it."""
         self.history, self.overflows = history, 0
 
-    def anomaly(self, figures: dict[str, float]) -> str | None:
-        """What is wrong with an update's loss and grad_norm; None if nothing is, and then they join the history."""
-        for name, value in figures.items():
-            overflow = self.scaled and name == "grad_norm" and math.isfinite(figures["loss"])
-            if not math.isfinite(value):
-                self.overflows += overflow
-                if self.overflows >= MAX_OVERFLOWS:
-                    return f"{name} is {value:g} in {MAX_OVERFLOWS} updates one after another, whatever the loss scale"
-                return None if overflow else f"{name} is {value:g}"
-        self.overflows = 0
-        watched = {name: value for name, value in figures.items() if name == "loss" or not self.clipped}
-        spikes = filter(None, (self._spike(name, value) for name, value in watched.items()))
-        if self.threshold and (spike := next(spikes, None)):
-            return spike
+    def bounds(self, targets: float) -> Bounds:
+        """What the next update may be at most: known before its backward pass, so that a device can decide.
+
+        Args:
+            targets: the number of targets that its loss is summed over.
+        """
+        return Bounds(
+            loss_sum=self._bound("loss") * targets,
+            grad_norm=math.inf if self.clipped else self._bound("grad_norm"),
+            may_overflow=self.scaled and self.overflows + 1 < MAX_OVERFLOWS,
+        )
+
+    def record(self, figures: dict[str, float], refused: bool) -> str | None:
+        """Take the loss and grad_norm of an update into account. Returns why it was refused; None if it was not, and
+        then they join the history.
+
+        Args:
+            refused: whether one of them was beyond `bounds`.
+        """
+        wrong = next((name for name, value in figures.items() if not math.isfinite(value)), None)
+        if wrong is None:
+            self.overflows = 0
+        elif self.scaled and wrong == "grad_norm":
+            self.overflows += 1
+            again = f"grad_norm is {figures[wrong]:g} in {MAX_OVERFLOWS} updates one after another"
+            return f"{again}, whatever the loss scale" if refused else None
+        if refused:
+            return f"{wrong} is {figures[wrong]:g}" if wrong else self._spike(figures)
         for name, value in figures.items():
             if value > 0:
                 past = self.history.setdefault(name, [])
@@ -77,18 +91,27 @@ class AnomalyDetector:
                 del past[:-WINDOW]
         return None
 
-    def _spike(self, name: str, value: float) -> str | None:
+    def _bound(self, name: str) -> float:
+        """The largest value that is no spike."""
         past = self.history.get(name, ())
-        if len(past) < ENOUGH or value <= 0:
-            return None
+        if len(past) < ENOUGH or not self.threshold:
+            return math.inf
+        middle, scale = self._noise(name)
+        return math.exp(max(middle + self.threshold * scale, max(past) + math.log(2)))
+
+    def _noise(self, name: str) -> tuple[float, float]:
+        """(the median of the logarithms, their scaled median absolute deviation)."""
+        past = self.history[name]
         middle = statistics.median(past)
-        scale = max(1.4826 * statistics.median(abs(each - middle) for each in past), FLOOR[name])
-        score = (math.log(value) - middle) / scale
-        if score <= self.threshold or math.log(value) <= max(past) + math.log(2):
-            return None
+        return middle, max(1.4826 * statistics.median(abs(each - middle) for each in past), FLOOR[name])
+
+    def _spike(self, figures: dict[str, float]) -> str:
+        """Of an update that was refused: which figure is too large, and beside what."""
+        name = "loss" if figures["loss"] > self._bound("loss") or self.clipped else "grad_norm"
+        value, (middle, scale) = figures[name], self._noise(name)
         return (
-            f"{name} is {value:.4g}, and its median over the last {len(past)} updates is {math.exp(middle):.4g} "
-            f"(robust z-score {score:.0f})"
+            f"{name} is {value:.4g}, and its median over the last {len(self.history[name])} updates is "
+            f"{math.exp(middle):.4g} (robust z-score {(math.log(value) - middle) / scale:.0f})"
         )
 
 

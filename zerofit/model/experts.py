@@ -57,13 +57,14 @@ class Routing:
             lines.append("experts   computed in fp32, since autocast does not reach them. Use zero1 or fsdp2")
         return lines
 
-    def begin(self, targets_per_token: float) -> None:
+    def begin(self, targets: float, tokens: float = 1.0) -> None:
         """Begin an update.
 
         Args:
-            targets_per_token: trained tokens of the global batch, divided by its tokens without padding.
+            targets: trained tokens of the global batch.
+            tokens: its tokens without padding.
         """
-        self._targets_per_token = targets_per_token
+        self._targets_per_token = targets / max(tokens, 1.0)
         self._auxiliary: torch.Tensor | float = 0.0  # summed over micro-batches, each times its tokens
         self._choices: torch.Tensor | None = None  # (layers, E)
 
@@ -116,7 +117,7 @@ class Routing:
         """What is summed over ranks: the auxiliary loss, and how often each expert of each layer was chosen."""
         return [float(self._auxiliary), *self._choices.flatten().tolist()]
 
-    def figures(self, sums: list[float], tokens: float) -> RoutingFigures:
+    def figures(self, sums: list[float], targets: float, tokens: float) -> RoutingFigures:
         """Those of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even; the largest
         and the smallest of all layers.
 

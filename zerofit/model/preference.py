@@ -77,7 +77,7 @@ class PreferenceLoss:
     def needs_reference(self) -> bool:
         return self.kind in WITH_REFERENCE
 
-    def begin(self) -> None:
+    def begin(self, pairs: float = 0.0, tokens: float = 0.0) -> None:
         """Begin an update, or an evaluation."""
         self._sums = None
 
@@ -86,7 +86,7 @@ class PreferenceLoss:
         """What is summed over ranks: pairs that are ranked right (a tie is half a pair), and both rewards."""
         return [0.0] * 3 if self._sums is None else [float(each) for each in self._sums]
 
-    def figures(self, sums: list[float], pairs: float) -> PreferenceFigures:
+    def figures(self, sums: list[float], pairs: float, tokens: float = 0.0) -> PreferenceFigures:
         """Those of metrics.jsonl.
 
         Args:

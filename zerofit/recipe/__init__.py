@@ -2,6 +2,6 @@
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, DistillRecipe, DpoRecipe, Seq2SeqRecipe
 
-__all__ = ["ClmRecipe", "ClsRecipe", "Seq2SeqRecipe", "UserError", "parse_recipe"]
+__all__ = ["ClmRecipe", "ClsRecipe", "DistillRecipe", "DpoRecipe", "Seq2SeqRecipe", "UserError", "parse_recipe"]

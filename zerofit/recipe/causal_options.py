@@ -172,20 +172,18 @@ PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", "orpo")
 class PreferenceOptions(Recipe):
     """Pairs of answers"""
 
-    preference_loss: str | None = option(
-        None,
-        "Train on pairs of answers (columns chosen and rejected) with this loss. dpo, ipo and hinge (SLiC) compare "
-        "with the model before training; simpo and orpo need no reference.",
+    preference_loss: str = option(
+        "dpo",
+        "The loss of pairs of answers (columns chosen and rejected). dpo, ipo and hinge (SLiC) compare with the model "
+        "before training; simpo and orpo need no reference.",
         why="a pair is two rows, trained on its answers",
         choices=PREFERENCE_LOSSES,
-        needs="!data_path !streaming",
-        excludes="distill_divergence",
+        common=True,
     )
     preference_beta: float | None = option(
         None,
         "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.",
         positive=True,
-        needs="preference_loss",
     )
     preference_label_smoothing: float = option(
         0.0,
@@ -211,8 +209,11 @@ class PreferenceOptions(Recipe):
                 f"preference_label_smoothing = {self.preference_label_smoothing:g}: from 0.5 on the rejected answer "
                 "would be preferred"
             )
-        if loss is None:
-            return problems
+        problems += [
+            f"{name} = {getattr(self, name)} does not go together with train/dpo.py: a pair is two rows of text"
+            for name in ("data_path", "streaming")
+            if getattr(self, name)
+        ]
         if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
             problems.append(
                 f"evaluate_only is not supported with preference_loss = {loss}: the reference is the model before "
@@ -228,38 +229,37 @@ DIVERGENCES = ("forward", "reverse")
 class DistillationOptions(Recipe):
     """Distillation"""
 
-    distill_divergence: str | None = option(
-        None,
-        "Train on a teacher's distribution, too: forward, KL(teacher || student), or reverse, KL(student || teacher). "
-        "See teacher.",
-        needs="teacher",
-        choices=DIVERGENCES,
-    )
     teacher: str | None = option(
         None,
         "The teacher, a folder or a hub name, held by each process beside the student: all of its weights, in the "
         "precision of the run.",
-        needs="distill_divergence",
+        common=True,
+    )
+    distill_divergence: str = option(
+        "forward",
+        "How far the student is from the teacher's distribution: forward, KL(teacher || student), or reverse, "
+        "KL(student || teacher).",
+        choices=DIVERGENCES,
     )
     distill_weight: float = option(
         0.5,
         "What the divergence weighs; the loss of the next token itself weighs 1 - X.",
         minimum=0,
         phase="train",
-        needs="distill_divergence",
     )
     distill_temperature: float = option(
         1.0,
         "Temperature of both distributions; the divergence is multiplied by its square.",
         positive=True,
         phase="train",
-        needs="distill_divergence",
     )
 
     def problems(self) -> list[str]:
         problems = super().problems()
         if self.distill_weight > 1:
             problems.append(f"distill_weight = {self.distill_weight:g}: it is at most 1, such as 0.5")
+        if self.trains and not self.teacher:
+            problems.append("train/distill.py: name the teacher with --teacher, a folder or a hub name")
         return problems
 
 

@@ -186,10 +186,10 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """
 
     @functools.wraps(main)
-    def wrapped(argv: list[str] | None = None, *others) -> int:
+    def wrapped(*arguments) -> int:
         _DECIDED.clear()  # of an earlier call in this process
         try:
-            return decide(main(argv, *others))
+            return decide(main(*arguments))
         except UserError as error:
             rank, message = int(os.environ.get("RANK", "0")), error.report()
             record_code(EXIT_USER_ERROR, message)

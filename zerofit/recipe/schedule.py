@@ -29,6 +29,16 @@ class Schedule:
     def decay_end(self) -> int:
         return self.num_until_minimum or self.num_updates
 
+    @property
+    def warning(self) -> str | None:
+        """What a person should know of a peak that is never reached."""
+        if self.num_warmup < self.num_updates or self.shape == "constant":
+            return None
+        return (
+            f"num_warmup_steps = {self.num_warmup} and the run has {self.num_updates} updates: "
+            f"the learning rate never reaches its peak of {self.peak:g}"
+        )
+
     def __call__(self, update: int) -> float:
         return self.peak * self.factor(update)
 
@@ -47,12 +57,14 @@ class Schedule:
         return self.min_ratio + (1 - self.min_ratio) * max(0.0, height)
 
 
-def make_schedule(recipe: OptimizerOptions, num_updates: int) -> tuple[Schedule, list[str]]:
-    """(the recipe's schedule for a run of `num_updates`, warnings).
+def make_schedule(recipe: OptimizerOptions, num_updates: int) -> Schedule | None:
+    """The recipe's schedule for a run of `num_updates`; None where nothing is trained.
 
     Raises:
         UserError: the warm-up is not over when the decay has ended.
     """
+    if not num_updates:
+        return None
     warmup, decay_steps = warmup_updates(recipe, num_updates), recipe.lr_decay_steps
     decays = recipe.lr_scheduler_type not in ("constant", "constant_with_warmup")
     if decay_steps and decays and warmup >= decay_steps:
@@ -60,17 +72,15 @@ def make_schedule(recipe: OptimizerOptions, num_updates: int) -> tuple[Schedule,
             f"lr_decay_steps = {decay_steps} and a warm-up of {warmup} updates: the decay would end before it "
             "begins. Make lr_decay_steps larger, or the warm-up shorter"
         )
-    warnings = []
-    if warmup >= num_updates and recipe.lr_scheduler_type != "constant":
-        warnings.append(
-            f"num_warmup_steps = {warmup} and the run has {num_updates} updates: "
-            f"the learning rate never reaches its peak of {recipe.learning_rate:g}"
-        )
-    decay = round(recipe.wsd_decay_ratio * (decay_steps or num_updates))
-    schedule = Schedule(
-        recipe.lr_scheduler_type, recipe.learning_rate, num_updates, warmup, recipe.min_lr_ratio, decay, decay_steps
+    return Schedule(
+        shape=recipe.lr_scheduler_type,
+        peak=recipe.learning_rate,
+        num_updates=num_updates,
+        num_warmup=warmup,
+        min_ratio=recipe.min_lr_ratio,
+        num_decay=round(recipe.wsd_decay_ratio * (decay_steps or num_updates)),
+        num_until_minimum=decay_steps,
     )
-    return schedule, warnings
 
 
 def warmup_updates(recipe: OptimizerOptions, num_updates: int) -> int:

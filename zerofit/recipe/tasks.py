@@ -255,8 +255,6 @@ class ClmRecipe(
     WritingOptions,
     TaskRecipe,
     StreamOptions,
-    PreferenceOptions,
-    DistillationOptions,
     ChatOptions,
     RecordOptions,
     CorpusOptions,
@@ -264,6 +262,8 @@ class ClmRecipe(
     LossOptions,
 ):
     """Causal language modelling, from scratch or continued."""
+
+    preference_loss = teacher = distill_divergence = None  # of the two recipes below
 
     @property
     def is_packed(self) -> bool:
@@ -281,6 +281,16 @@ class ClmRecipe(
 
 
 @dataclass
+class DpoRecipe(PreferenceOptions, ClmRecipe):
+    """Preferences: pairs of a better and a worse answer."""
+
+
+@dataclass
+class DistillRecipe(DistillationOptions, ClmRecipe):
+    """Causal language modelling, with the distribution of a teacher."""
+
+
+@dataclass
 class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLossOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
@@ -295,7 +305,14 @@ class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions
     """Encoder-decoder training: dialogue, or any source and target."""
 
 
-TASKS: dict[str, type[TaskRecipe]] = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+TASKS: dict[str, type[TaskRecipe]] = {  # by the name of the script in train/
+    "clm": ClmRecipe,
+    "dpo": DpoRecipe,
+    "distill": DistillRecipe,
+    "cls": ClsRecipe,
+    "seq2seq": Seq2SeqRecipe,
+}
+CAUSAL = ("clm", "dpo", "distill")
 
 
 def task_of_recipe(file: str) -> str | None:
@@ -311,4 +328,4 @@ def task_of_recipe(file: str) -> str | None:
     names = set(content) if isinstance(content, dict) else set()
     unknown = {task: len(names - {field.name for field in fields(cls)}) for task, cls in TASKS.items()}
     best = [task for task, count in unknown.items() if count == min(unknown.values())]
-    return best[0] if len(best) == 1 else None
+    return best[0] if len(best) == 1 or set(best) == set(CAUSAL) else None

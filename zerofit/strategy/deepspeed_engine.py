@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DummyOptim
 
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
@@ -16,7 +15,6 @@ from zerofit.strategy.deepspeed_config import fill_bucket_size
 from zerofit.strategy.disk import DiskState, keeps_optimizer_on_disk, own_folder, remove
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import initializing_deepspeed
-from zerofit.strategy.optimizers import make_optimizer, parameter_groups
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
 
 
@@ -25,18 +23,12 @@ class DeepSpeedEngine(Engine):
 
     _folder: Path | None = None  # of this process, for an optimizer on a disk
 
-    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
-        config, plugin = self.strategy.deepspeed or {}, self.accelerator.deepspeed_plugin.deepspeed_config
-        zero = plugin["zero_optimization"]
+    def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
+        zero = self.accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
         fill_bucket_size(zero, model)
         if keeps_optimizer_on_disk(zero):
             self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
             zero["offload_optimizer"]["nvme_path"] = str(self._folder)
-        if "optimizer" in config:  # DeepSpeed builds it from the JSON
-            groups = parameter_groups(model, recipe)
-            optimizer = DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-        else:
-            optimizer = make_optimizer(model, recipe, self.device)
         with initializing_deepspeed(self.layout):
             self.engine = self.accelerator.prepare(model, optimizer)[0]
         self._decide_before_step(self.engine.optimizer)

@@ -1,12 +1,15 @@
-"""The prepared model and optimizer. The loop asks it for backward, update and sums, and never which strategy it is.
+"""The prepared model and optimizer. A loop asks it for `forward_backward` and `step`, and never which strategy it is.
 
 `Engine` is what training, evaluation, checkpoints and export see, and what all strategies have in common; prepare.py
 makes one. Each strategy's own part is in its file (torch_engine.py, deepspeed_engine.py, ...).
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +25,6 @@ from zerofit.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from zerofit.data.collate import Batch
-    from zerofit.recipe.schedule import Schedule
 
 LossSum = Callable[[Any, "Batch"], torch.Tensor]  # (model, batch) -> the loss summed over the batch's targets
 
@@ -31,6 +33,75 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """{address: bytes} of what the tensors lie in, each once."""
     held = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an update may be at most; one beyond it is refused, and the weights stay as they are.
+
+    Args:
+        loss_sum: the largest loss that is accepted, summed over the targets of the global batch.
+        grad_norm: the largest norm of the gradients.
+        may_overflow: whether a norm that is not finite is accepted: in fp16 the loss scaler leaves the step out.
+        report: what this rank has to tell the others; it travels with the loss, in the one exchange of an update.
+    """
+
+    loss_sum: float = math.inf
+    grad_norm: float = math.inf
+    may_overflow: bool = False
+    report: Sequence[float] = ()
+
+    def accept(self, loss_sum: float, grad_norm: float) -> bool:
+        """Whether the optimizer is to step."""
+        if not math.isfinite(grad_norm):
+            return self.may_overflow and math.isfinite(loss_sum)
+        return math.isfinite(loss_sum) and loss_sum <= self.loss_sum and grad_norm <= self.grad_norm
+
+
+class Outcome:
+    """What became of an update; the same on every rank, but for `losses`, which are this rank's.
+
+    Reading a figure waits for the device, which may still be at work on the step.
+
+    Args:
+        losses: the loss sum of each micro-batch.
+        read: () -> (whether the update was refused, the row of each rank: loss sum, gradient norm, its report).
+        loss_ranks: the ranks whose losses make that of the global batch: one of each replica.
+    """
+
+    def __init__(
+        self, losses: list[torch.Tensor], read: Callable[[], tuple[bool, list[list[float]]]], loss_ranks: Sequence[int]
+    ):
+        self.losses, self._read, self._loss_ranks = losses, read, loss_ranks
+
+    @cached_property
+    def _found(self) -> tuple[bool, list[list[float]]]:
+        return self._read()
+
+    @property
+    def passed_over(self) -> bool:
+        """Whether there was nothing to train on (see Update)."""
+        return not self.losses
+
+    @property
+    def refused(self) -> bool:
+        """Whether loss or norm was out of bounds: weights, moments and step counts are as they were."""
+        return self._found[0]
+
+    @property
+    def ranks(self) -> list[list[float]]:
+        """The report of each rank."""
+        return [row[2:] for row in self._found[1]]
+
+    @property
+    def loss_sum(self) -> float:
+        """The loss summed over the targets of the global batch."""
+        return sum(self._found[1][rank][0] for rank in self._loss_ranks)
+
+    @property
+    def grad_norm(self) -> float:
+        """The 2-norm of all gradients, before clipping."""
+        return self._found[1][0][1]
 
 
 class Engine:
@@ -43,18 +114,19 @@ class Engine:
         state: the optimizer's state in the form in which checkpoints have it (state.py); None where nothing is
             trained.
         alive: called within what may take long: a sign of life.
+        phase: is told what begins within an update: forward, backward.
     """
 
     def __init__(
-        self, strategy: Strategy, accelerator: Any, model: Any, recipe: OptimizerOptions, schedule: "Schedule | None"
+        self, strategy: Strategy, accelerator: Any, model: Any, recipe: OptimizerOptions, optimizer: Any
     ) -> None:
         self.strategy, self.accelerator, self.module = strategy, accelerator, model
         self.whole = whole_model(model)
         self.max_grad_norm = recipe.max_grad_norm
-        self.schedule: Any = schedule  # None where nothing is trained
-        self.alive: Callable[[], None] = lambda: None  # a sign of life within what may take long
+        self.alive: Callable[[], None] = lambda: None
+        self.phase: Callable[[str], None] = lambda phase: None
         self.split_rows = SplitRows(model, self.layout) if self.layout.sequence > 1 else None
-        self.model = self._prepare(model, recipe)
+        self.model = self._prepare(model, recipe, optimizer)
         self.state: Any = self._state()  # an OptimizerState; None where nothing is trained
         if isinstance(self.torch_optimizer, Muon):
             self.torch_optimizer.locate(self.state, self._sharing_group())
@@ -62,8 +134,13 @@ class Engine:
         if self.ema_decay and self.state is not None:
             self.state.start_average()
 
-    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
-        """Make the optimizer, and what `model` is: the module, wrapped, sharded and on its device."""
+    def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
+        """Wrap and shard the module and the optimizer, on their device. Returns what `model` is.
+
+        Args:
+            optimizer: one over the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None
+                where nothing is trained.
+        """
         raise NotImplementedError
 
     def _sharing_group(self) -> Any:
@@ -82,27 +159,46 @@ class Engine:
     def is_main(self) -> bool:
         return self.layout.is_main
 
-    def run(
-        self, batches: Sequence["Batch"], loss_sum: LossSum, scale: float, phase: Callable[[str], None]
+    def forward_backward(
+        self, micro_batches: Sequence["Batch"], loss_sum: LossSum, scale: float
     ) -> list[torch.Tensor]:
         """Forward and backward over an update's micro-batches: gradients are averaged over replicas and summed over
         micro-batches.
 
         Args:
+            loss_sum: (model, batch) -> the loss summed over the batch's targets, a scalar with a gradient.
             scale: what losses are multiplied by before the backward pass.
-            phase: is told "forward" and "backward", as each begins; of a pipeline, whose passes take turns, "forward".
 
-        Returns: the loss sum of each, fp32 scalars; of a pipeline zeros on all stages but the last.
+        Returns: the loss sum of each, fp32 scalars on the device; of a pipeline zeros on all stages but the last.
         """
         losses = []
-        for index, batch in enumerate(batches):
-            with self.accumulate(last=index == len(batches) - 1):
-                phase("forward")
+        for index, batch in enumerate(micro_batches):
+            with self.accumulate(last=index == len(micro_batches) - 1):
+                self.phase("forward")
                 loss = loss_sum(self.model, batch.to(self.device))
                 losses.append(loss.detach().float())
-                phase("backward")
+                self.phase("backward")
                 self.backward(loss * scale)
         return losses
+
+    def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
+        """Clip the gradients and let the optimizer move the weights, unless loss or norm are out of bounds; all ranks
+        decide alike. Nothing is left of the gradients afterwards.
+
+        Args:
+            losses: of `forward_backward`. Nothing is done where there are none.
+        """
+        if not losses:
+            return Outcome(losses, lambda: (False, []), ())
+        rows = self.per_rank([float(sum(losses)), self.gradient_norm(), *bounds.report])
+        accepted = bounds.accept(sum(rows[rank][0] for rank in self.layout.loss_ranks), rows[0][1])
+        if accepted:
+            self.apply()
+            if math.isfinite(rows[0][1]):  # else fp16 has left the weights where they were
+                self.average()
+        else:
+            self.discard()
+        return Outcome(losses, lambda: (not accepted, rows), self.layout.loss_ranks)
 
     @torch.no_grad()
     def losses(self, batches: Iterable["Batch"], loss_sum: LossSum) -> Iterator[tuple["Batch", torch.Tensor]]:
@@ -118,15 +214,15 @@ class Engine:
         """Add this micro-batch's gradients."""
         raise NotImplementedError
 
-    def set_learning_rate(self, index: int) -> None:
-        """Give the optimizer the schedule's rate of update `index`, counted from 0."""
+    def set_learning_rate(self, rate: float) -> None:
+        """Give the optimizer the rate of the next step; layers with a rate of their own keep their ratio."""
         assert self.torch_optimizer is not None
         for group in self.torch_optimizer.param_groups:
-            group["lr"] = self.schedule(index) * group.get("lr_scale", 1.0)
+            group["lr"] = rate * group.get("lr_scale", 1.0)
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the update's gradients over all ranks, before clipping; after `run`, once for each update, on
-        all ranks together. NaN or infinite where a gradient is."""
+        """The 2-norm of the update's gradients over all ranks, before clipping; after `forward_backward`, once for
+        each update, on all ranks together. NaN or infinite where a gradient is."""
         raise NotImplementedError
 
     def apply(self) -> None:

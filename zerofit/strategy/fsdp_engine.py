@@ -23,7 +23,6 @@ from zerofit.model.stages import without_weights
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
-from zerofit.strategy.optimizers import make_optimizer
 from zerofit.strategy.state import OptimizerState, RowState
 from zerofit.strategy.torch_engine import gradient_norm
 
@@ -36,16 +35,20 @@ class FullyShardedEngine(Engine):
         experts: those of the parameters that are never gathered, as tokens travel to them.
     """
 
-    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+    def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         self.whole = without_weights(model)
         if not recipe.trains:
             model.requires_grad_(False)
+        before, self.optimizer = dict(model.named_parameters()), optimizer
         modules = experts_of(model) if self.strategy.divides_experts else []
         self._shard(model, modules)
         self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
         self.experts: list[Any] = [parameter for module in modules for parameter in module.parameters()]
         self.parameters: list[Any] = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
-        self.optimizer: Any = make_optimizer(model, recipe, self.device) if recipe.trains else None
+        if optimizer is not None:
+            sharded = {id(parameter): self.sharded[name] for name, parameter in before.items()}
+            for group in optimizer.param_groups:
+                group["params"] = [sharded[id(parameter)] for parameter in group["params"]]
         return model
 
     def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:

@@ -7,9 +7,10 @@ relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 ele
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import DummyOptim
 
 from zerofit.model.parameters import decay_groups, layer_groups
 from zerofit.recipe.errors import UserError
@@ -17,6 +18,9 @@ from zerofit.recipe.options import OptimizerOptions, TrainingRecipe
 from zerofit.strategy.devices import has_fused_adamw
 from zerofit.strategy.muon import Muon
 from zerofit.strategy.state import ReadWhole, ReplicatedState
+
+if TYPE_CHECKING:
+    from zerofit.strategy.strategy import Strategy
 
 # {optim: what it keeps of a parameter, beside the count of its steps}. AdamW's moments have the parameter's own shape.
 KEPT = {
@@ -29,8 +33,20 @@ SHARDED = ("adamw", "muon")  # what they keep has the parameter's shape, so that
 BLOCK, SMALLEST_IN_8_BITS = 256, 4096  # elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
 
 
-def make_optimizer(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.Optimizer:
-    """The one that `optim` names."""
+def make_optimizer(
+    model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device, strategy: "Strategy | None" = None
+) -> Any:
+    """The optimizer that `optim` names, over the model's trained parameters. Where the strategy's DeepSpeed JSON has
+    an `optimizer` block, accelerate's DummyOptim, for which DeepSpeed makes that one; None where nothing is trained.
+
+    Args:
+        device: where the weights will be: a fused step is made for some devices only.
+    """
+    if not recipe.trains:
+        return None
+    if strategy is not None and "optimizer" in (strategy.deepspeed or {}):
+        groups = parameter_groups(model, recipe)
+        return DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     if recipe.optim == "adamw":
         return adamw(model, recipe, device)
     if recipe.optim == "muon":

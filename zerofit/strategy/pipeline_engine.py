@@ -99,23 +99,23 @@ class PipelineEngine(DeepSpeedEngine):
 
     _shapes: frozenset[torch.Size] = frozenset()  # (B, T) of the micro-batches that passed through last
 
-    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+    def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         self.stage = StageModule(model, self.layout)
-        super()._prepare(self.stage, recipe)
+        super()._prepare(self.stage, recipe, optimizer)
         return PipelinedModel(self)
 
-    def run(
-        self, batches: Sequence[Batch], loss_sum: LossSum, scale: float, phase: Callable[[str], None]
-    ) -> list[torch.Tensor]:
-        losses = []
+    def forward_backward(self, micro_batches: Sequence[Batch], loss_sum: LossSum, scale: float) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        if not micro_batches:
+            return losses
 
         def scaled_loss(model: Any, batch: Batch) -> torch.Tensor:
             loss = loss_sum(model, batch)
             losses.append(loss.detach().float())
             return loss * (scale * self.engine.gradient_accumulation_steps())  # which DeepSpeed divides by
 
-        self._pass_through(GradientSchedule, batches, scaled_loss, phase)
-        return losses or [torch.zeros((), device=self.device) for _ in batches]
+        self._pass_through(GradientSchedule, micro_batches, scaled_loss, self.phase)
+        return losses or [torch.zeros((), device=self.device) for _ in micro_batches]
 
     def losses(self, batches: Iterable[Batch], loss_sum: LossSum) -> Iterator[tuple[Batch, torch.Tensor]]:
         remaining, most = iter(batches), EVALUATED_TOGETHER * self.layout.pipeline
@@ -200,7 +200,7 @@ class PipelineEngine(DeepSpeedEngine):
 class PipelineInference(WithoutOptimizer, PipelineEngine):
     """Evaluates where nothing is trained."""
 
-    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+    def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         model.requires_grad_(False)
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         config["zero_optimization"] = {"stage": 0}  # other stages need an optimizer

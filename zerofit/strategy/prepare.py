@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.recipe.schedule import Schedule
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import Engine, WithoutOptimizer
 from zerofit.strategy.fsdp_engine import FullyShardedEngine
@@ -29,7 +28,7 @@ class InferenceEngine(WithoutOptimizer, Engine):
     optimizer: each rank has the full model, as in training. ZeRO-3 shards the weights here as well.
     """
 
-    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+    def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         model.requires_grad_(False)
         if self.strategy.shards_parameters:
             with initializing_deepspeed(self.layout):
@@ -41,9 +40,13 @@ class InferenceEngine(WithoutOptimizer, Engine):
 
 
 def prepare_engine(
-    strategy: Strategy, accelerator: "Accelerator", model: Any, recipe: OptimizerOptions, schedule: Schedule | None
+    strategy: Strategy, accelerator: "Accelerator", model: Any, recipe: OptimizerOptions, optimizer: Any
 ) -> Engine:
-    """Shard, wrap and place the model and its optimizer as the strategy says."""
+    """Shard, wrap and place the model and its optimizer as the strategy says.
+
+    Args:
+        optimizer: of make_optimizer.
+    """
     kind: type[Engine] = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     if strategy.fully_shards:
         kind = FullyShardedEngine
@@ -53,7 +56,7 @@ def prepare_engine(
         from zerofit.strategy.pipeline_engine import PipelineEngine, PipelineInference  # which load DeepSpeed
 
         kind = PipelineEngine if recipe.trains else PipelineInference
-    engine = kind(strategy, accelerator, model, recipe, schedule)
+    engine = kind(strategy, accelerator, model, recipe, optimizer)
     if torch.distributed.is_initialized():
         NEVER_FREED.append(engine)
     return engine

@@ -8,7 +8,7 @@ import torch
 
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState, make_optimizer
+from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState
 from zerofit.strategy.state import OptimizerState, ReplicatedState
 
 
@@ -26,10 +26,11 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 class TorchEngine(Engine):
     """One process, or DDP."""
 
-    def _prepare(self, model: Any, recipe: OptimizerOptions) -> Any:
+    optimizer: Any  # accelerate's wrapper
+
+    def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         self.optim = recipe.optim
-        self.optimizer: Any = make_optimizer(model, recipe, self.device)
-        model, self.optimizer = self.accelerator.prepare(model, self.optimizer)
+        model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layout.world_size > 1:
             self._put_gradients_into_buckets(model)

@@ -9,13 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import (
+    AutoModelForMultipleChoice,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from zerofit.data.collate import Batch
 from zerofit.data.labelled.examples import GLUE
-from zerofit.data.labelled.labels import THRESHOLD, Labels
+from zerofit.data.labelled.labels import THRESHOLD, Labels, configure_labels, pretrained_head, renamed_head
 from zerofit.data.labelled.samples import HeldOut
 from zerofit.data.labelled.tags import located
+from zerofit.model.configuration import check_task
+from zerofit.model.load import head_weights
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
+from zerofit.recipe.tasks import ClsRecipe
 from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, screen_width, table
@@ -23,6 +31,32 @@ from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, gather_by_index, mean_losses
 
 MAX_ROWS, MAX_PICTURED = 20, 60  # classes of a table, and of a picture
+
+
+def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, list[str], list[str | None]]:
+    """What classifies: (the Auto class of transformers, the names of its weights that are drawn anew, notes for the
+    log). The configuration gets the labels.
+
+    Raises:
+        UserError: there is no such head for this kind of model; the pretrained head has another number of labels.
+    """
+    pretrained, notes = recipe.model_name_or_path, list[str | None]()
+    if labels.choices:
+        auto_class: Any = AutoModelForMultipleChoice
+        check_task(recipe, config, auto_class)
+        had = len(pretrained_head(config, pretrained) or ())  # of a classifier; choices have a head of one output
+        replaced = head_weights(AutoModelForSequenceClassification, config, had + 1) if had else []
+    else:
+        auto_class = AutoModelForSequenceClassification
+        if labels.of_words:
+            auto_class = AutoModelForTokenClassification
+            check_task(recipe, config, auto_class)
+        notes.append(renamed_head(config, labels, pretrained))
+        had = configure_labels(config, labels, pretrained, recipe.ignore_mismatched_sizes) or 0
+        replaced = head_weights(auto_class, config, had) if had else []
+    if replaced:
+        notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
+    return auto_class, replaced, notes
 
 
 def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -> tuple[str, ...]:

@@ -1,32 +1,56 @@
-"""How a task begins and ends: its exit code on record, a look at the disk before anything heavy is imported, the
-watchdog, and the session."""
+"""How a script begins and ends: its options, its exit code on record, a look at the disk before anything heavy is
+imported, the watchdog. Nothing here imports torch.
+"""
 
-import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from zerofit.health.shutdown import StartingRank, listen
 from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.ranks import RANKS
-from zerofit.recipe.errors import EXIT_FAILED, before_leaving, leave, record_codes_with, tell_others_with
+from zerofit.recipe import parse_recipe
+from zerofit.recipe.errors import (
+    EXIT_FAILED,
+    before_leaving,
+    leave,
+    record_codes_with,
+    reports_user_errors,
+    tell_others_with,
+)
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import outlive_the_terminal, say
+from zerofit.record.terminal import outlive_the_terminal
 from zerofit.record.timeline import Timeline
 from zerofit.strategy.builds import check_compiled_code
 
-if TYPE_CHECKING:
-    from zerofit.training.session import Session
+
+@dataclass(frozen=True)
+class Start:
+    """A launch of a script whose options are read, and whose files are there.
+
+    Args:
+        task: the name of the script.
+    """
+
+    task: str
+    recipe: TaskRecipe
+    output_folder: Path
+    timeline: Timeline
+    watchdog: Watchdog
 
 
-def run_program(task: str, main: Callable[[], int]) -> None:
-    """Run a task as a program, and end this process. How it ends is in environment.json, whatever happens."""
+def begin(task: str, kind: type[TaskRecipe]) -> Start:
+    """Read the options of the script that this process runs, before its slow imports.
+
+    A mistake ends the process here, with a message and exit code 2. How the process ends is in environment.json of the
+    output folder from here on, whatever happens.
+    """
     if not wants_help(sys.argv):
         outlive_the_terminal()
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
@@ -34,45 +58,55 @@ def run_program(task: str, main: Callable[[], int]) -> None:
         record_codes_with(exit_code.write)
         tell_others_with(RANKS.stop)
         listen(StartingRank(exit_code.write).leave)
-    try:
-        code = main()
-    except Exception:  # not left to the interpreter: a signal that comes as it ends would change the exit code
-        traceback.print_exc()
-        code = EXIT_FAILED
-    leave(code)
+    sys.excepthook = _leave_after
+    opened: list[Start] = []
+
+    def read() -> int:
+        opened.append(read_start(task, kind, sys.argv[1:]))
+        return 0
+
+    code = reports_user_errors(read)()
+    if not opened:
+        leave(code)
+    return opened[0]
 
 
-def open_session(task: str, recipe: TaskRecipe, timeline: Timeline) -> "Session":
-    """The session of a run, or of a launch that only evaluates or predicts, where the recipe says that it does.
+def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
+    """Read these options of a script, and look whether the files are there that they name; the ranks of several
+    machines meet.
 
     Raises:
-        UserError: anything that can be found wrong before data is read. What is missing on the disk is told at once,
-            before torch is imported.
+        UserError: an option or a path is wrong.
     """
     from zerofit.recipe.addresses import fetch_inputs
 
+    timeline = Timeline()
+    timeline.mark("interpreter")
+    recipe = parse_recipe(kind, argv, prog=f"train/{task}.py")
     fetch_inputs(recipe)
-    check_paths(recipe, output_folder(task, recipe))
+    folder = output_folder(task, recipe)
+    check_paths(recipe, folder)
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()
     watchdog = Watchdog(RANKS.rank, 60 * recipe.watchdog_minutes or None, machine=RANKS.machines[0])
     watchdog.start()
     before_leaving(watchdog.leave)
-    from zerofit.training.session import Session
-
     RANKS.start(60 * recipe.rendezvous_minutes)
-    stored = None
-    if not recipe.trains:
-        from zerofit.training.stored_model import StoredModel
+    return Start(task, recipe, folder, timeline, watchdog)
 
-        stored = StoredModel.open(task, recipe)
-    mirror = None
-    if recipe.mirror and recipe.trains:
-        from zerofit.checkpoint.mirror_restore import open_mirror
 
-        watchdog.phase("mirror", patience=math.inf)
-        folder = RunFolder(output_folder(task, recipe))
-        mirror, notes = RANKS.first_on_rank_0("mirror", lambda: open_mirror(recipe, folder)) or (None, [])
-        say(*notes)
-    return Session.open(task, recipe, timeline, watchdog, stored, mirror)
+def end(main: Callable[[Start], int], start: Start) -> None:
+    """Run the script's `main`, and end this process with its exit code; a UserError becomes a message and code 2."""
+    try:
+        code = reports_user_errors(main)(start)
+    except Exception:  # not left to the interpreter: a signal that comes as it ends would change the exit code
+        traceback.print_exc()
+        code = EXIT_FAILED
+    leave(code)
+
+
+def _leave_after(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    """End a process that an import has failed in, with its exit code on record."""
+    traceback.print_exception(error)
+    leave(EXIT_FAILED)

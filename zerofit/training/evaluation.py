@@ -4,7 +4,6 @@ Logits are never gathered: what leaves a rank is two sums, and a few numbers or 
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from zerofit.data.collate import Batch
 from zerofit.data.order import FILLER, FixedOrder, MicroBatches, loader
 from zerofit.data.pack import SampleSet
-from zerofit.record.metrics import EvaluationTime
-from zerofit.strategy.devices import pins_memory, synchronise
+from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
-from zerofit.training.task import Task
 
 
 def eval_batches(
@@ -45,19 +42,11 @@ def eval_batches(
     engine.model.train()
 
 
-def timed_evaluation(task: Task, engine: Engine) -> tuple[dict[str, float], EvaluationTime]:
-    """The task's evaluation and how long it took, on the slowest rank: from before the first batch until the figures
-    are there, generation and predictions.jsonl included.
-
-    Returns: the held-out figures, and the time.
-    """
-    assert task.evaluate is not None, "something is held out"
-    synchronise(engine.device)  # an update that is still being computed is not evaluation
-    began = time.perf_counter()
-    figures = task.evaluate(engine)
-    synchronise(engine.device)
-    seconds = max(own for (own,) in engine.per_rank([time.perf_counter() - began]))
-    return figures, EvaluationTime(seconds, task.num_held_out / seconds)
+def held_out_batches(
+    engine: Engine, parts: Mapping[str, SampleSet], collate: Callable[[list[Any]], Batch], batch_size: int
+) -> dict[str, Iterator[Batch]]:
+    """`eval_batches` of each held-out part by its name."""
+    return {name: eval_batches(engine, part, collate, batch_size) for name, part in parts.items()}
 
 
 @torch.no_grad()

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from zerofit.data.collate import Batch
+from zerofit.data.collate import Batch, PromptCollator, multiple_for
+from zerofit.data.pack import TextData
 from zerofit.data.pairs.prepare import HeldOutPairs, PairData
 from zerofit.data.prompts import Prompts, longest_answer
+from zerofit.model.chat import question_ids
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, say
 from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import compute, gather_by_index
+from zerofit.training.evaluation import compute, eval_batches, gather_by_index
 
 FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
 SHOWN = 40  # characters of a trivial answer
@@ -56,6 +58,44 @@ def evaluate_generation(
         figures = compute("generation", texts, data.validation.targets)
     figures = engine.from_main(figures)
     return {f"eval_{name}": value for name, value in figures.items()}
+
+
+def sample_text(run: Any, data: TextData) -> list[str]:
+    """Lines for the log: what the trained model writes after `sample_prompt` (in a chat: its answer), as long as its
+    positions allow. All ranks call it together; nothing without `sample_tokens`, or where the run has stopped."""
+    recipe, engine, tokenizer = run.recipe, run.engine, data.tokenizer
+    if not recipe.sample_tokens or run.stopped:
+        return []
+    if engine.layout.pipeline > 1:
+        command = f"zerofit generate --model {run.folder.model} --prompt TEXT"
+        return [f"note      no sample: no rank of a pipeline has all layers. Use {command}"]
+    if data.is_chat and recipe.sample_prompt:
+        ids = torch.tensor([question_ids(tokenizer, recipe.sample_prompt, recipe.system_prompt)])
+    else:
+        prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token or "\n"
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    room = getattr(engine.module.config, "max_position_embeddings", 10**6) - ids.shape[1]
+    torch.manual_seed(recipe.seed)  # all ranks draw the same tokens
+    written = engine.generate(
+        ids,
+        max_new_tokens=max(1, min(recipe.sample_tokens, room)),
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    text = str(tokenizer.decode(written[0], skip_special_tokens=True))
+    return ["a sample of what it writes:", *("  | " + line for line in text.splitlines())]
+
+
+def continue_prompts(engine: Engine, data: TextData, recipe: ClmRecipe, folder: RunFolder) -> list[str]:
+    """Write predictions.jsonl: how a causal model continues each prompt of predict_file, or answers it in a chat.
+    Returns the files."""
+    prompts: Any = data.prompts
+    collate = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))
+    batches = eval_batches(engine, prompts, collate, recipe.per_device_eval_batch_size)
+    settings = writing_settings(recipe, engine.module.config, data.tokenizer, prompts.ends)
+    return predict_texts(engine, batches, data.tokenizer, prompts, folder, settings)
 
 
 def writing_settings(
@@ -126,9 +166,9 @@ def cut_texts(cut: int, count: int, option: str, settings: dict[str, Any]) -> li
     return [f"note      {cut:,} of {count:,} generated texts are cut at {option} = {settings['max_new_tokens']}"]
 
 
-def trivial_answers(held_out: HeldOutPairs | None) -> list[str]:
+def trivial_answers(held_out: HeldOutPairs) -> list[str]:
     """For the log: what one and the same answer reaches, the target that training has most often."""
-    if held_out is None or not held_out.trained_targets:
+    if not held_out.trained_targets:
         return []
     ((answer, _),) = held_out.trained_targets.most_common(1)
     usual = answer if len(answer) < SHOWN else f"{answer[:SHOWN]}..."
@@ -144,10 +184,30 @@ def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer: PreTrainedTokeni
         yield {"source": source, "target": target, "prediction": text}
 
 
-def shown(folder: RunFolder, batch_size: int, num_batches: int) -> list[str]:
-    """The first generated text of each of the first batches, for the log."""
-    lines = []
-    for row in folder.predictions(fields=("source", "target", "prediction"))[: batch_size * num_batches : batch_size]:
+def answer_sources(
+    engine: Engine, data: PairData, recipe: Seq2SeqRecipe, folder: RunFolder, settings: dict[str, Any]
+) -> list[str]:
+    """Write predictions.jsonl: the text for each source of predict_file. Returns the files."""
+    collate = PromptCollator(padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device))
+    batches = eval_batches(engine, data.prompts, collate, recipe.per_device_eval_batch_size)
+    return predict_texts(engine, batches, data.tokenizer, data.prompts, folder, settings)
+
+
+def remarks_on_texts(held_out: HeldOutPairs | None, settings: dict[str, Any]) -> list[str]:
+    """Lines for the log, below the held-out figures: what one and the same answer reaches, and what was cut."""
+    if held_out is None:
+        return []
+    cut = cut_texts(held_out.cut, len(held_out.targets), "val_max_target_length", settings)
+    return [*trivial_answers(held_out), *cut]
+
+
+def shown(run: Any, recipe: Seq2SeqRecipe) -> list[str]:
+    """The first generated text of each of the first batches, for the log; nothing where the run has stopped."""
+    batch_size, num_batches = recipe.per_device_eval_batch_size, recipe.n_val_batch_generations
+    if run.stopped or not run.data.num_held_out or not recipe.predict_with_generate or not run.is_main:
+        return []
+    lines, fields = [], ("source", "target", "prediction")
+    for row in run.folder.predictions(fields=fields)[: batch_size * num_batches : batch_size]:
         lines += [
             "",
             f"  | source      {row['source']}",

@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import duration
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import eval_batches, held_out_loss
-from zerofit.training.session import Session
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 STORED_EVERY = 1024  # pairs
 
@@ -45,29 +47,28 @@ def held_out_pairs(
 
 
 def measure_reference(
-    session: Session, engine: Engine, parts: Mapping[str, PreferencePairs], collate: Callable[[list[Any]], Batch]
+    run: "Run", engine: Engine, parts: Mapping[str, PreferencePairs | None], collate: Callable[[list[Any]], Batch]
 ) -> None:
     """Let `engine`, whose model is still the one before training, give the reference's log-probabilities to all pairs.
 
     They are kept with the prepared data. A launch after this one finds them there, all or those that were done.
     """
-    recipe: Any = session.recipe  # a ClmRecipe
-    origin = _origin(engine.whole.config, recipe, session.strategy.precision)
-    if session.config.adapter is not None:  # the model before training is base and adapter
-        origin += f" {weights_key(str(session.config.adapter.path))}"
-    for pairs in (pairs for part in parts.values() for pairs in getattr(part, "sets", [part])):  # of a mixture
+    recipe: Any = run.recipe  # a DpoRecipe
+    origin = _origin(engine.whole.config, recipe, run.strategy.precision)
+    if run.config.adapter is not None:  # the model before training is base and adapter
+        origin += f" {weights_key(str(run.config.adapter.path))}"
+    held = [part for part in parts.values() if part]
+    for pairs in (pairs for part in held for pairs in getattr(part, "sets", [part])):  # of a mixture
         name = hashlib.sha256(f"{pairs.key} {len(pairs)} {origin}".encode()).hexdigest()[:32]
         file = cache_root(recipe.cache_dir) / f"reference-{name}.npy"
         began = time.perf_counter()
-        done = _measure(engine, pairs, collate, recipe.per_device_eval_batch_size, file, session)
+        done = _measure(engine, pairs, collate, recipe.per_device_eval_batch_size, file, run)
         if done:
             seconds = duration(time.perf_counter() - began)
-            session.say(f"reference {done:,} pairs in {seconds}; kept in {file}")
+            run.say(f"reference {done:,} pairs in {seconds}; kept in {file}")
 
 
-def _measure(
-    engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, session: Session
-) -> int:
+def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, run: "Run") -> int:
     """Returns how many pairs were not there yet."""
     found = engine.from_main(_stored(file, len(pairs)) if engine.is_main else None)
     places = FixedOrder(len(pairs), pairs.sort_key).places(0, len(pairs))
@@ -75,7 +76,7 @@ def _measure(
     start = int(missing[0]) if len(missing) else len(pairs)
     todo = len(pairs) - start
     if todo:
-        session.say(f"reference of {todo:,} pairs: what the model before training makes of them")
+        run.say(f"reference of {todo:,} pairs: what the model before training makes of them")
     together = batch_size * engine.layout.data_size
     step = -(-STORED_EVERY // together) * together
     for begin in range(start, len(pairs), step):

@@ -3,14 +3,11 @@
 Nothing here is imported without that option, and the updates outside of N to M are as they are without it.
 """
 
-import dataclasses
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import profile
@@ -20,7 +17,7 @@ from zerofit.recipe.files import atomic_file
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import say
-from zerofit.training.step import StepResult, TrainStep
+from zerofit.strategy.engine import Engine
 
 COSTLIEST = 10  # operators in the log
 SNAPSHOT_EVENTS = 100_000  # allocations and releases that torch remembers
@@ -32,41 +29,35 @@ def file_names(rank: int, device: torch.device, memory: bool) -> list[str]:
     return [f"profile_rank{rank}.json.gz", *snapshots]
 
 
-@dataclass(frozen=True)
-class ProfiledStep(TrainStep):
-    """Makes updates, and records some of them.
+class Profiler:
+    """Records updates of this rank. A run that stops among them, or resumes there, has the part that it made.
 
     Args:
-        updates: which. A run that stops among them, or resumes there, has the part that it made.
-        files: of this rank.
+        updates: which.
+        files: the trace, and where a device has one a snapshot of memory.
         with_memory: whether allocations are recorded, too.
         note: takes a line for the log.
     """
 
-    updates: range = range(0)
-    files: tuple[Path, ...] = ()
-    with_memory: bool = False
-    note: Callable[[str], None] = lambda line: None
-    running: list[profile] = field(default_factory=list)
+    def __init__(
+        self, updates: range, files: tuple[Path, ...], *, device: str, with_memory: bool, note: Callable[[str], None]
+    ) -> None:
+        self.updates, self.files, self.device, self.with_memory, self.note = updates, files, device, with_memory, note
+        self._running: profile | None = None
 
-    def __call__(self, update: int, *args: Any, **kwargs: Any) -> StepResult:
-        if update not in self.updates:
-            return super().__call__(update, *args, **kwargs)
-        if not self.running:
-            self._start()
-        result = super().__call__(update, *args, **kwargs)
-        if update == self.updates[-1] or result.signals.stop_reason:
-            self._stop(update)
-        return result
+    def begin(self, update: int) -> None:
+        """Called before an update."""
+        if update in self.updates and self._running is None:
+            if len(self.files) > 1:
+                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+            self._running = profile(profile_memory=self.with_memory)
+            self._running.start()
 
-    def _start(self) -> None:
-        if len(self.files) > 1:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
-        self.running.append(profile(profile_memory=self.with_memory))
-        self.running[0].start()
-
-    def _stop(self, update: int) -> None:
-        profiler = self.running.pop()
+    def end(self, update: int, stops: bool) -> None:
+        """Called after an update; `stops`: it is the last one of this launch."""
+        if self._running is None or not (stops or update >= self.updates[-1]):
+            return
+        profiler, self._running = self._running, None
         profiler.stop()
         trace, *snapshots = self.files
         with tempfile.TemporaryDirectory() as folder:
@@ -78,17 +69,19 @@ class ProfiledStep(TrainStep):
                 torch.cuda.memory._record_memory_history(enabled=None)
                 _keep(file, snapshot)
         self.note(f"profile   updates {self.updates[0]} to {update}: {', '.join(file.name for file in self.files)}")
-        kind = "cpu" if self.engine.device.type == "cpu" else "device"
+        kind = "cpu" if self.device == "cpu" else "device"
         self.note(profiler.key_averages().table(f"self_{kind}_time_total", COSTLIEST, max_name_column_width=40))
 
 
-def profiled(step: TrainStep, recipe: TrainingRecipe, folder: RunFolder, note: Callable[[str], None]) -> TrainStep:
-    """The step of a rank: one that records, where the rank is among those of the recipe.
+def make_profiler(
+    engine: Engine, recipe: TrainingRecipe, folder: RunFolder, note: Callable[[str], None]
+) -> Profiler | None:
+    """The profiler of this rank; None where the rank is not among those of the recipe.
 
     Raises:
         UserError: there is no such rank, or a file is in the way that no run has written.
     """
-    layout, device, ranks = step.engine.layout, step.engine.device, recipe.profile_ranks
+    layout, device, ranks = engine.layout, engine.device, recipe.profile_ranks
     if max(ranks) >= layout.world_size:
         raise UserError(f"profile_ranks = {max(ranks)}: the ranks are 0 to {layout.world_size - 1}. Choose among them")
     names = {rank: file_names(rank, device, recipe.profile_memory) for rank in ranks}
@@ -98,13 +91,10 @@ def profiled(step: TrainStep, recipe: TrainingRecipe, folder: RunFolder, note: C
         if recipe.profile_memory and device.type != "cuda":
             note(f"profile_memory: a {device.type} device has no snapshot; the table has what operators allocate")
     if layout.rank not in ranks:
-        return step
-    parts = {each.name: getattr(step, each.name) for each in dataclasses.fields(step)}
+        return None
     files = tuple(folder.path / name for name in names[layout.rank])
     shown = note if layout.is_main else partial(say, main=layout.rank == ranks[0])
-    return ProfiledStep(
-        **parts, updates=recipe.profiled_updates, files=files, with_memory=recipe.profile_memory, note=shown
-    )
+    return Profiler(recipe.profiled_updates, files, device=device.type, with_memory=recipe.profile_memory, note=shown)
 
 
 def _keep(file: Path, place: Path) -> None:

@@ -1,38 +1,69 @@
-"""The parts of a run that the loop works with, and why it ended."""
+"""A run: what surrounds the loop of a script of train/.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+The script makes the data, the model, the loss, the optimizer and the schedule, and has the loop of updates; `Run`
+knows the strategy, the folder, checkpoints, the record, signals and anomalies. All ranks call its methods together.
+"""
 
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.utils import set_seed
+from torch import distributed
+
+from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
+from zerofit.checkpoint.exporter import ModelExporter
+from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.manager import CheckpointManager
+from zerofit.checkpoint.mirror import Mirror
+from zerofit.checkpoint.resume import fingerprint
 from zerofit.checkpoint.run_state import RunState
-from zerofit.health.anomaly import Anomaly
-from zerofit.health.shutdown import StopReason
-from zerofit.health.slow_ranks import SlowRanks
-from zerofit.record.meters import MemoryMeter, ThroughputMeter
+from zerofit.data.lengths import growing_blocks
+from zerofit.data.token_updates import updates_by_tokens
+from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetector
+from zerofit.health.failure import explain_failure
+from zerofit.health.flight import FOLDER
+from zerofit.health.out_of_memory import RunFacts, host_advice
+from zerofit.health.shutdown import ShutdownHandler, StopReason
+from zerofit.health.slow_ranks import RankClock, RankSeconds, SlowRanks
+from zerofit.launch.ranks import RANKS
+from zerofit.model.adapter_folder import trained_on_configuration
+from zerofit.model.parameters import count_parameters, flops_per_pair_token, flops_per_token
+from zerofit.model.stages import whole_model
+from zerofit.recipe.errors import explain_failures_with
+from zerofit.recipe.parsing import counted
+from zerofit.recipe.schedule import Schedule
+from zerofit.recipe.tasks import TaskRecipe
+from zerofit.record.environment import describe_environment
+from zerofit.record.meters import MemoryMeter, make_meter, without_mfu
+from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.record.recorder import RunRecorder
-from zerofit.strategy.engine import Engine
-from zerofit.training.best_metric import BestMetricTracker
-from zerofit.training.step import TrainStep
-from zerofit.training.stream import RunLength
-from zerofit.training.task import Task
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import Bar, say, screen_width, table
+from zerofit.record.trackers import start_trackers
+from zerofit.strategy.devices import synchronise
+from zerofit.strategy.engine import Bounds, Engine, Outcome
+from zerofit.strategy.gpus import describe_device
+from zerofit.strategy.machines import check_same
+from zerofit.strategy.muon import Muon
+from zerofit.strategy.prepare import prepare_engine
+from zerofit.strategy.strategy import Strategy
+from zerofit.training.best_metric import make_best_tracker
+from zerofit.training.configuration import RunConfiguration, check_model, resolve
+from zerofit.training.export import answer, export, finish
+from zerofit.training.prepare import LONG, check_output_folder, prepare_activations, start_processes
+from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, micro_batches, run_length
+from zerofit.training.summary import about_the_model
 
+if TYPE_CHECKING:
+    from zerofit.training.entry import Start
 
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run that the loop works with; what changes is in `state`."""
-
-    task: Task
-    engine: Engine
-    length: RunLength
-    state: RunState
-    step: TrainStep
-    checkpoints: CheckpointManager
-    recorder: RunRecorder
-    best: BestMetricTracker
-    throughput: ThroughputMeter
-    memory: MemoryMeter
-    phase: Callable[[str, int], None]
-    slow_ranks: SlowRanks
+PATIENCE = {"save": 4.0}  # times watchdog_minutes, of the loop's phases
 
 
 @dataclass(frozen=True)
@@ -41,3 +72,635 @@ class Stop:
 
     reason: StopReason = StopReason.NONE
     anomaly: Anomaly | None = None
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What a rank has to tell the others with each update, apart from its figures."""
+
+    stop_reason: StopReason = StopReason.NONE
+    checkpoint_is_due: bool = False  # by the clock
+    checkpoint_failed: bool = False
+
+    @classmethod
+    def merge(cls, ranks: Sequence[Sequence[float]]) -> "Signals":
+        """The signals of all ranks as one, the same on each of them."""
+        reasons, due, failed = zip(*ranks)
+        return cls(StopReason(int(max(reasons))), bool(max(due)), bool(max(failed)))
+
+
+class Run:
+    """A launch of a script: it trains, or (`recipe.trains` is false) it evaluates a stored model or lets it answer.
+
+    Attributes:
+        recipe: every option with the value that holds; frozen.
+        strategy: how it is trained, by the launcher's YAML and the DeepSpeed JSON.
+        folder: the output folder.
+        num_updates: steps of the optimizer in the whole run; 0 where nothing is trained.
+        stop: why training ended.
+    """
+
+    def __init__(self, config: RunConfiguration, start: "Start", stored: Any, mirror: Mirror | None) -> None:
+        self.config, self.stored, self.mirror = config, stored, mirror
+        self.recipe: TaskRecipe = config.recipe
+        self.strategy: Strategy = config.strategy
+        self.folder: RunFolder = config.folder
+        self.task, self.timeline, self.watchdog = config.task, start.timeline, start.watchdog
+        self.hub: HubRepository | None = None
+        self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
+        self.facts = RunFacts(self.strategy)
+        self.notes, self.lines = list(config.notes), list[str]()
+        self.adapter: Any = None  # LoRA's, of this run
+        self.length: Any = None  # a RunLength, once the data is known
+        self.growth: Any = None  # the length of rows in the first updates; None: they are read in full
+        self.state, self.stop = RunState(), Stop()
+        self.missing: list[str] = []  # what could not be written, each with the reason
+
+    @classmethod
+    def open(cls, start: "Start") -> "Run":
+        """Resolve the recipe, the strategy and an earlier run to resume, and see that the output folder is free.
+
+        Raises:
+            UserError: anything that can be found wrong before data is read.
+        """
+        stored, mirror, task = None, None, start.task
+        start.timeline.mark("imports")
+        if not start.recipe.trains:
+            from zerofit.training.stored_model import StoredModel
+
+            stored = StoredModel.open(task, start.recipe)
+        elif start.recipe.mirror:
+            from zerofit.checkpoint.mirror_restore import open_mirror
+
+            start.watchdog.phase("mirror", patience=math.inf)
+            folder = RunFolder(start.output_folder)
+            opened = RANKS.first_on_rank_0("mirror", lambda: open_mirror(start.recipe, folder))
+            mirror, notes = opened or (None, [])
+            say(*notes)
+        run = cls(resolve(task, start.recipe if stored is None else stored.recipe), start, stored, mirror)
+        if run.is_main:
+            run.folder.lock()
+        repository = run.recipe.push_to_hub
+        if repository and run.recipe.trains:
+            run.watchdog.phase("hub", patience=math.inf)
+            run.hub = RANKS.first_on_rank_0("hub", partial(HubRepository.open, repository))
+        explain_failures_with(run.explain)
+        run.watchdog.phase("data", patience=math.inf)
+        run.timeline.mark("checks")
+        return run
+
+    # ----------------------------------------------------------------------------------------- before the first update
+
+    def model_config(self, auto_class: Any) -> Any:
+        """The configuration of the model, which the task needs an `auto_class` of transformers for.
+
+        Raises:
+            UserError: there is no such model, the strategy cannot split it, or it has too few positions.
+        """
+        config = check_model(self.task, self.recipe, self.strategy, auto_class)
+        if self.stored is not None:
+            return self.stored.configuration(config)
+        if self.config.adapter is not None:
+            config, _ = trained_on_configuration(self.config.adapter, config, self.recipe)
+        return config
+
+    def use_precision(self, precision: str) -> None:
+        """Train in another precision than the strategy says."""
+        self.strategy = self.strategy.with_precision(precision)
+        self.config = replace(self.config, strategy=self.strategy)
+        self.facts.strategy = self.strategy
+
+    def start(self, data: Any) -> None:
+        """Fix the number of updates, and start the ranks' process group: not before, since reading data may take long.
+
+        Args:
+            data: what the task has prepared: `train` (the samples, or None), `samples_per_epoch`.
+
+        Raises:
+            UserError: there are fewer samples than one global batch takes; machines differ.
+        """
+        recipe = self.recipe
+        self.timeline.mark("data")
+        by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
+        self.by_tokens = by_tokens
+        if recipe.trains:
+            self.length = run_length(recipe, data.samples_per_epoch, self.strategy.batches, by_tokens)
+            if warmup := getattr(recipe, "block_size_warmup", None):
+                stated = recipe.source("block_size_warmup")
+                self.growth = growing_blocks(warmup, stated, data.block_size, data.is_chat)
+        self.accelerator, notes = start_processes(self)
+        self.notes += notes
+        self.timeline.mark("process group")
+
+    @property
+    def num_updates(self) -> int:
+        return self.length.num_updates if self.length else 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.strategy.layout.is_main
+
+    @property
+    def stopped(self) -> bool:
+        """Whether training stopped before its end, and nothing is exported."""
+        return self.stop.reason is not StopReason.NONE
+
+    def say(self, *lines: str) -> None:
+        """Print lines, on the main process."""
+        say(*lines, main=self.is_main)
+
+    def note(self, *lines: str | None) -> None:
+        """Keep lines for `announce`; None is left out."""
+        self.lines += [line for line in lines if line]
+
+    def prepare(self, model: Any, optimizer: Any, schedule: Schedule | None) -> Engine:
+        """Let the strategy wrap, shard and place the model and its optimizer.
+
+        Args:
+            optimizer: of make_optimizer, or any other torch optimizer over the model's parameters; None where nothing
+                is trained, and `schedule` with it.
+            schedule: (update, counted from 0) -> its learning rate.
+        """
+        recipe, strategy = self.recipe, self.strategy
+        self.timeline.mark("model")
+        self.watchdog.phase("prepare", patience=LONG)
+        self.notes += self.stored.notes if self.stored else ()
+        if not recipe.model_name_or_path:
+            self.notes += filter(None, [strategy.sharded_init_reason(self.facts.parameters)])
+        if dropped := getattr(model, "dropped_settings", None):
+            named = ", ".join(f"{name} = {value!r}" for name, value in dropped.items())
+            self.notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
+        self.notes += prepare_activations(model, recipe, self.device, recipe.trains and strategy.can_compile)
+        if recipe.trains:
+            self.notes += filter(None, [without_mfu(self.device, strategy.precision, recipe.peak_tflops)])
+        self.parameters, self.trainable = count_parameters(whole_model(model))
+        self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
+        if schedule is not None and schedule.warning:
+            self.say(f"warning: {schedule.warning}")
+        self.engine.alive = self.watchdog.alive
+        self.facts.engine, self.facts.parameters = self.engine, self.parameters
+        self.counters = [counter for counter in [getattr(model, "routing", None)] if counter is not None]
+        if self.counters:
+            self.note(*self.counters[0].describe(strategy.autocasts and not recipe.lora))
+        set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
+        self.timeline.mark("preparing the model")
+        return self.engine
+
+    def announce(self, data: Any) -> None:
+        """Say what is about to happen: the model, the strategy, the data, and what was noted."""
+        recipe, strategy, schedule, length = self.recipe, self.strategy, self.schedule, []
+        if self.stored is not None:
+            model, layout = self.stored.describe(self.parameters), strategy.describe_layout
+        else:
+            model, layout = about_the_model(recipe, self.parameters, self.trainable, self.adapter), strategy.describe
+            if isinstance(self.engine.torch_optimizer, Muon):
+                model += [f"optimizer {self.engine.torch_optimizer.describe()}"]
+            warmup = f", {schedule.num_warmup} warm-up" if schedule and schedule.num_warmup else ""
+            rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
+            length = [f"run       {self.length.describe}; {rate}"]
+        self.say(
+            *model,
+            f"strategy  {layout}",
+            f"device    {describe_device(self.device)}",
+            *(each if isinstance(each, str) else table(each, screen_width()) for each in data.describe()),
+            *([self.by_tokens.describe()] if self.by_tokens else []),
+            *(note for note in data.notes if note),
+            *self.lines,
+            *getattr(data, "shown", ()),
+            *length,
+            f"folder    {self.folder.path}",
+            *(f"note      {note.removeprefix('note: ')}" for note in [*strategy.notes, *self.notes]),
+        )
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    def updates(
+        self,
+        data: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        figures: Sequence[str] = ("loss", "perplexity"),
+        unit: str = "token",
+        counter: Any = None,
+        evaluate_first: Callable[[], dict[str, float]] | None = None,
+    ) -> Iterator[Update]:
+        """Updates from the first that is not done to the last, or until there is a reason to stop (`self.stop`).
+
+        The samples of update k are the same under every strategy, whatever the number of processes and micro-batches.
+
+        Args:
+            data: what the task has prepared: `train`, `order`, `tokenizer`, `num_held_out`.
+            collate: samples -> Batch.
+            figures: the names of the held-out figures, without their `eval_`; the first tells which evaluation is the
+                best, unless the recipe names another.
+            unit: what the loss is a mean over, for the plot.
+            counter: a loss with figures of its own, as PreferenceLoss; in place of the routers' of the model.
+            evaluate_first: () -> the held-out figures; called before the first update, with `eval_on_start`.
+
+        Raises:
+            UserError: there is no such figure as metric_for_best_model; the folder holds another run.
+        """
+        self.data, self.collate, self.figures, self.unit = data, collate, figures, unit
+        self.counters = [counter] if counter is not None else self.counters
+        self._open_record()
+        state, recipe = self.state, self.recipe
+        self.began = time.perf_counter()
+        stream = self._begin(evaluate_first)
+        while state.updates < self.num_updates:
+            if self.best.is_exhausted:
+                worse = counted(state.best.worse_in_a_row, "evaluation")
+                self.recorder.note(f"update {state.updates}: {worse} without a better {self.best.metric}: the end")
+                break
+            number = state.updates + 1
+            batches = stream.next()
+            if self.profiler:
+                self.profiler.begin(number)
+            self._began, self._stream, self._metrics, self._abandoned = time.perf_counter(), stream, None, False
+            self._held_out, self._is_best, self._signals, self._batches = {}, False, Signals(), batches
+            if number in state.skipped_updates:  # after a rewind
+                yield Update(number, [])
+            else:
+                if recipe.record_samples:
+                    self.recorder.write_samples(number, [index for batch in batches for index in batch.samples])
+                torch.manual_seed(_dropout_seed(recipe.seed, number, self.engine.layout.dropout_seed_key))
+                if self._totals is None:  # the first update, or the one before was passed over
+                    self._totals = Totals(*self.engine.sum_over_replicas(counts_of(batches)))
+                for each in self.counters:
+                    each.begin(self._totals.targets, self._totals.tokens)
+                self.engine.set_learning_rate(self.schedule(number - 1))
+                scale = self.engine.layout.data_size / (self._totals.targets or 1.0)
+                yield Update(number, batches, self._totals, scale)
+            if self._abandoned:
+                if self.stopped:
+                    break
+                stream = self._begin(evaluate_first)
+                continue
+            self._write()
+            reason = self._reason_to_stop(number)
+            self.recorder.note(*self.checkpoints.messages(), *self.slow_ranks.messages())
+            if reason:
+                self.stop = Stop(reason)
+                break
+        self.recorder.close()
+        self.enter("save", state.updates)
+        self.checkpoints.finish(after_anomaly=self.stop.reason is StopReason.ANOMALY)
+        self.seconds = time.perf_counter() - self.began
+
+    @property
+    def bounds(self) -> Bounds:
+        """What this update may be at most (see AnomalyDetector), and what this rank tells the others with it. The next
+        update's micro-batches are loaded meanwhile, since the device is still at work on this one's."""
+        self._within("data")
+        self._following = self._stream.prefetch()
+        self._within("update")
+        signals = Signals(
+            self.shutdown.reason(), self.checkpoints.is_due_by_clock(), self.checkpoints.writer.has_failed
+        )
+        own = (
+            float(self.memory.peak_bytes()),
+            float(signals.stop_reason),
+            float(signals.checkpoint_is_due),
+            float(signals.checkpoint_failed),
+            *self.clock.latest,
+            *(counts_of(self._following) if self._following else ()),
+        )
+        self.memory.reset()
+        assert self._totals is not None, "of the update that was given last"
+        return replace(self.detector.bounds(self._totals.targets or 1.0), report=own)
+
+    def log(self, update: Update, outcome: Outcome) -> None:
+        """Take down what became of an update: metrics.jsonl, the terminal, the trackers. Of one that was refused, do
+        what `on_anomaly` says: stop, skip it, or rewind to the last checkpoint."""
+        number, state, totals, figures = update.number, self.state, update.totals, dict[str, Any]()
+        own_figures: dict[str, Any] = {}
+        seconds_of_ranks: tuple[RankSeconds, ...] = ()
+        anomaly, rate = None, self.schedule(number - 1)
+        if outcome.passed_over:
+            self._totals = None
+        else:
+            ranks = outcome.ranks  # waits for the device
+            self.clock.read(int(counts_of(update.micro_batches)[2]))
+            figures = {"loss": outcome.loss_sum / (totals.targets or 1.0), "grad_norm": outcome.grad_norm}
+            for each in self.counters:
+                sums = self.engine.sum_over_replicas(each.sums)
+                own_figures |= each.figures(sums, totals.targets, totals.tokens)._asdict()
+            if reason := self.detector.record(figures, outcome.refused):
+                anomaly = Anomaly(
+                    number, reason, figures, update.micro_batches, [float(each) for each in outcome.losses]
+                )
+            counts = 4 + len(RankSeconds._fields)
+            seconds_of_ranks = tuple(RankSeconds(*rank[4:counts]) for rank in ranks)
+            self._signals = Signals.merge([rank[1:4] for rank in ranks])
+            replicas = [ranks[rank][counts:] for rank in self.engine.layout.loss_ranks]
+            self._totals = Totals.sum(replicas) if self._following else None
+            figures |= {"peak_memory_bytes": int(max(rank[0] for rank in ranks))}
+            rate = self.engine.learning_rate
+        seconds = time.perf_counter() - self._began
+        if self.profiler:
+            self.profiler.end(number, bool(self._signals.stop_reason))
+        state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if anomaly else 0
+        if anomaly is not None and self._gives_up(anomaly):
+            self._abandoned = True
+            return
+        state.updates = number
+        state.tokens, state.positions = state.tokens + totals.tokens, state.positions + totals.positions
+        consumed, before = self.length.consumed(number), self.length.consumed(number - 1)
+        if not outcome.passed_over:
+            rates = self.throughput.of_update(int(totals.tokens), consumed - before, seconds)
+            figures |= {
+                **rates._asdict(),
+                "targets": int(totals.targets) if totals.targets.is_integer() else round(totals.targets, 6),
+                "tokens": int(totals.tokens),
+                "padding": 1.0 - totals.tokens / totals.positions,
+                "seconds": seconds,
+            }
+        self._metrics = UpdateMetrics(
+            update=number,
+            epoch=self.length.epoch(number),
+            consumed_samples=consumed,
+            learning_rate=rate,
+            anomaly=anomaly.reason if anomaly else None,
+            skipped=outcome.passed_over or None,
+            rank_seconds=self.slow_ranks.add(number, seconds_of_ranks),
+            **figures,
+            **own_figures,
+        )
+
+    def should_evaluate(self, update: Update) -> bool:
+        """Whether an evaluation is due after this update. If so, its time begins."""
+        steps = self.recipe.eval_steps
+        is_due = self.length.is_last(update.number) or self.length.is_due(
+            "steps" if steps else "epoch", steps, update.number
+        )
+        if self._abandoned or not self.data.num_held_out or not is_due:
+            return False
+        self.begin_evaluation(update.number)
+        return True
+
+    def log_held_out(self, update: Update, figures: dict[str, float]) -> None:
+        """Take down the held-out figures of an evaluation after this update, `eval_loss` among them."""
+        timing = self.end_evaluation(figures, self.data.num_held_out)
+        self.state.held_out = figures
+        self.throughput.evaluations.append(timing)
+        self.recorder.show_held_out(update.number, figures)
+        self.memory.reset()
+        self._held_out = figures
+        self._is_best = self.best.record_evaluation(update.number, figures)
+        assert self._metrics is not None, "`log` comes first"
+        self._metrics = replace(
+            self._metrics,
+            held_out=figures,
+            evaluation_seconds=timing.seconds,
+            evaluation_samples_per_s=timing.samples_per_s,
+        )
+
+    def should_save(self, update: Update) -> bool:
+        """Whether a checkpoint is due after this update: by the recipe, by the clock, since the run is about to stop,
+        or because its weights are the best so far."""
+        return not self._abandoned and bool(self._why_save(update.number) or (self._is_best and self.best.keeps))
+
+    def save(self, update: Update) -> None:
+        """Begin a checkpoint; it is written while training goes on."""
+        self._write()
+        self.enter("save", update.number)
+        self.checkpoints.save(self._why_save(update.number), self._is_best and self.best.keeps, self._held_out)
+        self.memory.reset()
+
+    def begin_evaluation(self, update: int) -> None:
+        """Take the time from here on. An update that is still being computed is not evaluation."""
+        self.enter("evaluate", update)
+        synchronise(self.device)
+        self._evaluation_began = time.perf_counter()
+
+    def end_evaluation(self, figures: dict[str, float], num_samples: int) -> EvaluationTime:
+        """How long the evaluation took on the slowest rank, generation and predictions.jsonl included."""
+        synchronise(self.device)
+        own = time.perf_counter() - self._evaluation_began
+        seconds = max(of_rank for (of_rank,) in self.engine.per_rank([own]))
+        return EvaluationTime(seconds, num_samples / seconds)
+
+    def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> UpdateStream:
+        """The training data from the update on that the state is at: at the start of a launch, and after a rewind."""
+        state, recipe = self.state, self.recipe
+        self.detector.begin(state.anomaly_history)
+        self.recorder.begin(state.updates)
+        if recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
+            self.begin_evaluation(0)
+            figures = evaluate()
+            timing = self.end_evaluation(figures, self.data.num_held_out)
+            state.held_out_before = state.held_out = figures
+            self.throughput.evaluations.append(timing)
+            self.recorder.write(UpdateMetrics.of_evaluation(figures, timing))
+        self.engine.model.train()
+        self.memory.reset()
+        self._totals: Totals | None = None
+        batches = micro_batches(
+            self.data,
+            self.collate,
+            self.engine,
+            self.length,
+            recipe=recipe,
+            updates=state.updates,
+            growth=self.growth,
+        )
+        return UpdateStream(batches, self.length, state.updates)
+
+    def _gives_up(self, anomaly: Anomaly) -> bool:
+        """Record an update that was refused. Returns whether the run goes back to a checkpoint, or stops."""
+        action = self.recipe.on_anomaly
+        self.recorder.write_anomaly(anomaly, action)
+        self.recorder.note(f"anomaly   update {anomaly.update}: {anomaly.reason}. {ACTIONS[action]}")
+        if self.checkpoints.rewind(anomaly):
+            return True
+        if action != "skip" or self.state.anomalies_in_a_row >= MAX_IN_A_ROW:
+            self.stop = Stop(StopReason.ANOMALY, anomaly)
+        return self.stopped
+
+    def _write(self) -> None:
+        """Write the line of the latest update, once what followed the update is known."""
+        if self._metrics is not None:
+            self.recorder.write(self._metrics)
+            self.recorder.show(self._metrics)
+            self._metrics = None
+
+    def _why_save(self, update: int) -> str | None:
+        if self.length.is_due(self.recipe.save_strategy, self.recipe.save_steps, update):
+            return ASKED
+        if self.length.is_last(update):  # its weights are exported
+            return None
+        return LEAVING if self._signals.stop_reason else CLOCK if self._signals.checkpoint_is_due else None
+
+    def _reason_to_stop(self, update: int) -> StopReason:
+        """What ends the run before its last update, if anything; the same on all ranks."""
+        if self._signals.checkpoint_failed:
+            self.checkpoints.wait()
+        if self.length.is_last(update):
+            return StopReason.NONE
+        if self.checkpoints.last_failed and self.recipe.on_save_failure == "stop":
+            return StopReason.CHECKPOINT_FAILED
+        return self._signals.stop_reason
+
+    # ----------------------------------------------------------------------------------------------- record and resume
+
+    def _open_record(self) -> None:
+        """Resume the run that is in the folder, if one is, and begin its record and its checkpoints."""
+        recipe, engine, state, samples = self.recipe, self.engine, self.state, self.data.train
+        lengths = samples.lengths
+        self.facts.row_tokens = len(samples[0]["input_ids"]) if lengths is None else int(lengths.max())
+        self.advise()
+        self.best = make_best_tracker(recipe, self.figures, bool(self.data.num_held_out), state.best)
+        command = self.strategy.launch.command
+        self.environment = describe_environment(command, engine.device) if self.is_main else {}
+        self.exporter = ModelExporter(engine, self.adapter, self.data.tokenizer, self.task, recipe, self.environment)
+        self._resume()
+        self.say(
+            *(
+                f"note      {note}"
+                for note in start_trackers(
+                    engine.accelerator, self.config.trackers, recipe, self.folder, self.task, state
+                )
+            )
+        )
+        self.shutdown.install()
+        self.checkpoints.start()
+        self.memory, self.clock = MemoryMeter(engine.device), RankClock.of(engine)
+        self.detector = AnomalyDetector(
+            recipe.spike_threshold, recipe.max_grad_norm > 0, self.strategy.precision == "fp16"
+        )
+        of_pairs = self.task == "seq2seq"
+        flops = (
+            flops_per_pair_token(self.engine.whole, *samples.stats.pair_lengths)
+            if of_pairs
+            else flops_per_token(engine.whole, getattr(self.data, "row_length", samples.stats.mean_length))
+        )
+        self.throughput = make_meter(engine, flops, recipe.peak_tflops)
+        bar = Bar(self.num_updates, recipe.logging_steps, engine.is_main)
+        self.recorder = RunRecorder(self.folder, engine, self.environment, self.timeline, bar, self._preview)
+        self.slow_ranks = SlowRanks(
+            engine.layout,
+            recipe.logging_steps,
+            lambda rank: RANKS.place_of(rank, engine.device.type),
+            self.clock.measures,
+        )
+        self.profiler: Any = None
+        if recipe.profile:
+            from zerofit.training.profiling import make_profiler
+
+            self.profiler = make_profiler(engine, recipe, self.folder, self.recorder.note)
+        engine.phase = self._within
+
+    def _resume(self) -> None:
+        """Make the run's checkpoints, and continue from one; the record goes on from its update."""
+        config, engine, recipe = self.config, self.engine, self.recipe
+        data = fingerprint(self.data.train, getattr(recipe, "length_grouping", "none"))
+        check_same({"training data": data}, "Give all machines the same data and the same packages")
+        about = {
+            **config.resume.identity,
+            "num_processes": engine.layout.world_size,
+            "data_parallel": engine.layout.data_size,
+            "options_given_for": config.options_given_for,
+            "strategy": self.strategy.name,
+        }
+        self.checkpoints = CheckpointManager(
+            self.folder,
+            engine,
+            recipe,
+            self.state,
+            self.exporter,
+            about,
+            data,
+            self.best.metric,
+            self.best.keeps,
+            self.advise,
+            self.mirror,
+            self.hub,
+        )
+        self.checkpoints.resume(config.resume)
+        if engine.is_main:
+            self.checkpoints.drop_replaced()
+            self.folder.start(
+                recipe,
+                self.strategy.batches.global_batch,
+                {**engine.effective_strategy(), "options_given_for": config.options_given_for},
+                self.environment,
+                self.state.updates,
+                self.checkpoints.resumed_from,
+            )
+            if distributed.is_initialized() and distributed.get_backend() == "nccl":
+                (self.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
+        check_output_folder(config, engine)
+        self.checkpoints.restore_best_checkpoint()
+
+    def _preview(self, index: int) -> str:
+        """A training sample as text, for anomalies.jsonl."""
+        return str(self.data.tokenizer.decode(self.data.train[index]["input_ids"]))
+
+    # --------------------------------------------------------------------------------------- what is known if it fails
+
+    def enter(self, phase: str, update: int) -> None:
+        """Tell the watchdog where the loop is."""
+        self.watchdog.phase(phase, update or None, patience=PATIENCE.get(phase, 1.0))
+
+    def _within(self, phase: str) -> None:
+        """The same within an update, whose parts have a clock: forward, backward, data, update."""
+        self.clock.phase(phase)
+        self.enter(phase, self.state.updates + 1)
+
+    def advise(self, copied: int | None = None) -> None:
+        """Tell the watchdog what would help from here on, should this rank be killed because memory ran out.
+
+        Args:
+            copied: bytes of the copies that checkpoints are written from, where there are some from now on.
+        """
+        self.facts.copied = self.facts.copied if copied is None else copied
+        self.watchdog.advise(host_advice(self.recipe, self.facts))
+
+    def explain(self, error: Exception) -> int | None:
+        """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: of any other error
+        nothing is known here."""
+        watchdog = self.watchdog
+        return explain_failure(error, watchdog.at, RANKS.named, watchdog.waits_for, self.task, self.recipe, self.facts)
+
+    # ------------------------------------------------------------------------------------------------------ afterwards
+
+    def export(self, remarks: Callable[[], list[str]] = list) -> None:
+        """Write model/, which `from_pretrained` loads, draw the curve, and say what came of the run; of one that
+        stopped early, where it is.
+
+        Args:
+            remarks: lines for the log below the held-out figures; only the main process asks for them.
+        """
+        export(self, remarks)
+
+    def finish(self) -> int:
+        """Say where everything lies, and leave the process group. Returns the exit code."""
+        return finish(self)
+
+    def answer(
+        self,
+        evaluate: Callable[[], dict[str, float]],
+        predict: Callable[[], list[str]],
+        num_held_out: int,
+        remarks: Callable[[], list[str]] = list,
+    ) -> int:
+        """Evaluate the stored model, or let it answer predict_file, and leave. Returns the exit code.
+
+        Args:
+            evaluate: () -> the held-out figures.
+            predict: () -> the files that the main process has written.
+            num_held_out: samples of an evaluation, on all ranks together.
+            remarks: see export.
+
+        Raises:
+            UserError: nothing is held out.
+        """
+        return answer(self, evaluate, predict, num_held_out, remarks)
+
+
+def _dropout_seed(seed: int, update: int, key: tuple[int, ...]) -> int:
+    """The seed of an update's dropout: the same in every run and after every resume, another for every key."""
+    return int(np.random.SeedSequence([seed, update, *key]).generate_state(1)[0])

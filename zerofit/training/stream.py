@@ -1,21 +1,21 @@
 """How long a run is, and its training data as the loop takes it: this rank's micro-batches, update after update."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerofit.data.collate import Batch
 from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.recipe.batch_options import Growth
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import rounded
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
-from zerofit.training.task import Task
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,27 @@ class RunLength:
 def run_length(
     recipe: TrainingRecipe, num_samples: int, batches: BatchSizes, by_tokens: TokenUpdates | None = None
 ) -> RunLength:
-    """The length of the run in samples and updates."""
+    """The length of the run in samples and updates.
+
+    Raises:
+        UserError: there are fewer samples than one global batch takes; `profile` names an update beyond the last.
+    """
+    if num_samples < batches.global_batch:
+        raise UserError(
+            f"the training data gives {num_samples} samples, fewer than one global batch of {batches.global_batch} "
+            f"= {batches.micro_batch} x {batches.accumulation} x {batches.replicas} (per_device_train_batch_size x "
+            "accumulation x processes). Make the batch smaller, or train on more data (or, of text, on a shorter "
+            "block_size)"
+        )
     sizes = by_tokens or batches
     total = samples_of_run(recipe.num_train_epochs, recipe.max_train_steps, num_samples, sizes.consumed)
-    return RunLength(num_samples, total, sizes.num_updates(total), batches, by_tokens)
+    length = RunLength(num_samples, total, sizes.num_updates(total), batches, by_tokens)
+    last = recipe.profiled_updates[-1:]
+    if last and last[0] > length.num_updates:
+        raise UserError(
+            f"profile = {recipe.profile}: the run has {length.num_updates} updates. Choose an M within them"
+        )
+    return length
 
 
 class Totals(NamedTuple):
@@ -78,78 +95,105 @@ class Totals(NamedTuple):
         return cls(*(sum(column) for column in zip(*replicas)))
 
 
-@dataclass(frozen=True)
-class UpdateBatches:
-    """This rank's micro-batches of one update."""
+NO_COUNTS = Totals(0, 0, 0)
 
+
+@dataclass(frozen=True)
+class Update:
+    """One step of the optimizer: this rank's micro-batches of one global batch.
+
+    Args:
+        number: counted from 1.
+        micro_batches: empty where the update is passed over, after a rewind.
+        totals: counts of the whole global batch.
+        scale: what loss sums are multiplied with before the backward pass: replicas / targets. Gradients are those of
+            the mean over the global batch's targets then, since engines average them over the replicas.
+    """
+
+    number: int
     micro_batches: list[Batch]
+    totals: Totals = NO_COUNTS
+    scale: float = 1.0
 
     @property
     def samples(self) -> list[int]:
-        """The indices of the samples."""
+        """The indices of this rank's samples in the training set."""
         return [index for batch in self.micro_batches for index in batch.samples]
 
-    @property
-    def counts(self) -> list[float]:
-        """Trained tokens, tokens and positions of this rank alone."""
-        counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in self.micro_batches)
-        return [sum(column) for column in zip(*counts)]
+
+def counts_of(micro_batches: list[Batch]) -> list[float]:
+    """Trained tokens, tokens and positions of these micro-batches together."""
+    counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in micro_batches)
+    return [sum(column) for column in zip(*counts)]
 
 
 class UpdateStream:
-    """The micro-batches of one update after another.
+    """The micro-batches of one update after another, each loaded before it is needed.
 
     Args:
-        updates: updates that are done: the stream begins behind them.
+        batches: this rank's micro-batches, without end.
+        updates: the number of updates that are done: the stream begins behind them.
     """
 
-    def __init__(self, task: Task, engine: Engine, length: RunLength, updates: int):
-        self._micro_batches = micro_batches(task, engine, length, updates)
-        self._length, self._loaded = length, updates
-        self._prefetched: UpdateBatches | None = None
+    def __init__(self, batches: Iterator[Batch], length: RunLength, updates: int):
+        self._batches, self._length, self._loaded = batches, length, updates
+        self._prefetched: list[Batch] | None = None
 
-    def next(self) -> UpdateBatches:
+    def next(self) -> list[Batch]:
         """The micro-batches of the next update."""
         batches = self.prefetch()
         assert batches is not None, "the loop ends with the last update"
         self._prefetched = None
         return batches
 
-    def prefetch(self) -> UpdateBatches | None:
+    def prefetch(self) -> list[Batch] | None:
         """Load the micro-batches of the next update ahead; `next` gives them later. None after the last update."""
         if self._prefetched is None and self._loaded < self._length.num_updates:
             self._loaded += 1
             accumulation = self._length.batches.accumulation_of(self._loaded)
-            self._prefetched = UpdateBatches([next(self._micro_batches) for _ in range(accumulation)])
+            self._prefetched = [next(self._batches) for _ in range(accumulation)]
         return self._prefetched
 
 
-def micro_batches(task: Task, engine: Engine, length: RunLength, updates: int) -> Iterator[Batch]:
-    """This rank's micro-batches after so many updates; ranks of one replica get the same."""
-    recipe, sizes, samples = task.recipe, length.batches, task.samples
+def micro_batches(
+    data: Any,
+    collate: Callable[[list[Any]], Batch],
+    engine: Engine,
+    length: RunLength,
+    *,
+    recipe: TrainingRecipe,
+    updates: int = 0,
+    growth: Growth | None = None,
+) -> Iterator[Batch]:
+    """This rank's micro-batches after so many updates; the ranks of one replica get the same.
+
+    Args:
+        data: what a task has prepared: `train`, the samples, and `order`, their own order or None.
+        updates: the number of updates that are done.
+        growth: the length of rows that grow in the first updates; None: samples are read in full.
+    """
+    sizes, samples, layout = length.batches, data.train, engine.layout
     workers, pin = recipe.dataloader_num_workers or 0, pins_memory(engine.device)
     if length.by_tokens is not None:
         shape, span = (sizes.accumulation, sizes.replicas, sizes.micro_batch), (updates, length.num_updates)
-        tokens = TokenMicroBatches(length.by_tokens, shape, span, length.total_samples, engine.layout.data_rank)
-        return iter(loader(samples, tokens, task.collate, workers, pin))
-    groups = None
-    if task.grouping == "window" and samples.lengths is not None:
+        tokens = TokenMicroBatches(length.by_tokens, shape, span, length.total_samples, layout.data_rank)
+        return iter(loader(samples, tokens, collate, workers, pin))
+    grouping, groups = getattr(recipe, "length_grouping", "none"), None
+    if grouping == "window" and samples.lengths is not None:
         groups = LengthGroups(samples.lengths, sizes.global_batch)
-    sort_key = samples.sort_key if task.grouping != "none" else None
-    order = task.order or SampleOrder(length.num_samples, recipe.seed, groups)
     micro = MicroBatches(
-        order,
+        data.order or SampleOrder(length.num_samples, recipe.seed, groups),
         length.total_samples,
         length.consumed(updates),
         sizes.micro_batch,
         sizes.accumulation,
-        engine.layout.data_size,
-        engine.layout.data_rank,
-        sort_key,
+        layout.data_size,
+        layout.data_rank,
+        samples.sort_key if grouping != "none" else None,
         [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
     )
-    sampler = micro if task.lengths is None else Shortened(micro, _lengths(task.lengths, sizes, updates))
-    return iter(loader(samples, sampler, task.collate, workers, pin))
+    sampler = micro if growth is None else Shortened(micro, _lengths(growth, sizes, updates))
+    return iter(loader(samples, sampler, collate, workers, pin))
 
 
 def _lengths(growth: Growth, sizes: BatchSizes, updates: int) -> Iterator[int]:

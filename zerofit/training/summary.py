@@ -2,7 +2,7 @@
 
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.run_state import RunState
@@ -15,7 +15,9 @@ from zerofit.record.metrics import EvaluationTime
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, rounded
 from zerofit.training.best_metric import BestMetricTracker
-from zerofit.training.run import Stop
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Stop
 
 
 def about_the_model(
@@ -36,7 +38,7 @@ def about_the_model(
 
 
 def why_stopped(
-    stop: Stop, num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
+    stop: "Stop", num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
 ) -> list[str]:
     """What a person has to know of a run that stopped before its `num_updates` updates were made."""
     by = f"stopped     by {stop.reason.text} after update {state.updates:,} of {num_updates:,}"

@@ -1,7 +1,7 @@
 """A teacher beside the student: each process holds all of its weights, and reads the micro-batches it trains on."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,7 +14,9 @@ from zerofit.model.loss import HIDDEN, has_separate_body, model_loss
 from zerofit.model.preflight import choose_packed_attention, documents_leak, random_tokens
 from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
-from zerofit.training.session import Session
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 NOT_READ = ("labels", "next_tokens", "is_token")
 ANOTHER = "Take another teacher"
@@ -38,7 +40,7 @@ class Teacher:
         return model_loss(student, replace(batch, inputs={**batch.inputs, HIDDEN: self.hidden(batch)}))
 
 
-def load_teacher(session: Session, student: Any, data: TextData, collate: Any, device: torch.device) -> Teacher:
+def load_teacher(run: "Run", student: Any, data: TextData, collate: Any) -> Teacher:
     """Load the recipe's teacher, and give the student's loss its head.
 
     Args:
@@ -48,8 +50,9 @@ def load_teacher(session: Session, student: Any, data: TextData, collate: Any, d
         UserError: it cannot be loaded, has another vocabulary, makes logits in another way than its head, or mixes the
             documents of a packed row.
     """
-    recipe: Any = session.recipe  # a ClmRecipe
-    name, trust, precision = recipe.teacher, recipe.trust_remote_code, session.strategy.precision
+    recipe: Any = run.recipe  # a DistillRecipe
+    device = run.device
+    name, trust, precision = recipe.teacher, recipe.trust_remote_code, run.strategy.precision
     config, stated = read_config("teacher", name, trust), f"teacher = {name!r}"
     rows, own = config.vocab_size, student.config.vocab_size
     if rows != own:

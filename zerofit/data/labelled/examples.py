@@ -324,7 +324,7 @@ def _prepare_unlabelled(
     data.notes[:0] = [f"data      texts {' and '.join(source.written.get(name, name) for name in texts)}", *notes]
     if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
-    data.held_out = [replace(data.held_out[0], suffix="")]
+    data.held_out, data.to_answer = [replace(data.held_out[0], suffix="")], True
     return data
 
 

@@ -13,7 +13,7 @@ from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.order import Order
-from zerofit.data.pack import SampleSet, TokenizedDataset
+from zerofit.data.pack import SampleSet, TokenizedDataset, stats_rows
 from zerofit.data.records import Part, limit_parts
 from zerofit.data.tables import IDS, TableCache, fingerprint, identity, kept_columns
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
@@ -56,6 +56,7 @@ class ExampleData:
         order: of the training samples, of a mixture.
         samples_per_epoch: training samples of one pass over the data; by default all.
         passes: of a mixture, how often each source is read meanwhile.
+        to_answer: whether the records are those of predict_file, whose labels are not used.
     """
 
     train: SampleSet | None
@@ -67,14 +68,25 @@ class ExampleData:
     order: Order | None = None
     samples_per_epoch: int = 0
     passes: list[float] = field(default_factory=list)
+    to_answer: bool = False
 
     def __post_init__(self):
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
 
     @property
     def longest(self) -> dict[str, Any]:
-        """How many tokens a training sample may have; see Task."""
+        """How many tokens a training sample may have, by column."""
         return {"input_ids": self.max_length * (self.labels.num_outputs if self.labels.choices else 1)}
+
+    @property
+    def num_held_out(self) -> int:
+        return sum(len(part.samples) for part in self.held_out)
+
+    def describe(self) -> list[str | list[tuple[str, ...]]]:
+        """Lines and tables for the log."""
+        held_out = self.held_out[0].samples.stats if self.held_out else None
+        parts = (None, held_out) if self.to_answer else (held_out,)
+        return [f"data      {self.labels.describe}", stats_rows(self.train and self.train.stats, *parts)]
 
     @property
     def row_length(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.mixture import MixedSamples, mix, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.order import Order
-from zerofit.data.pack import SampleSet, TokenizedDataset
+from zerofit.data.pack import SampleSet, TokenizedDataset, stats_rows
 from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns, read_keyed_conversations
 from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
@@ -78,6 +79,7 @@ class PairData:
         order: of the training samples, of a mixture.
         samples_per_epoch: training samples of one pass over the data; by default all.
         held_out: of a mixture, the held-out samples of each source by its name.
+        prompts: those of predict_file, without any other part.
     """
 
     train: TokenizedDataset | MixedSamples | None
@@ -88,9 +90,29 @@ class PairData:
     order: Order | None = None
     samples_per_epoch: int = 0
     held_out: dict[str, SampleSet] = field(default_factory=dict)
+    prompts: Any = None
 
     def __post_init__(self):
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
+
+    @property
+    def parts(self) -> dict[str, SampleSet]:
+        """The held-out samples: of a mixture, of each source by its name."""
+        return self.held_out or ({"": self.validation.samples} if self.validation else {})
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self.validation.samples) if self.validation else 0
+
+    @property
+    def longest(self) -> dict[str, int]:
+        """How many tokens a training sample may have, by column."""
+        return dict(zip(("input_ids", "labels"), self.widths))
+
+    def describe(self) -> list[str | list[tuple[str, ...]]]:
+        """Lines and tables for the log."""
+        parts = (self.train, self.validation and self.validation.samples, self.prompts)
+        return [stats_rows(*(part and part.stats for part in parts))]
 
 
 def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:

@@ -108,8 +108,8 @@ def _examine_run(
     flags = getattr(options, "without_effect", [])
     report.add(WARNING, *(f"{flag} has no effect on a launch that does not train" for flag in flags))
     with report.collected():
-        notes = make_schedule(recipe, recipe.max_train_steps)[1] if recipe.max_train_steps else []
-        report.add(WARNING, *(note for note in notes if "no effect" not in note))
+        schedule = make_schedule(recipe, recipe.max_train_steps or 0)
+        report.add(WARNING, *filter(None, [schedule and schedule.warning]))
     return needs
 
 

@@ -1,0 +1,87 @@
+r"""Distillation: a causal model learns the distribution of a teacher beside the next tokens of the data.
+
+    accelerate launch train/distill.py --config recipes/distill/stdlib-distilled.yaml
+    accelerate launch train/distill.py --model_name_or_path gpt2 --teacher gpt2-xl --train_file notes.txt \
+        --output_dir outputs/student
+
+Read `main` from top to bottom, and change what you like. It is train/clm.py with another loss.
+"""
+
+from zerofit.recipe import DistillRecipe
+from zerofit.training.entry import Start, begin, end
+
+if __name__ == "__main__":
+    start = begin("distill", DistillRecipe)  # a mistake in an option or a path is told before the slow imports
+
+from transformers import AutoModelForCausalLM
+
+from zerofit.data.causal import prepare_causal_data
+from zerofit.data.collate import CausalCollator, multiple_for
+from zerofit.model.loss import model_loss
+from zerofit.model.tokenizer import padding_token
+from zerofit.recipe.schedule import make_schedule
+from zerofit.strategy.optimizers import make_optimizer
+from zerofit.training.causal import check_rows, choose_loss_and_attention, fit_vocabulary
+from zerofit.training.evaluation import held_out_batches, held_out_loss
+from zerofit.training.generation import continue_prompts, sample_text
+from zerofit.training.prepare import add_lora, build_model
+from zerofit.training.run import Run
+from zerofit.training.teacher import load_teacher
+
+
+def main(start: Start) -> int:
+    # The launcher's strategy, the output folder, an earlier run. Whatever contradicts itself ends the run here.
+    run = Run.open(start)
+    recipe = run.recipe  # every option with the value that holds
+
+    # Text, chats or a tokenized corpus -> documents -> token ids -> blocks of block_size.
+    config = run.model_config(AutoModelForCausalLM)
+    data = prepare_causal_data(recipe, config, run.strategy.batches.consumed)
+    run.note(*fit_vocabulary(config, data.tokenizer, recipe))
+    run.start(data)  # the number of updates is known; the ranks' process group starts
+
+    # The student: the same weights under every strategy.
+    model = build_model(AutoModelForCausalLM, config, run)
+    add_lora(model, run)  # if the recipe says so; everything else is frozen then
+    choose_loss_and_attention(model, run)
+    collate = CausalCollator(
+        padding_token(data.tokenizer), multiple=multiple_for(run.device), marks_filling=model.routing is not None
+    )
+
+    # Accelerate or DeepSpeed wraps, shards and places model and optimizer as the strategy says.
+    optimizer = make_optimizer(model, recipe, run.device, run.strategy)
+    schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
+    engine = run.prepare(model, optimizer, schedule)
+    run.note(*check_rows(engine, recipe, collate))
+
+    # The teacher, beside the student on each rank, reads each micro-batch as well; the loss compares the two.
+    loss_sum = load_teacher(run, model, data, collate) if recipe.trains else model_loss
+
+    def evaluate() -> dict[str, float]:
+        batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
+        return held_out_loss(engine, batches, model_loss)
+
+    run.announce(data)
+    if not recipe.trains:
+        return run.answer(evaluate, lambda: continue_prompts(engine, data, recipe, run.folder), data.num_held_out)
+
+    # From the first update that is not done. Update k has the same samples under every strategy.
+    for update in run.updates(data, collate, evaluate_first=evaluate):
+        # This rank's micro-batches. Their loss is a sum over target tokens, divided by the number of these in the
+        # whole global batch: it does not depend on how that is split.
+        losses = engine.forward_backward(update.micro_batches, loss_sum, update.scale)
+        # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike.
+        outcome = engine.step(losses, run.bounds)
+        run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
+        if run.should_evaluate(update):
+            run.log_held_out(update, evaluate())
+        if run.should_save(update):
+            run.save(update)
+
+    run.export()  # model/: what from_pretrained loads
+    run.say(*sample_text(run, data))
+    return run.finish()
+
+
+if __name__ == "__main__":
+    end(main, start)

@@ -1,0 +1,254 @@
+"""What a run leaves behind: model/, the curve, the record, and what is said at its end."""
+
+import math
+import shutil
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerofit.checkpoint.directory import LEAVING
+from zerofit.checkpoint.exporter import Exported
+from zerofit.data.mixture import options_of_sources
+from zerofit.data.options import DataOptions
+from zerofit.data.sources import table_format
+from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON
+from zerofit.model.export import Weights, write_beside
+from zerofit.recipe.errors import UserError, decide, first_line, print_last
+from zerofit.recipe.files import is_of_the_disk
+from zerofit.recipe.tasks import TaskRecipe
+from zerofit.record.environment import describe_environment
+from zerofit.record.metrics import UpdateMetrics
+from zerofit.record.plot import plot_run
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import decimals, duration
+from zerofit.record.written_files import MODEL
+from zerofit.strategy.state import AVERAGE
+from zerofit.training.prepare import LONG
+from zerofit.training.summary import about_evaluations, compiled, incomplete, summary, why_stopped
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
+
+
+def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
+    """See Run.export."""
+    recipe, state, best, checkpoints = run.recipe, run.state, run.best, run.checkpoints
+    if run.stopped:
+        run.watchdog.phase("leave", patience=math.inf)
+        why = why_stopped(run.stop, run.num_updates, state, checkpoints, recipe.on_anomaly)
+        if run.is_main:
+            print_last("\n".join(["", *why]), after_signal=run.stop.reason.is_signal, file=sys.stdout)
+        return
+    run.watchdog.phase("export", patience=LONG)
+    loads_best = best.loads and state.best.update is not None
+    review = _export_model(run, checkpoints.directory.best / "model" if loads_best else None)
+    _keep_state_if_incomplete(run)
+    if recipe.ema_decay:
+        run.engine.state.take_average()  # it takes the place of the weights
+        _export_weights(run, {}, AVERAGE)
+    said: list[str] = []
+    if run.is_main:
+        said = _export_record(run, loads_best, remarks)
+    run.missing[:] = run.engine.from_main(run.missing)
+    figures = state.best.figures if loads_best else state.held_out
+    updates = state.best.update if loads_best else state.updates
+    run.environment["held_out"] = {"update": updates, **figures} if figures else {}
+    made = state.updates - checkpoints.resumed_at
+    run.say(
+        "",
+        *summary(state, made, run.seconds, run.throughput, checkpoints.writer.records, best, said),
+        *([compiled()] if recipe.torch_compile else []),
+        *(f"export      {line}" for line in review),
+    )
+
+
+def _export_model(run: "Run", best: Path | None) -> list[str]:
+    """Write model/ before anything else, on all ranks together. Returns lines for the log.
+
+    Args:
+        best: the model of the best evaluation, which is copied; None: the weights are those of the last update.
+    """
+    if best is None:
+        return _export_weights(run, run.state.held_out)
+    folder, exported = run.checkpoints.folder, Exported([], [])
+    if run.is_main:
+
+        def copy_best() -> None:
+            nonlocal exported
+            with folder.new_model() as place:
+                shutil.copytree(best, place, dirs_exist_ok=True)
+                exported = run.exporter.read_back(place)
+
+        note_missing(run, write_beside({MODEL: copy_best}))
+        missing = [*run.checkpoints.missing, *exported.missing]
+        run.missing.extend(f"{MODEL}/: {each}" for each in missing)
+    return exported.review
+
+
+def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> list[str]:
+    """Write the engine's weights to model/, or to a folder below it, on all ranks together. Returns lines for the
+    log."""
+    broken, exported = list[Exception](), Exported([], [])
+
+    def gathered() -> Weights:
+        try:
+            yield from run.exporter.weights()
+        except Exception as error:
+            broken.append(error)
+            raise
+
+    weights = gathered()
+    name = "/".join(filter(None, [MODEL, below]))
+    if run.is_main:
+
+        def write() -> None:
+            nonlocal exported
+            with run.checkpoints.folder.new_model(below) as place:
+                exported = run.exporter.write(weights, held_out, place)
+
+        note_missing(run, write_beside({name: write}))
+        run.missing.extend(f"{name}/: {each}" for each in exported.missing)
+    deque(weights, maxlen=0)  # every rank takes part in gathering them, also where writing has failed
+    if broken:  # nothing failed but what the ranks do together
+        raise broken[0]
+    return exported.review
+
+
+def _keep_state_if_incomplete(run: "Run") -> None:
+    """Where model/ is not whole, keep the state of the last update, if no checkpoint has it: with it the same command
+    exports again, and trains nothing again."""
+    checkpoints = run.checkpoints
+    if run.engine.from_main(bool(run.missing)):
+        if not checkpoints.saved_latest:
+            checkpoints.save(LEAVING, False, {})
+            checkpoints.wait()
+        run.say(*checkpoints.messages())
+
+
+def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]]) -> list[str]:
+    """Write what is beside the model in the run's folder, on the main process, and hand it to the trackers. Returns
+    what the task has to say of the held-out figures."""
+    checkpoints, folder, said = run.checkpoints, run.folder, list[str]()
+
+    def predictions() -> None:
+        for file in checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
+            folder.failed.pop(file.name, None)
+            with folder.new_file(file.name, "wb") as written:
+                written.write(file.read_bytes())
+
+    def plot() -> None:
+        with folder.new_file("loss.png", "wb") as picture:
+            of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
+            merit, resumed = next(of_quality, "loss"), run.environment.get("resumed_after", ())
+            plot_run(folder.metrics.read(), picture, folder.path.name, run.unit, merit, resumed)
+
+    files: dict[str, Callable[[], object]] = {"metrics.jsonl": folder.metrics.close}
+    files |= {"predictions.jsonl": predictions} if loads_best else {}
+    files |= {"predictions as a table": lambda: _tabulate(folder, run.recipe), "loss.png": plot}
+    failed = write_beside(files) | folder.failed
+    if (run.state.best.figures if loads_best else run.state.held_out) and not folder.failed:
+        failed |= write_beside({"the report of the held-out examples": lambda: said.extend(remarks())})
+    note_missing(run, failed)
+    return said
+
+
+def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
+    """Write the predictions as .csv or .tsv too, where the records came from such a file. Returns the files."""
+    if not any(folder.path.glob("predictions*.jsonl")):
+        return []
+    try:
+        sources = options_of_sources(DataOptions.of(recipe), recipe)
+        kind = table_format(next(iter(sources.values())))
+    except (UserError, OSError):  # the data is gone meanwhile
+        return []
+    return folder.tabulate_predictions(*kind) if kind else []
+
+
+def finish(run: "Run") -> int:
+    """Say where everything lies, leave the process group, wait for mirror and hub. Returns the exit code."""
+    checkpoints = run.checkpoints
+    code = run.stop.reason.exit_code(checkpoints.saved_latest)
+    if run.missing:
+        code = EXIT_NEEDS_A_PERSON
+    if run.is_main:
+        is_whole = not any(each.startswith(MODEL) for each in run.missing)
+        is_finished = not run.stopped and is_whole
+        record = {"checkpoints": checkpoints.writer.records, "finished": is_finished, "exit_code": code}
+        if run.missing:
+            record["exit_reason"] = f"could not be written: {'; '.join(run.missing)}"
+        environment = {**run.environment, **record}  # accelerate launch makes 1 of any exit code but 0
+        failed = write_beside({"environment.json": lambda: run.folder.write_environment(environment)})
+        note_missing(run, failed)
+        code = EXIT_NEEDS_A_PERSON if failed else code
+    decide(code)
+    if run.missing and run.is_main:
+        lines = incomplete(run.missing, run.folder, checkpoints, run.stopped)
+        print_last("\n".join(["", *lines]), file=sys.stdout)
+    elif not run.stopped:
+        run.say(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")
+    run.engine.close()
+    if run.mirror is not None:
+        run.say(*run.mirror.finish())
+    if run.hub is not None and not run.stopped and not run.missing:
+        run.say(*run.hub.finish(run.folder.model))
+    return code
+
+
+def note_missing(run: "Run", failed: dict[str, Exception]) -> None:
+    """Add files that could not be written: {file: why}."""
+    for name, error in failed.items():
+        if not is_of_the_disk(error):
+            traceback.print_exception(error)
+        run.missing.append(f"{name} ({first_line(error)})")
+
+
+def answer(
+    run: "Run",
+    evaluate: Callable[[], dict[str, float]],
+    predict: Callable[[], list[str]],
+    num_held_out: int,
+    remarks: Callable[[], list[str]],
+) -> int:
+    """See Run.answer."""
+    engine, recipe, folder, stored = run.engine, run.recipe, run.folder, run.stored
+    if not recipe.predict_file and not num_held_out:
+        raise UserError("evaluate_only: nothing is held out. Name a validation_file")
+    if run.is_main:
+        environment = describe_environment(run.strategy.launch.command, engine.device)
+        options = {**recipe.to_dict(), "model_name_or_path": stored.asked_for}
+        folder.start_answers(options, engine.effective_strategy(), environment)
+    run.watchdog.phase("evaluate", patience=LONG)
+    began, figures, clock = time.perf_counter(), dict[str, float](), None
+    if recipe.predict_file:
+        files = predict()
+    else:
+        run.begin_evaluation(0)
+        run.watchdog.phase("evaluate", patience=LONG)
+        figures = evaluate()
+        clock = run.end_evaluation(figures, num_held_out)
+        files = ["metrics.jsonl", *(path.name for path in sorted(folder.path.glob("predictions*.jsonl")))]
+        if run.is_main:
+            folder.metrics.add(UpdateMetrics.of_evaluation(figures, clock).to_line())
+    seconds = time.perf_counter() - began
+    code = 0
+    if run.is_main:
+        tables = {"predictions as a table": lambda: files.extend(_tabulate(folder, recipe))}
+        failed = write_beside({"metrics.jsonl": folder.metrics.close, **tables}) | folder.failed
+        code = EXIT_NEEDS_A_PERSON if failed else 0
+        record = {**environment, "seconds": seconds, "exit_code": code}
+        failed |= write_beside({"environment.json": lambda: folder.write_environment(record)})
+        done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
+        run.say(*(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items()))
+        if figures and not folder.failed:
+            run.say(*remarks())
+        run.say(*done, f"run folder  {folder.path}  ({', '.join(files)})")
+        if failed:
+            code = EXIT_NEEDS_A_PERSON
+            named = "; ".join(f"{name} ({first_line(error)})" for name, error in failed.items())
+            print_last(f"\nincomplete  not written: {named}", file=sys.stdout)
+    engine.close()
+    return code
