@@ -45,7 +45,7 @@ HEAD = "| option | takes | default | meaning |\n|---|---|---|---|"
 
 
 def page() -> str:
-    parts = [INTRO, "## Training: `train/clm.py`, `train/cls.py`, `train/seq2seq.py`"]
+    parts = [INTRO, "## Training: `train/clm.py`, `dpo.py`, `distill.py`, `cls.py`, `seq2seq.py`"]
     parts += ["An option that only some tasks have names them in its heading."]
     groups = {}  # {group: tasks that have it}, in the order of the first task that has it
     fields, kinds = {}, {}

@@ -220,9 +220,11 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
 
 def recipe_of(said_by: str = "--{}", **options):
     """A causal recipe that knows these options as flags, or from where `said_by` says."""
-    from zerofit.recipe import ClmRecipe
+    from zerofit.recipe import ClmRecipe, DistillRecipe, DpoRecipe
 
-    made = ClmRecipe(**{"config_name": "gpt2", **options})
+    kind = next((cls for name, cls in (("preference_loss", DpoRecipe), ("teacher", DistillRecipe)) if name in options),
+                ClmRecipe)  # fmt: skip
+    made = kind(**{"config_name": "gpt2", **options})
     made.remember_sources({name: said_by.format(name) for name in options})
     return made
 

@@ -99,7 +99,7 @@ def _run(argv: list[str]) -> int:
     if argv[0] not in commands and nearest(argv[0], [*commands, *TRAINING]) in TRAINING:
         raise UserError(
             f"{argv[0]!r} is not a command of zerofit. Training is started by `zerofit launch RECIPE`, or `accelerate "
-            "launch train/TASK.py --config RECIPE` (TASK is clm, cls or seq2seq)"
+            "launch train/TASK.py --config RECIPE` (TASK is clm, dpo, distill, cls or seq2seq)"
         )
     if argv[0] not in commands:
         close = nearest(argv[0], commands)
@@ -119,7 +119,7 @@ def _help() -> str:
             "",
             "`zerofit COMMAND --help` shows the options of a command.",
             "Training is started by accelerate launch, torchrun or zerofit launch:",
-            "`python train/clm.py --help` shows its options; cls.py and seq2seq.py likewise.",
+            "`python train/clm.py --help` shows its options; so do dpo.py, distill.py, cls.py and seq2seq.py.",
         ]
     )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import Samples, check_offloaded_inputs, tiny_model
 from unit.test_saving import Alone
+from zerofit.training.task import Task
 
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
@@ -17,7 +18,6 @@ from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.optimizers import adamw
 from zerofit.training.evaluation import eval_batches
 from zerofit.training.stream import RunLength, micro_batches
-from zerofit.training.task import Task
 
 DEVICE = torch.device("simgpu", 0)
 ROWS = Samples({"input_ids": np.arange(4) + index, "labels": np.arange(4) + index} for index in range(8))

@@ -137,13 +137,13 @@ CASES = {
         "--model_type", "gpt_neox", "--config_overrides", "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,"
         "intermediate_size=160,max_position_embeddings=128", *SCRATCH,
     )),
-    "preferences": Case("clm", 16, (  # each layout makes its own reference
+    "preferences": Case("dpo", 16, (  # each layout makes its own reference
         "--model_name_or_path", "{llama}", "--train_file", "{pairs}", "--chat_template", "instruction",
-        "--preference_loss", "dpo", "--block_size", "160", "--max_eval_samples", "17",
+        "--block_size", "160", "--max_eval_samples", "17",
     )),
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon")),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),
-    "teacher": Case("clm", 12, (  # which each process holds beside the student
+    "teacher": Case("distill", 12, (  # which each process holds beside the student
         *PACKED, "--teacher", "{teacher}", "--distill_divergence", "forward",
     )),
     "mixture": Case("clm", 12, (
@@ -200,8 +200,8 @@ CASES = {
         "--block_size", "256", "--save_strategy", "epoch", "--save_total_limit", "2",
     ), ("zero2",), 4e-3),
     "continued adapter": Case("clm", 22, (*CONTINUED, "--train_file", "{material}/instruct/english.json"), (), 2e-3),
-    "preferences on an adapter": Case("clm", 22, (  # each layout makes its own reference: base and adapter
-        *CONTINUED, "--train_file", "{pairs}", "--preference_loss", "dpo",
+    "preferences on an adapter": Case("dpo", 22, (  # each layout makes its own reference: base and adapter
+        *CONTINUED, "--train_file", "{pairs}",
     ), ("zero3",), 2e-3),
     "resized": Case("clm", 22, (*PACKED, "--tokenizer_name", "{added}", "--resize_embeddings")),
     "resized with lora": Case("clm", 22, (

@@ -45,18 +45,18 @@ def test_what_was_measured_before_a_kill_is_not_measured_again(llama, pairs, tmp
     monkeypatch.setattr(preferences, "STORED_EVERY", 16)
     common = [*flags(llama, pairs, tmp_path / "cache"), "--max_train_steps", "2", "--validation_split_percentage", "0"]
     kill_after = 5  # batches of 8 pairs: two parts are stored, and half of a third is lost
-    assert main_of("clm")([*common, "--output_dir", str(tmp_path / "run")]) != 0
+    assert main_of("dpo")([*common, "--output_dir", str(tmp_path / "run")]) != 0
     measured.clear()
     kill_after = -1
-    assert main_of("clm")([*common, "--output_dir", str(tmp_path / "run")]) == 0
+    assert main_of("dpo")([*common, "--output_dir", str(tmp_path / "run")]) == 0
     num_pairs = sum(len(batch.samples) for batch in measured)
     total = len(pairs.read_text().splitlines())
     assert num_pairs == total - 32
     measured.clear()
-    assert main_of("clm")([*common, "--output_dir", str(tmp_path / "again")]) == 0
+    assert main_of("dpo")([*common, "--output_dir", str(tmp_path / "again")]) == 0
     assert not measured
     undisturbed = [*common, "--output_dir", str(tmp_path / "other"), "--cache_dir", str(tmp_path / "other_cache")]
-    assert main_of("clm")(undisturbed) == 0
+    assert main_of("dpo")(undisturbed) == 0
     assert sum(len(batch.samples) for batch in measured) == total
     losses = [[line["loss"] for line in updates(metrics(tmp_path / name))] for name in ("run", "again", "other")]
     assert losses[0] == losses[1] == losses[2]

@@ -37,6 +37,8 @@ from helpers import (
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from zerofit.recipe.tasks import CAUSAL
+
 pytestmark = pytest.mark.long
 
 TOLERANCE = {False: 1e-5, True: 5e-2}  # relative, of losses, gradient norms and held-out figures; True: in bf16
@@ -164,7 +166,8 @@ def draw_run(random: Random, folders: dict[str, Path]) -> Run:
     if task == "seq2seq":
         flags |= {"predict_with_generate": [random.choice(("true", "false"))], "num_beams": ["1"]}
     given = tuple(word.format(**names) for name, values in flags.items() for word in (f"--{name}", *values))
-    return Run(task, f"{form}, {family}", given, random.choice((12, 12, 12, 8)))
+    script = {"preferences": "dpo", "teacher": "distill"}.get(form, task)
+    return Run(script, f"{form}, {family}", given, random.choice((12, 12, 12, 8)))
 
 
 def fits(where: str, names: set[str]) -> bool:
@@ -174,7 +177,7 @@ def fits(where: str, names: set[str]) -> bool:
 
 def draw_leg(random: Random, run: Run, left: int) -> Leg:
     """A launch that `left` further ones follow."""
-    among = SPLIT if random.random() < (0.35 if run.task == "clm" else 0.03) else DATA_PARALLEL
+    among = SPLIT if random.random() < (0.35 if run.task in CAUSAL else 0.03) else DATA_PARALLEL
     strategy = random.choice(list(among))
     phase = random.choice(("data", "forward", "update", "save", "evaluate"))
     update = max(2, random.randrange(5, 10) - 2 * left)

@@ -6,7 +6,7 @@ from folders import tools_in_this_process
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.model.configuration import load_configuration
-from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe import ClmRecipe, DpoRecipe, parse_recipe
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,8 @@ def prepare_causal(cache):
     def run(model, path, *flags, validation_split_percentage: int = 5):
         words = ["--model_name_or_path", model, "--block_size", "256", "--cache_dir", cache, "--train_file", path]
         words += ["--validation_split_percentage", validation_split_percentage, *flags]
-        recipe = parse_recipe(ClmRecipe, [*map(str, words)])
+        kind = DpoRecipe if "--preference_loss" in flags else ClmRecipe
+        recipe = parse_recipe(kind, [*map(str, words)])
         return prepare_causal_data(recipe, load_configuration(recipe))
 
     return run

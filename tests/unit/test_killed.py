@@ -1,26 +1,26 @@
 """Runs of the real loop that are killed after any update: they resume, or start over, and end as if nobody had."""
 
+import contextlib
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch
+from loops import bare_run, train
 from test_saving import Alone
 
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.resume import ResumePlan
 from zerofit.checkpoint.run_state import RunState
+from zerofit.data.collate import Batch
 from zerofit.recipe import ClmRecipe
-from zerofit.record.meters import Rates
 from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.engine import Outcome
 from zerofit.training.best_metric import make_best_tracker
-from zerofit.training.loop import train
-from zerofit.training.run import Run
-from zerofit.training.step import StepResult
 from zerofit.training.stream import run_length
-from zerofit.training.task import Task
 
 UPDATES = 12
 FIGURES = ("accuracy", "loss")
@@ -45,8 +45,28 @@ class Exporter:
 
 
 class SavingEngine(Alone):
+    """Each step is one update of the real optimizer; `before` is called with its number."""
+
     def weights(self):
         return self.module.state_dict().items()
+
+    def forward_backward(self, micro_batches, loss_sum, scale):
+        return []
+
+    def step(self, losses, bounds):
+        self.before()
+        return Outcome([torch.zeros(())], lambda: (False, [[1.0, 1.0, *bounds.report]]), [0])
+
+    def sum_over_replicas(self, values):
+        return [float(value) for value in values]
+
+    def per_rank(self, values):
+        return [[float(value) for value in values]]
+
+    def set_learning_rate(self, rate):
+        pass
+
+    learning_rate = 0.1
 
 
 class Launches:
@@ -77,28 +97,21 @@ class Launches:
         checkpoints.start()
         self.first = state.updates + 1
 
-        def step(update, batches, totals, prefetch) -> StepResult:
-            if update - 1 == killed_after:
+        def before() -> None:
+            if state.updates == killed_after:
                 checkpoints.wait()
                 raise Killed
-            self.folder.metrics.add({"update": update})
-            engine.train(range(update, update + 1))
-            return StepResult(update, 1.0, 1.0, learning_rate=0.1)
+            self.folder.metrics.add({"update": state.updates + 1})
+            engine.train(range(state.updates + 1, state.updates + 2))
 
-        step.detector = MagicMock()
-        evaluate = lambda engine: self.held_out[state.updates + 1]  # noqa: E731
-        task = Task(recipe, SimpleNamespace(sort_key=None, lengths=None), None, None, evaluate, num_held_out=1)
+        engine.before = before
         recorder = MagicMock()
         recorder.note = lambda *lines: self.said.extend(lines)
-        throughput = SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[])
         length = run_length(recipe, 4, BatchSizes(1, 1, 1))  # an epoch has four updates
-        parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, MagicMock(),
-                    lambda name, update: None, MagicMock())  # fmt: skip
-        try:
-            train(parts)
-            checkpoints.finish(after_anomaly=False)
-        except Killed:
-            pass
+        run = bare_run(recipe, engine, length, state=state, best=best, checkpoints=checkpoints, recorder=recorder)
+        data = SimpleNamespace(train=SimpleNamespace(sort_key=None, lengths=None), order=None, num_held_out=1)
+        with contextlib.suppress(Killed):
+            train(run, data, None, evaluate=lambda: self.held_out[state.updates])
         self.folder.metrics.close()
         vars(self.folder)["_lock"] = None
         self.weights, self.loads = dict(engine.weights()), best.loads
@@ -113,10 +126,10 @@ class Launches:
 @pytest.fixture(autouse=True)
 def no_data(monkeypatch):
     monkeypatch.setattr("zerofit.checkpoint.directory.sync", lambda path: None)  # the machine does not fail here
-    stream = SimpleNamespace(next=lambda: SimpleNamespace(samples=[]), prefetch=None)
-    monkeypatch.setattr("zerofit.training.loop.UpdateStream", lambda *_: stream)
-    # what a step and an evaluation are given is not looked at
-    monkeypatch.setattr(StepResult, "metrics", lambda self, *_: {"update": self.update})
+    batches = [Batch({}, 1, 1, 1, [0])]
+    stream = SimpleNamespace(next=lambda: batches, prefetch=lambda: batches)
+    monkeypatch.setattr("zerofit.training.run.UpdateStream", lambda *_: stream)
+    monkeypatch.setattr("zerofit.training.run.micro_batches", lambda *_, **__: None)
 
 
 SAVES = (

@@ -2,29 +2,22 @@
 
 import contextlib
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from helpers import Samples
+from loops import bare_run, train
 
 from zerofit.checkpoint.run_state import RunState
 from zerofit.data.collate import Batch
-from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.shutdown import StopReason
-from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe import ClmRecipe
-from zerofit.record.meters import Rates
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.training.best_metric import BestMetricTracker
-from zerofit.training.loop import reason_to_stop, train
-from zerofit.training.run import Run, Stop
-from zerofit.training.step import Signals, TrainStep
+from zerofit.training.run import Signals, Stop
 from zerofit.training.stream import run_length
-from zerofit.training.task import Task
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
 
@@ -33,12 +26,13 @@ class Engine:
     """Two ranks that see the same, without processes; it notes what makes the host wait for the device."""
 
     layout, is_main, device = ParallelLayout(2, 0), True, torch.device("cpu")
-    run = SharedEngine.run
+    forward_backward, step = SharedEngine.forward_backward, SharedEngine.step
 
     def __init__(self, spoilt: tuple[int, ...] = ()):
         torch.manual_seed(0)
         self.model, self.spoilt = torch.nn.Linear(1, 1), spoilt
-        self.waits, self.moved, self.learning_rate, self.schedule = [], [], 0.1, lambda update: 0.1
+        self.waits, self.moved, self.learning_rate = [], [], 0.1
+        self.phase = lambda phase: None
 
     def accumulate(self, last):
         self.waits.append("last" if last else "first")
@@ -47,8 +41,8 @@ class Engine:
     def backward(self, loss):
         loss.backward()
 
-    def set_learning_rate(self, index):
-        self.update = index + 1
+    def set_learning_rate(self, rate):
+        pass
 
     def gradient_norm(self):
         return float("nan") if self.update in self.spoilt else 1.0
@@ -69,7 +63,7 @@ class Engine:
 
     def per_rank(self, values):
         self.waits.append("exchange")
-        return [list(values)] * 2
+        return [[float(value) for value in values]] * 2
 
 
 def collate(pairs) -> Batch:
@@ -78,24 +72,16 @@ def collate(pairs) -> Batch:
     return Batch(inputs, tokens - len(pairs), tokens, 3 * len(pairs), [index for _, index in pairs])
 
 
-def task_of(**options) -> Task:
+def trained(engine: Engine, state: RunState | None = None, **options) -> list[dict]:
+    """The lines of the record."""
     samples = Samples(np.full(1 + index % 3, index) for index in range(SAMPLES))  # of 1 to 3 tokens
     recipe = ClmRecipe(num_train_epochs=UPDATES * 8 / SAMPLES, logging_steps=100, dataloader_num_workers=0, **options)
-    return Task(recipe, samples, collate, lambda model, batch: model(batch.inputs["input_ids"]).sum(), None)
-
-
-def run(task: Task, engine: Engine, state: RunState | None = None) -> list[dict]:
-    state, recorder = state or RunState(), MagicMock()
-    checkpoints = SimpleNamespace(messages=list, save=lambda *_: None, last_failed=False, rewind=lambda anomaly: False)
-    throughput = SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[])
-    memory = SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None)
-    step = TrainStep(task, engine, AnomalyDetector(0.0, False, False), memory, Signals, lambda name, update: None,
-                     RankClock(engine.device, alone=True))  # fmt: skip
-    best, length = BestMetricTracker("loss"), run_length(task.recipe, SAMPLES, BatchSizes(2, 2, 2))
-    parts = Run(task, engine, length, state, step, checkpoints, recorder, best, throughput, memory, step.phase,
-                SlowRanks(engine.layout, 10, str, "forward"))  # fmt: skip
-    assert train(parts) == Stop()
-    return [call.args[0].to_line() for call in recorder.write.call_args_list]
+    data = SimpleNamespace(train=samples, order=None, num_held_out=0)
+    run = bare_run(recipe, engine, run_length(recipe, SAMPLES, BatchSizes(2, 2, 2)), state=state or RunState())
+    type(engine).update = property(lambda self: run.state.updates + 1)
+    train(run, data, collate, lambda model, batch: model(batch.inputs["input_ids"]).sum())
+    assert run.stop == Stop()
+    return [call.args[0].to_line() for call in run.recorder.write.call_args_list]
 
 
 def alone(lines: list[dict]) -> list[tuple]:
@@ -104,7 +90,7 @@ def alone(lines: list[dict]) -> list[tuple]:
 
 def test_counts_travel_with_the_decision_about_the_update_before():
     engine = Engine()
-    lines = run(task_of(), engine)
+    lines = trained(engine)
     assert engine.waits == ["counts", *["first", "last", "exchange"] * UPDATES]
     assert engine.moved == [*range(1, UPDATES + 1)]
     assert len({line["tokens"] for line in lines}) > 1, "updates differ in their counts"
@@ -113,37 +99,33 @@ def test_counts_travel_with_the_decision_about_the_update_before():
 
 @pytest.mark.parametrize("done", [1, 3])
 def test_the_counts_are_right_where_a_run_goes_on(done):
-    whole = run(task_of(), Engine())
+    whole = trained(Engine())
     engine = Engine()
-    assert alone(run(task_of(), engine, RunState(updates=done))) == alone(whole[done:])
+    assert alone(trained(engine, RunState(updates=done))) == alone(whole[done:])
     assert engine.waits.count("counts") == 1
 
 
 def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
-    whole, engine = run(task_of(), Engine()), Engine()
-    lines = run(task_of(), engine, RunState(skipped_updates=[2, 3]))
+    whole, engine = trained(Engine()), Engine()
+    lines = trained(engine, RunState(skipped_updates=[2, 3]))
     assert alone(lines)[3:] == alone(whole)[3:]
     assert engine.moved == [1, 4, 5]
     assert engine.waits.count("counts") == 2, "nobody told of the fourth"
     engine = Engine(spoilt=(2,))
-    assert alone(run(task_of(on_anomaly="skip"), engine)) == alone(whole)
+    assert alone(trained(engine, on_anomaly="skip")) == alone(whole)
     assert engine.moved == [1, 3, 4, 5]
     assert engine.waits.count("counts") == 1
 
 
 def test_a_save_that_failed_stops_where_it_was_asked_for():
     """Also one that failed while training paused for it."""
-    quiet = SimpleNamespace(checkpoint_failed=False, stop_reason=StopReason.NONE)
 
-    def reason(action: str, failed: bool, is_last: bool = False) -> StopReason:
-        run = SimpleNamespace(
-            checkpoints=SimpleNamespace(last_failed=failed),
-            best=SimpleNamespace(is_exhausted=False),
-            length=SimpleNamespace(is_last=lambda update: is_last),
-            task=SimpleNamespace(recipe=SimpleNamespace(on_save_failure=action)),
-        )
-        return reason_to_stop(run, SimpleNamespace(signals=quiet, update=3))
+    def reason(action: str, failed: bool, update: int = 3) -> StopReason:
+        recipe = ClmRecipe(max_train_steps=UPDATES, on_save_failure=action)
+        run = bare_run(recipe, Engine(), run_length(recipe, SAMPLES, BatchSizes(2, 2, 2)), _signals=Signals())
+        run.checkpoints.last_failed = failed
+        return run._reason_to_stop(update)
 
     assert reason("stop", failed=True) is StopReason.CHECKPOINT_FAILED
     assert reason("stop", failed=False) is reason("continue", failed=True) is StopReason.NONE
-    assert reason("stop", failed=True, is_last=True) is StopReason.NONE
+    assert reason("stop", failed=True, update=UPDATES) is StopReason.NONE

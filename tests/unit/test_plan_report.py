@@ -46,7 +46,7 @@ LONG = pytest.mark.long
         pytest.param("--block_size 64 --num_gpus 2 --gpu_memory 1060MiB", "ddp", "--lora", marks=LONG),
         pytest.param("--block_size 256 --gpu_memory 820MiB --batch_sizes 1,8 --lora", "single",
                      "--gradient_checkpointing", marks=LONG),
-        pytest.param("--lora --preference_loss dpo --block_size 1024 --gpu_memory 1GiB", "single",
+        pytest.param("--task dpo --lora --block_size 1024 --gpu_memory 1GiB", "single",
                      "--gradient_checkpointing", marks=LONG),
         pytest.param("--lora --block_size 8192 --gradient_checkpointing --gpu_memory 1090MiB", "zero3",
                      "--per_device_eval_batch_size 1", marks=LONG),

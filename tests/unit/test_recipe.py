@@ -7,14 +7,14 @@ import typing
 import pytest
 from helpers import ROOT, check_refusal, refusal
 
-from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, UserError, parse_recipe
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe import parse as parsing
 from zerofit.recipe.fields import kind_of
 from zerofit.recipe.foreign_options import FOREIGN_NAMES, HINTS
 from zerofit.recipe.parse import read_recipe
+from zerofit.recipe.tasks import TASKS as RECIPES
 
-TASKS = (ClmRecipe, ClsRecipe, Seq2SeqRecipe)
-RECIPES = {"clm": ClmRecipe, "cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}
+TASKS = tuple(RECIPES.values())
 
 MINIMAL = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
 
@@ -65,8 +65,7 @@ def test_flags_override_the_file_and_both_are_remembered(tmp_path):
         ("clm/gpt2-wikitext2", "--dataset_name other", "dataset_config_name"),
         ("clm/gpt2-wikitext2", "--data_path corpus", "dataset_name dataset_config_name packing"),
         ("clm/stories-stream", "--streaming null", ""),
-        ("clm/stories-dpo", "--preference_loss null", "preference_beta"),
-        ("clm/stdlib-distilled", "--distill_divergence null", "distill_weight teacher"),
+        ("dpo/stories-dpo", "--preference_loss ipo --preference_label_smoothing 0", ""),
         ("cls/deberta-xl-mrpc", "--train_file a.csv", ""),
         ("seq2seq/stdlib-functions", "--tokens_per_batch 4096 --max_source_length 64 --max_target_length 64",
          "global_batch_size"),
@@ -108,7 +107,7 @@ def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
     assert tried > 120
 
 
-NEEDS = ("streaming", "distill_divergence", "regression")  # other data than the file's: a flag must name them
+NEEDS = ("streaming", "regression")  # other data than the file's: a flag must name them
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,6 @@ NEEDS = ("streaming", "distill_divergence", "regression")  # other data than the
         ("sample_prompt: a\nsample_tokens: 0\n", ["--seed", "3"], "sample_prompt has no effect"),  # two lines of it
         ("seed: 3\n", ["--sample_prompt", "a", "--sample_tokens", "0"], "sample_prompt has no effect"),  # two flags
         ("sample_tokens: 0\n", ["--sample_prompt", "a"], "sample_prompt has no effect"),  # the flag has none
-        ("preference_loss: dpo\n", ["--z_loss", "1e-4"], "z_loss = 0.0001 has no effect"),
         ("save_steps: 5\nsave_strategy: no\n", ["--save_total_limit", "2"], "keep one of them"),
     ],
 )
@@ -210,7 +208,7 @@ def names_of(cls) -> set[str]:
 
 def test_hints_name_existing_options():
     ours = {name for cls in TASKS for name in names_of(cls)}
-    everywhere = names_of(ClmRecipe) & names_of(ClsRecipe) & names_of(Seq2SeqRecipe)
+    everywhere = set.intersection(*map(names_of, TASKS))
     assert len(FOREIGN_NAMES) > 40
     for options, said in FOREIGN_NAMES.items():
         assert set(options) <= ours, options

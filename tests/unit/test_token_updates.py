@@ -10,7 +10,7 @@ from zerofit.data.order import FILLER
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, Seq2SeqRecipe
+from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, DpoRecipe, Seq2SeqRecipe
 from zerofit.strategy.batches import resolve_batches
 from zerofit.training.stream import run_length
 
@@ -105,7 +105,7 @@ def test_a_run_has_as_many_updates_as_its_epochs_need():
 
 def parsed(kind=ClmRecipe, **options):
     given = {"train_file": "x", "tokens_per_batch": 4096, "output_dir": "y"} | options
-    if kind is ClmRecipe:
+    if issubclass(kind, ClmRecipe):
         given = {"model_name_or_path": "z", "block_size": 256, "packing": "none"} | given
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return parse_recipe(kind, words, prog="train")
@@ -127,7 +127,7 @@ def test_sizes_in_full_rows_follow():
         ({"global_batch_size": 8}, "global_batch_size"),
         ({"packing": None}, "--packing none"),
         ({"global_batch_warmup": "4@8"}, "global_batch_warmup"),
-        ({"preference_loss": "dpo"}, "pairs"),
+        ({"kind": DpoRecipe}, "pairs"),
     ],
 )
 def test_what_it_cannot_go_with_is_named(options, named):

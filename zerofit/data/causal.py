@@ -150,7 +150,7 @@ def _prepare_stream(
     if not recipe.trains:
         return held_out
     shards, size = find_shards(tuple(recipe.train_file)), parse_bytes(recipe.streaming)
-    table = output_folder("clm", recipe).absolute() / "stream.jsonl"
+    table = output_folder(recipe.task, recipe).absolute() / "stream.jsonl"
     digest = sha256(repr((str(table), shards.key, size, recipe.seed)).encode()).hexdigest()[:16]
     prepared: list[TextData] = []  # the latest window
 

@@ -8,9 +8,10 @@ import torch
 from zerofit.model.chunked_loss import PLAIN, TokenLoss
 from zerofit.model.configuration import has_head
 from zerofit.model.loss import HIDDEN
+from zerofit.recipe.tasks import CAUSAL
 
 TASKS = {
-    "clm": "AutoModelForCausalLM",
+    **dict.fromkeys(CAUSAL, "AutoModelForCausalLM"),
     "cls": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
@@ -92,7 +93,7 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
     """
     shape: tuple[int, ...] = (batch_size * rows.per_sample, rows.length)
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
-    if rows.task == "clm":
+    if rows.task in CAUSAL:
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
         if rows.terms.distillation is not None:
             inputs[HIDDEN] = torch.zeros((*shape, rows.terms.distillation.head.width))

@@ -24,6 +24,7 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.model_options import merge_command
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import why_no_model
+from zerofit.recipe.tasks import kind_of
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"  # of an older peft
@@ -199,7 +200,7 @@ def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
     records is still the adapter), and the adapter's tokenizer.
 
     Args:
-        task: clm, cls or seq2seq; None: any.
+        task: the name of a script of train/; None: any.
 
     Raises:
         UserError: it cannot be trained on; the message has the command that merges it.
@@ -213,7 +214,7 @@ def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
             raise UserError(contradictions)
         folder = open_adapter(name, "model_name_or_path")
         kind = folder.settings.get("task_type")
-        if kind and task and TASK_TYPES[kind][0] != task:
+        if kind and task and TASK_TYPES[kind][0] != kind_of(task):
             raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{TASK_TYPES[kind][0]}.py")
         _check_trainable(folder, f"model_name_or_path = {name!r}")
         _, base, config = find_base(

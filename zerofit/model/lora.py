@@ -31,6 +31,7 @@ from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.model_options import LoraOptions
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.tasks import kind_of
 
 
 @dataclass
@@ -164,7 +165,7 @@ def trained_in_full(model: torch.nn.Module, modules: list[str], strategy) -> Non
 
 def _task_type(task: str, model_class: str) -> str:
     """peft's name of the task."""
-    kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == task]
+    kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == kind_of(task)]
     return next((kind for kind in kinds if TASK_TYPES[kind][1] in model_class), kinds[0])
 
 

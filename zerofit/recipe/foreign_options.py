@@ -3,6 +3,8 @@
 For each, a message names the option to type instead. Megatron's flags are in megatron_flags.py.
 """
 
+from dataclasses import fields
+
 from zerofit.recipe.megatron_flags import HINTS as MEGATRON_HINTS
 from zerofit.recipe.options import TrainingRecipe
 
@@ -93,7 +95,7 @@ HINTS = {
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
     "say --precision fp16": "fp16",
-    "the program is the task (clm.py, cls.py, seq2seq.py); remove it": "task_type",
+    "the script is the task (train/clm.py, dpo.py, distill.py, cls.py, seq2seq.py); remove it": "task_type",
     "training is what this program does; remove it": "do_train",
     "text, instructions or chats are told by the names of their columns; remove it": "stage",
     "`zerofit compare` finds the largest batch": "auto_find_batch_size",
@@ -121,7 +123,7 @@ REMOVED = {
         ("contrastive_group", "contrastive_temperature", "num_texts"),
         "embeddings are gone; sentence-transformers trains them",
     ),
-    "logprobs": "it is gone; train/clm.py reads a teacher beside the student with --teacher FOLDER",
+    "logprobs": "it is gone; train/distill.py reads a teacher beside the student with --teacher FOLDER",
     "data_format": "it is gone: the names of the columns say it. For running text name its column with --text_column",
     "data_cache_path": "the index of a corpus lies in --cache_dir",
     "hub_strategy": "--push_to_hub pushes once, at the end; --mirror copies each checkpoint",
@@ -144,7 +146,12 @@ def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[
     """
     if not issubclass(cls, TrainingRecipe):
         return REMOVED
-    hints = dict(REMOVED)
+    from zerofit.recipe.tasks import TASKS  # which needs this module
+
+    of_others = {
+        field.name: f"it is one of train/{task}.py" for task, other in TASKS.items() for field in fields(other)
+    }
+    hints = {name: hint for name, hint in of_others.items() if name not in names} | REMOVED
     for options, foreign_names in FOREIGN_NAMES.items():
         if options := [f"--{option}" for option in options if option in names]:
             hints |= {name: f"say {' or '.join(options)}" for name in foreign_names.split()}

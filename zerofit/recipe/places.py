@@ -36,7 +36,7 @@ def place(name: str | Path) -> Path:
 
 
 def script(task: str) -> Path:
-    """The script of a task: clm, cls or seq2seq."""
+    """The script of a task, such as clm."""
     return place("train") / f"{task}.py"
 
 

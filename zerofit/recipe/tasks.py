@@ -263,6 +263,7 @@ class ClmRecipe(
 ):
     """Causal language modelling, from scratch or continued."""
 
+    task = "clm"
     preference_loss = teacher = distill_divergence = None  # of the two recipes below
 
     @property
@@ -284,10 +285,14 @@ class ClmRecipe(
 class DpoRecipe(PreferenceOptions, ClmRecipe):
     """Preferences: pairs of a better and a worse answer."""
 
+    task = "dpo"
+
 
 @dataclass
 class DistillRecipe(DistillationOptions, ClmRecipe):
     """Causal language modelling, with the distribution of a teacher."""
+
+    task = "distill"
 
 
 @dataclass
@@ -313,6 +318,11 @@ TASKS: dict[str, type[TaskRecipe]] = {  # by the name of the script in train/
     "seq2seq": Seq2SeqRecipe,
 }
 CAUSAL = ("clm", "dpo", "distill")
+
+
+def kind_of(task: str) -> str:
+    """The kind of model that a task trains: clm, cls or seq2seq. That of dpo and distill is clm."""
+    return "clm" if task in CAUSAL else task
 
 
 def task_of_recipe(file: str) -> str | None:

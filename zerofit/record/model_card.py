@@ -7,6 +7,7 @@ from typing import Any
 from zerofit.recipe.errors import printable
 from zerofit.recipe.files import without_folders
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.tasks import kind_of
 from zerofit.record.terminal import decimals
 
 HEADS = {"clm": "CausalLM", "cls": "SequenceClassification", "seq2seq": "Seq2SeqLM"}
@@ -41,7 +42,9 @@ def model_card(
     shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     options = {name: value for name, value in public.items() if recipe.source(name)}
-    head = next((head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[task])
+    head = next(
+        (head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[kind_of(task)]
+    )
     auto_class = "AutoModel" if task == "cls" and model_class.endswith("Model") else f"AutoModelFor{head}"
     return "\n".join(
         [

@@ -17,7 +17,7 @@ from zerofit.model.tensor_parallel.split import check_split
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import output_folder
-from zerofit.recipe.tasks import TaskRecipe
+from zerofit.recipe.tasks import CAUSAL, TaskRecipe, kind_of
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.trackers import wanted_trackers
 from zerofit.strategy.batches import RESUMED
@@ -125,7 +125,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
     with problems.collected():
         if strategy is not None:
             check_layout(config, strategy, recipe)
-    for option, default in LENGTHS[task].items():
+    for option, default in LENGTHS[kind_of(task)].items():
         with problems.collected():
             asked: int = getattr(recipe, option) or default
             length = choose_length(option, asked, recipe.source(option), config)
@@ -147,7 +147,7 @@ def check_task(task: str, strategy: Strategy) -> None:
     """
     degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
     kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
-    if task != "clm" and kinds:
+    if task not in CAUSAL and kinds:
         raise UserError(
             f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a pair without it, "
             "such as zero3"

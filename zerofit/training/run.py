@@ -320,8 +320,9 @@ class Run:
             if self.profiler:
                 self.profiler.begin(number)
             self._began, self._stream, self._metrics, self._abandoned = time.perf_counter(), stream, None, False
-            self._held_out, self._is_best, self._signals, self._batches = {}, False, Signals(), batches
-            if number in state.skipped_updates:  # after a rewind
+            self._held_out, self._is_best, self._signals = {}, False, Signals()
+            self._passes_over = number in state.skipped_updates  # after a rewind
+            if self._passes_over:
                 yield Update(number, [])
             else:
                 if recipe.record_samples:
@@ -354,6 +355,8 @@ class Run:
     def bounds(self) -> Bounds:
         """What this update may be at most (see AnomalyDetector), and what this rank tells the others with it. The next
         update's micro-batches are loaded meanwhile, since the device is still at work on this one's."""
+        if self._passes_over:
+            return Bounds()
         self._within("data")
         self._following = self._stream.prefetch()
         self._within("update")
@@ -473,12 +476,12 @@ class Run:
     def begin_evaluation(self, update: int) -> None:
         """Take the time from here on. An update that is still being computed is not evaluation."""
         self.enter("evaluate", update)
-        synchronise(self.device)
+        synchronise(self.engine.device)
         self._evaluation_began = time.perf_counter()
 
     def end_evaluation(self, figures: dict[str, float], num_samples: int) -> EvaluationTime:
         """How long the evaluation took on the slowest rank, generation and predictions.jsonl included."""
-        synchronise(self.device)
+        synchronise(self.engine.device)
         own = time.perf_counter() - self._evaluation_began
         seconds = max(of_rank for (of_rank,) in self.engine.per_rank([own]))
         return EvaluationTime(seconds, num_samples / seconds)

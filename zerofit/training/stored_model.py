@@ -21,7 +21,7 @@ from zerofit.model.folders import TRAINED_WITH, is_adapter, model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder
-from zerofit.recipe.tasks import TaskRecipe
+from zerofit.recipe.tasks import TaskRecipe, kind_of
 from zerofit.record.run_folder import RunFolder, differences
 from zerofit.strategy.strategy import Strategy
 
@@ -68,8 +68,8 @@ class StoredModel:
         if recipe.lora:
             adapter = open_adapter(name, "model_name_or_path")
             kind = adapter.settings.get("task_type")
-            script = TASK_TYPES[kind][0] if kind else task
-            if script != task:
+            script = TASK_TYPES[kind][0] if kind else kind_of(task)
+            if script != kind_of(task):
                 raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{script}.py: use that")
             if adapter.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")

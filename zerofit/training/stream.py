@@ -124,7 +124,7 @@ class Update:
 def counts_of(micro_batches: list[Batch]) -> list[float]:
     """Trained tokens, tokens and positions of these micro-batches together."""
     counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in micro_batches)
-    return [sum(column) for column in zip(*counts)]
+    return [float(sum(column)) for column in zip(*counts)]
 
 
 class UpdateStream:

@@ -8,6 +8,7 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.tasks import CAUSAL
 from zerofit.tools.plan.lengths import length_problems
 from zerofit.tools.tool_recipe import BatchSizesOptions, StrategiesOptions
 
@@ -158,7 +159,7 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
 
     @property
     def _pads(self) -> bool:
-        return self.task != "clm" or (
+        return self.task not in CAUSAL or (
             getattr(self, "packing", "none") == "none" and not getattr(self, "data_path", None)
         )
 
