@@ -44,6 +44,7 @@ def bare_run(recipe, engine, length, **parts: Any) -> Run:
         shutdown=SimpleNamespace(reason=lambda: StopReason.NONE),
         watchdog=SimpleNamespace(phase=lambda *_, **__: None),
         profiler=None,
+        measurement=None,
         _open_record=lambda: None,
     )
     vars(run).update(parts)

@@ -29,8 +29,8 @@ FAILURES = {
     "model card": (("zerofit.checkpoint.exporter.model_card",), KeyError("packages"), "README.md"),
     "card's file": (("zerofit.checkpoint.exporter.write_card",), FULL, "README.md"),
     "review": (("zerofit.checkpoint.exporter.review_export",), RuntimeError("odd"), "a look at the files"),
-    "plot": (("zerofit.training.fit.plot_run",), FULL, "loss.png"),
-    "a bug of the plot": (("zerofit.training.fit.plot_run",), IndexError("odd"), "loss.png"),
+    "plot": (("zerofit.training.export.plot_run",), FULL, "loss.png"),
+    "a bug of the plot": (("zerofit.training.export.plot_run",), IndexError("odd"), "loss.png"),
     "metrics": (("zerofit.record.jsonl.JsonlFile.close",), READ_ONLY, "metrics.jsonl"),
 }
 

@@ -28,9 +28,10 @@ def fit_vocabulary(config: Any, tokenizer: Any, recipe: ClmRecipe) -> list[str |
 def choose_loss_and_attention(model: Any, run: Run) -> None:
     """Install the loss that the recipe names (in full, or in chunks that never hold all logits), and the attention
     kernel that keeps packed documents apart."""
-    install_chosen_loss(model, run.recipe)
-    if run.recipe.is_packed:
-        run.note(choose_packed_attention(model, run.recipe, run.strategy.precision))
+    recipe: Any = run.recipe  # a ClmRecipe
+    install_chosen_loss(model, recipe)
+    if recipe.is_packed:
+        run.note(choose_packed_attention(model, recipe, run.strategy.precision))
 
 
 def check_rows(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:

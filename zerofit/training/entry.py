@@ -82,7 +82,7 @@ def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
 
     timeline = Timeline()
     timeline.mark("interpreter")
-    recipe = parse_recipe(kind, argv, prog=f"train/{task}.py")
+    recipe = parse_recipe(kind, list(argv), prog=f"train/{task}.py")
     fetch_inputs(recipe)
     folder = output_folder(task, recipe)
     check_paths(recipe, folder)

@@ -2,16 +2,7 @@
 
 The environment variable ZEROFIT_MEASURE names a JSON file, {"steps": 5, "memory_limit": 25769803776}: how many updates
 are timed, and how many bytes of its device each rank may use (null: all). The run's answer is a line of answers.jsonl
-beside that file. Everything else about such a run is as its recipe says. A loop uses it like this:
-
-    measurement = measurement_from_environment()                     # None: an ordinary run
-    num_samples = measurement.samples(num_samples, global_batch)     # before the length of the run is fixed
-    measurement.limit_memory(accelerator)                            # before there is a model
-    meter = measurement.memory(engine.device)                        # what the loop resets and reads as its own
-    for number, batches in measurement.updates(engine, task):        # in place of the training data
-        measurement.add(an update on `batches`: a StepResult)
-    measurement.finish(engine, task, facts)                          # an evaluation, and the answer
-    code = measurement.explain(error, phase)                         # of an error, wherever it is raised
+beside that file. Scripts know nothing of it: `Run` gives their loop the longest rows, over and over.
 """
 
 import json
@@ -20,9 +11,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,18 +21,16 @@ from accelerate import Accelerator
 
 from zerofit.data.collate import Batch
 from zerofit.data.pack import Sample
-from zerofit.health.anomaly import AnomalyDetector
-from zerofit.health.out_of_memory_errors import is_out_of_memory
-from zerofit.health.slow_ranks import RankClock
-from zerofit.recipe.errors import EXIT_OUT_OF_MEMORY, UserError
+from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
+from zerofit.recipe.errors import UserError
 from zerofit.record.jsonl import add_line
 from zerofit.record.meters import MemoryMeter
 from zerofit.strategy.devices import synchronise
-from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import timed_evaluation
-from zerofit.training.step import Signals, StepResult, TrainStep
-from zerofit.training.stream import UpdateBatches
-from zerofit.training.task import Task
+from zerofit.strategy.engine import Bounds, Outcome
+from zerofit.training.stream import Totals, Update, counts_of
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 VARIABLE = "ZEROFIT_MEASURE"
 ANSWERS = "answers.jsonl"
@@ -52,13 +41,6 @@ def measurement_from_environment() -> "Measurement | None":
     """The measurement that this process was started for; None: an ordinary run."""
     file = os.environ.get(VARIABLE)
     return Measurement(Path(file)) if file else None
-
-
-class PeakMeter(MemoryMeter):
-    """A MemoryMeter whose peak is that of the whole run: the loop's resets after each update do nothing."""
-
-    def reset(self) -> None:
-        pass
 
 
 class Measurement:
@@ -72,9 +54,10 @@ class Measurement:
         about = json.loads(request.read_text(encoding="utf-8"))
         self.steps, self.limit, self.answers = about["steps"], about["memory_limit"], request.with_name(ANSWERS)
         self.rank, self.device = int(os.environ.get("RANK", "0")), torch.device("cpu")
-        self.results: list[StepResult] = []
+        self.done = 0  # updates
         self.seconds: list[float] = []
         self.load = [os.getloadavg()[0]]
+        self.figures = {"loss": 0.0, "grad_norm": 0.0}  # of the latest update
 
     def samples(self, num_samples: int, global_batch: int) -> int:
         """The samples that the run's length is made of: at least one global batch, for small data is repeated."""
@@ -94,75 +77,88 @@ class Measurement:
         ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
         limit_device(self.device, self.limit, ranks)
 
-    def memory(self, device: torch.device) -> PeakMeter:
-        """The meter of the loop, from now on."""
-        MemoryMeter(device).reset()
-        return PeakMeter(device)
-
-    def updates(self, engine: Engine, task: Task) -> Iterator[tuple[int, UpdateBatches]]:
-        """(number of the update, this rank's micro-batches of the longest rows), until enough of them were timed."""
+    def updates(self, run: "Run", evaluate: Callable[[], dict[str, float]] | None) -> Iterator[Update]:
+        """Updates on this rank's longest rows, until enough of them were timed. At the end an evaluation is timed,
+        where something is held out, and the answer is written."""
         if self.rank == 0:
             add_line(self.answers, {"event": "begins"})
-        sizes, layout, self.load = engine.strategy.batches, engine.layout, [os.getloadavg()[0]]
-        rows, to_warm_up = sizes.micro_batch, WARM_UP
+        engine, schedule = run.engine, run.schedule
+        assert schedule is not None, "a run that trains has one"
+        run.folder.path.mkdir(parents=True, exist_ok=True)
+        sizes, layout, self.load = run.strategy.batches, engine.layout, [os.getloadavg()[0]]
+        rows, to_warm_up, totals = sizes.micro_batch, WARM_UP, Totals(0, 0, 0)
+        self.scaled = run.strategy.precision == "fp16"
+        engine.phase = lambda phase: run.enter(phase, self.done + 1)
+        engine.model.train()
+        MemoryMeter(engine.device).reset()
         while len(self.seconds) < self.steps:
-            number = len(self.results)
-            start = rows * sizes.accumulation * (number * layout.data_size + layout.data_rank)
-            batches = [longest_rows(task, rows, start + rows * place) for place in range(sizes.accumulation)]
+            start = rows * sizes.accumulation * (self.done * layout.data_size + layout.data_rank)
+            batches = [longest_rows(run, rows, start + rows * place) for place in range(sizes.accumulation)]
             began = time.perf_counter()
-            yield number + 1, UpdateBatches(batches)
+            totals = Totals(*engine.sum_over_replicas(counts_of(batches)))
+            for counter in run.counters:
+                counter.begin(totals.targets, totals.tokens)
+            number = min(self.done + 1, run.num_updates)
+            engine.set_learning_rate(schedule(number - 1))
+            yield Update(number, batches, totals, layout.data_size / (totals.targets or 1.0))
             synchronise(engine.device)
-            if not math.isfinite(self.results[-1].grad_norm or 0.0):
+            self.done += 1
+            if not math.isfinite(self.figures["grad_norm"]):
                 continue  # fp16 is still looking for its loss scale: no step was taken
             if to_warm_up:
                 to_warm_up -= 1
             else:
                 self.seconds.append(time.perf_counter() - began)
+        self._answer(run, totals, evaluate)
 
-    def add(self, result: StepResult) -> None:
-        """Take the result of an update.
+    def bounds(self) -> Bounds:
+        """Only what is no number is refused."""
+        return Bounds(may_overflow=self.scaled)
+
+    def log(self, update: Update, outcome: Outcome) -> None:
+        """Take the figures of an update.
 
         Raises:
-            UserError: the update was refused as an anomaly.
+            UserError: the update was refused.
         """
-        if result.anomaly is not None:
-            raise UserError(f"{result.anomaly.reason} in update {result.update} of the trial")
-        self.results.append(result)
+        self.figures = {"loss": outcome.loss_sum / (update.totals.targets or 1.0), "grad_norm": outcome.grad_norm}
+        if outcome.refused:
+            raise UserError(f"loss is {self.figures['loss']:g}, grad_norm {self.figures['grad_norm']:g} in the trial")
 
-    def finish(self, engine: Engine, task: Task, facts: dict[str, Any]) -> None:
-        """Time an evaluation, where something is held out, and write the answer with these facts of the run."""
+    def _answer(self, run: "Run", totals: Totals, evaluate: Callable[[], dict[str, float]] | None) -> None:
         self.load.append(os.getloadavg()[0])
-        evaluation = {}
-        if task.evaluate is not None:
-            task.evaluate(engine)  # warms up
-            took = timed_evaluation(task, engine)[1]
+        engine, evaluation = run.engine, {}
+        if evaluate is not None and run.data.num_held_out:
+            evaluate()  # warms up
+            run.begin_evaluation(self.done)
+            took = run.end_evaluation(evaluate(), run.data.num_held_out)
             evaluation = {
                 "evaluation_seconds": took.seconds,
                 "evaluation_samples_per_s": took.samples_per_s,
-                "evaluation_samples": task.num_held_out,
+                "evaluation_samples": run.data.num_held_out,
             }
         peaks = measured_peaks(engine.device)
         ranks = [dict(zip(peaks, map(int, rank))) for rank in engine.per_rank([*peaks.values()])]
         if self.rank:
             return
-        typical, last = statistics.median(self.seconds), self.results[-1]
+        typical, samples = statistics.median(self.seconds), run.data.train
         answer = {
             "event": "fits",
             "ranks": ranks,
             "seconds": self.seconds,
             "load": self.load,
             "cores": os.cpu_count(),
-            "samples_per_s": engine.strategy.batches.global_batch / typical,
-            "tokens_per_s": last.totals.tokens / typical,
-            "loss": last.loss,
+            "samples_per_s": run.strategy.batches.global_batch / typical,
+            "tokens_per_s": totals.tokens / typical,
+            "loss": self.figures["loss"],
             **evaluation,
             "about": {
-                "longest": task.longest,
-                "mean_sample": task.samples.stats.mean_length,
-                "num_samples": len(task.samples),
-                "accumulation": engine.strategy.batches.accumulation,
-                "precision": engine.strategy.precision,
-                **facts,
+                "longest": run.data.longest,
+                "mean_sample": samples.stats.mean_length,
+                "num_samples": len(samples),
+                "accumulation": run.strategy.batches.accumulation,
+                "precision": run.strategy.precision,
+                "parameters": run.parameters,
             },
         }
         add_line(self.answers, answer)
@@ -176,22 +172,6 @@ class Measurement:
         add_line(self.answers, {"event": "out_of_memory", "where": where, "phase": phase, "rank": self.rank})
         print(f"out of memory: rank {self.rank}, {phase}: {error}", file=sys.stderr, flush=True)
         return EXIT_OUT_OF_MEMORY
-
-    def run(self, prepared: Any, task: Task) -> int:
-        """All of it, after the run is prepared. Returns the exit code."""
-        session, engine = prepared.session, prepared.engine
-        session.folder.path.mkdir(parents=True, exist_ok=True)
-        detector = AnomalyDetector(0.0, clipped=True, scaled=session.strategy.precision == "fp16")
-        memory, clock = self.memory(engine.device), RankClock.of(engine)
-        step = TrainStep(task, engine, detector, memory, Signals, session.phase, clock)
-        engine.model.train()
-        last = prepared.length.num_updates  # of the learning-rate schedule
-        for number, batches in self.updates(engine, task):
-            self.add(step(min(number, last), batches, None, lambda: None))
-        session.phase("evaluate", last)
-        self.finish(engine, task, {"parameters": prepared.parameters})
-        engine.close()
-        return 0
 
 
 def measured_peaks(device: torch.device) -> dict[str, int]:
@@ -235,11 +215,12 @@ def limit_device(device: torch.device, limit: int, ranks: int) -> None:
     restrict(limit / total)
 
 
-def longest_rows(task: Task, size: int, start: int) -> Batch:
+def longest_rows(run: "Run", size: int, start: int) -> Batch:
     """A batch of the samples `start`, `start` + 1 and so on (after the last comes the first), each stretched."""
-    samples = task.samples
+    samples, longest = run.data.train, run.data.longest
     indices = [(start + place) % len(samples) for place in range(size)]
-    return task.collate([(stretched(samples[index], task.longest), index) for index in indices])
+    batch: Batch = run.collate([(stretched(samples[index], longest), index) for index in indices])
+    return batch
 
 
 def stretched(sample: Sample, longest: dict[str, Any]) -> Sample:

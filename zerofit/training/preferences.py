@@ -53,6 +53,8 @@ def measure_reference(
 
     They are kept with the prepared data. A launch after this one finds them there, all or those that were done.
     """
+    if run.measurement:
+        return
     recipe: Any = run.recipe  # a DpoRecipe
     origin = _origin(engine.whole.config, recipe, run.strategy.precision)
     if run.config.adapter is not None:  # the model before training is base and adapter

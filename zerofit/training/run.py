@@ -5,6 +5,7 @@ knows the strategy, the folder, checkpoints, the record, signals and anomalies. 
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,7 @@ from zerofit.strategy.strategy import Strategy
 from zerofit.training.best_metric import make_best_tracker
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
 from zerofit.training.export import answer, export, finish
+from zerofit.training.measurement import VARIABLE, measurement_from_environment
 from zerofit.training.prepare import LONG, check_output_folder, prepare_activations, start_processes
 from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, micro_batches, run_length
 from zerofit.training.summary import about_the_model
@@ -106,6 +108,7 @@ class Run:
         self.strategy: Strategy = config.strategy
         self.folder: RunFolder = config.folder
         self.task, self.timeline, self.watchdog = config.task, start.timeline, start.watchdog
+        self.measurement = measurement_from_environment()  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.facts = RunFacts(self.strategy)
@@ -115,6 +118,13 @@ class Run:
         self.growth: Any = None  # the length of rows in the first updates; None: they are read in full
         self.state, self.stop = RunState(), Stop()
         self.missing: list[str] = []  # what could not be written, each with the reason
+        self.schedule: Schedule | None = None
+        # Of the update that the loop is at:
+        self._totals: Totals | None = None  # counts of its global batch; None: the ranks have not told each other
+        self._metrics: UpdateMetrics | None = None  # its line of the record, until what follows it is known
+        self._held_out: dict[str, float] = {}
+        self._is_best = self._abandoned = self._passes_over = False
+        self._signals = Signals()
 
     @classmethod
     def open(cls, start: "Start") -> "Run":
@@ -129,7 +139,7 @@ class Run:
             from zerofit.training.stored_model import StoredModel
 
             stored = StoredModel.open(task, start.recipe)
-        elif start.recipe.mirror:
+        elif start.recipe.mirror and not os.environ.get(VARIABLE):
             from zerofit.checkpoint.mirror_restore import open_mirror
 
             start.watchdog.phase("mirror", patience=math.inf)
@@ -141,7 +151,7 @@ class Run:
         if run.is_main:
             run.folder.lock()
         repository = run.recipe.push_to_hub
-        if repository and run.recipe.trains:
+        if repository and run.recipe.trains and run.measurement is None:
             run.watchdog.phase("hub", patience=math.inf)
             run.hub = RANKS.first_on_rank_0("hub", partial(HubRepository.open, repository))
         explain_failures_with(run.explain)
@@ -184,12 +194,17 @@ class Run:
         by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
         self.by_tokens = by_tokens
         if recipe.trains:
-            self.length = run_length(recipe, data.samples_per_epoch, self.strategy.batches, by_tokens)
+            num_samples = data.samples_per_epoch
+            if self.measurement:
+                num_samples = self.measurement.samples(num_samples, self.strategy.batches.global_batch)
+            self.length = run_length(recipe, num_samples, self.strategy.batches, by_tokens)
             if warmup := getattr(recipe, "block_size_warmup", None):
                 stated = recipe.source("block_size_warmup")
                 self.growth = growing_blocks(warmup, stated, data.block_size, data.is_chat)
         self.accelerator, notes = start_processes(self)
         self.notes += notes
+        if self.measurement:
+            self.measurement.limit_memory(self.accelerator)
         self.timeline.mark("process group")
 
     @property
@@ -206,8 +221,8 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether training stopped before its end, and nothing is exported."""
-        return self.stop.reason is not StopReason.NONE
+        """Whether training stopped before its end (or was only measured), and nothing is exported."""
+        return self.stop.reason is not StopReason.NONE or self.measurement is not None
 
     def say(self, *lines: str) -> None:
         """Print lines, on the main process."""
@@ -304,10 +319,14 @@ class Run:
         Raises:
             UserError: there is no such figure as metric_for_best_model; the folder holds another run.
         """
-        self.data, self.collate, self.figures, self.unit = data, collate, figures, unit
+        self.data, self.collate, self.figures, self.unit = data, collate, tuple(figures), unit
         self.counters = [counter] if counter is not None else self.counters
+        if self.measurement:
+            yield from self.measurement.updates(self, evaluate_first)
+            return
         self._open_record()
-        state, recipe = self.state, self.recipe
+        state, recipe, schedule = self.state, self.recipe, self.schedule
+        assert schedule is not None, "a run that trains has one"
         self.began = time.perf_counter()
         stream = self._begin(evaluate_first)
         while state.updates < self.num_updates:
@@ -332,7 +351,7 @@ class Run:
                     self._totals = Totals(*self.engine.sum_over_replicas(counts_of(batches)))
                 for each in self.counters:
                     each.begin(self._totals.targets, self._totals.tokens)
-                self.engine.set_learning_rate(self.schedule(number - 1))
+                self.engine.set_learning_rate(schedule(number - 1))
                 scale = self.engine.layout.data_size / (self._totals.targets or 1.0)
                 yield Update(number, batches, self._totals, scale)
             if self._abandoned:
@@ -355,6 +374,8 @@ class Run:
     def bounds(self) -> Bounds:
         """What this update may be at most (see AnomalyDetector), and what this rank tells the others with it. The next
         update's micro-batches are loaded meanwhile, since the device is still at work on this one's."""
+        if self.measurement:
+            return self.measurement.bounds()
         if self._passes_over:
             return Bounds()
         self._within("data")
@@ -378,12 +399,16 @@ class Run:
     def log(self, update: Update, outcome: Outcome) -> None:
         """Take down what became of an update: metrics.jsonl, the terminal, the trackers. Of one that was refused, do
         what `on_anomaly` says: stop, skip it, or rewind to the last checkpoint."""
+        if self.measurement:
+            self.measurement.log(update, outcome)
+            return
         number, state, totals, figures = update.number, self.state, update.totals, dict[str, Any]()
         own_figures: dict[str, Any] = {}
         seconds_of_ranks: tuple[RankSeconds, ...] = ()
-        anomaly, rate = None, self.schedule(number - 1)
+        anomaly, rate = None, self.engine.learning_rate
         if outcome.passed_over:
-            self._totals = None
+            assert self.schedule is not None, "a run that trains has one"
+            self._totals, rate = None, self.schedule(number - 1)
         else:
             ranks = outcome.ranks  # waits for the device
             self.clock.read(int(counts_of(update.micro_batches)[2]))
@@ -401,7 +426,6 @@ class Run:
             replicas = [ranks[rank][counts:] for rank in self.engine.layout.loss_ranks]
             self._totals = Totals.sum(replicas) if self._following else None
             figures |= {"peak_memory_bytes": int(max(rank[0] for rank in ranks))}
-            rate = self.engine.learning_rate
         seconds = time.perf_counter() - self._began
         if self.profiler:
             self.profiler.end(number, bool(self._signals.stop_reason))
@@ -439,7 +463,7 @@ class Run:
         is_due = self.length.is_last(update.number) or self.length.is_due(
             "steps" if steps else "epoch", steps, update.number
         )
-        if self._abandoned or not self.data.num_held_out or not is_due:
+        if self._abandoned or self.measurement or not self.data.num_held_out or not is_due:
             return False
         self.begin_evaluation(update.number)
         return True
@@ -464,7 +488,9 @@ class Run:
     def should_save(self, update: Update) -> bool:
         """Whether a checkpoint is due after this update: by the recipe, by the clock, since the run is about to stop,
         or because its weights are the best so far."""
-        return not self._abandoned and bool(self._why_save(update.number) or (self._is_best and self.best.keeps))
+        if self._abandoned or self.measurement:
+            return False
+        return bool(self._why_save(update.number) or (self._is_best and self.best.keeps))
 
     def save(self, update: Update) -> None:
         """Begin a checkpoint; it is written while training goes on."""
@@ -500,7 +526,7 @@ class Run:
             self.recorder.write(UpdateMetrics.of_evaluation(figures, timing))
         self.engine.model.train()
         self.memory.reset()
-        self._totals: Totals | None = None
+        self._totals = None
         batches = micro_batches(
             self.data,
             self.collate,
@@ -666,6 +692,8 @@ class Run:
         """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: of any other error
         nothing is known here."""
         watchdog = self.watchdog
+        if self.measurement and (code := self.measurement.explain(error, watchdog.at[0])) is not None:
+            return code
         return explain_failure(error, watchdog.at, RANKS.named, watchdog.waits_for, self.task, self.recipe, self.facts)
 
     # ------------------------------------------------------------------------------------------------------ afterwards
@@ -677,10 +705,14 @@ class Run:
         Args:
             remarks: lines for the log below the held-out figures; only the main process asks for them.
         """
-        export(self, remarks)
+        if not self.measurement:
+            export(self, remarks)
 
     def finish(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
+        if self.measurement:
+            self.engine.close()
+            return 0
         return finish(self)
 
     def answer(
