@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 from zerofit.checkpoint.run_state import RunState
 from zerofit.health.anomaly import AnomalyDetector
@@ -45,7 +45,8 @@ def bare_run(recipe, engine, length, **parts: Any) -> Run:
         watchdog=SimpleNamespace(phase=lambda *_, **__: None),
         profiler=None,
         measurement=None,
-        _open_record=lambda: None,
+        _stop_reason=StopReason.NONE,
+        _checkpoint_failed=False,
     )
     vars(run).update(parts)
     return run
@@ -53,6 +54,11 @@ def bare_run(recipe, engine, length, **parts: Any) -> Run:
 
 def train(run: Run, data, collate, loss_sum=None, evaluate=None, **kwargs) -> Run:
     """The loop of the scripts."""
+    with patch("zerofit.training.run.open_record"):
+        return _train(run, data, collate, loss_sum, evaluate, **kwargs)
+
+
+def _train(run: Run, data, collate, loss_sum, evaluate, **kwargs) -> Run:
     for update in run.updates(data, collate, evaluate_first=evaluate, **kwargs):
         losses = run.engine.forward_backward(update.micro_batches, loss_sum, update.scale)
         outcome = run.engine.step(losses, run.bounds)

@@ -16,7 +16,7 @@ from zerofit.recipe import ClmRecipe
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.training.run import Signals, Stop
+from zerofit.training.run import Stop
 from zerofit.training.stream import run_length
 
 SAMPLES, UPDATES = 20, 5  # two of each micro-batch, two micro-batches an update
@@ -122,7 +122,7 @@ def test_a_save_that_failed_stops_where_it_was_asked_for():
 
     def reason(action: str, failed: bool, update: int = 3) -> StopReason:
         recipe = ClmRecipe(max_train_steps=UPDATES, on_save_failure=action)
-        run = bare_run(recipe, Engine(), run_length(recipe, SAMPLES, BatchSizes(2, 2, 2)), _signals=Signals())
+        run = bare_run(recipe, Engine(), run_length(recipe, SAMPLES, BatchSizes(2, 2, 2)))
         run.checkpoints.last_failed = failed
         return run._reason_to_stop(update)
 

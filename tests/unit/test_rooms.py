@@ -20,11 +20,15 @@ def modules() -> dict[str, Path]:
 
 
 def imports() -> dict[str, set[str]]:
-    """{module: modules of zerofit/ that it imports}, inside of functions as well."""
+    """{module: modules of zerofit/ that it imports}, inside of functions as well; not those for annotations alone."""
     known = modules()
     found = {name: set() for name in known}
     for name, file in known.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        tree = ast.parse(file.read_text())
+        for block in [node for node in tree.body if isinstance(node, ast.If)]:
+            if ast.unparse(block.test) == "TYPE_CHECKING":
+                tree.body.remove(block)
+        for node in ast.walk(tree):
             named = []
             if isinstance(node, ast.ImportFrom) and node.module:
                 named = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
@@ -74,13 +78,12 @@ def test_modules_are_short():
     lines = {name: len(file.read_text().splitlines()) for name, file in modules().items()}
     assert len(lines) > 150
     assert {name: count for name, count in lines.items() if count > LONGEST} == {}
-    assert lines["zerofit.training.loop"] < 150
 
 
 def test_nothing_in_train_hides_a_package():
     """`accelerate launch train/clm.py` puts train/ first on sys.path."""
     names = {path.stem for path in (ROOT / "train").iterdir()} - {"__pycache__"}
-    assert names == {"clm", "cls", "seq2seq"}
+    assert names == {"clm", "dpo", "distill", "cls", "seq2seq"}
     assert not names & (set(sys.stdlib_module_names) | packages_distributions().keys() - {"train"})
 
 
@@ -115,9 +118,7 @@ OWN_LATE = {
     ("zerofit.strategy.gpus", "zerofit.recipe.errors"),  # scripts/setup.sh runs it before anything is installed
     ("zerofit.strategy.prepare", "zerofit.strategy.pipeline_engine"),  # it loads DeepSpeed
     ("zerofit.training.entry", "zerofit.recipe.addresses"),  # fsspec
-    ("zerofit.training.entry", "zerofit.checkpoint.mirror_restore"),
-    ("zerofit.training.entry", "zerofit.training.session"),
-    ("zerofit.training.entry", "zerofit.training.stored_model"),
+    ("zerofit.training.run", "zerofit.training.stored_model"),  # scipy
     ("zerofit.training.evaluation", "zerofit.training.metrics"),  # scipy, sacrebleu, rouge_score
 }
 
@@ -147,7 +148,7 @@ def test_imports_stand_at_the_top():
 @pytest.mark.parametrize(
     ("modules", "late"),
     [
-        ("training.session training.fit training.prepare", ("deepspeed", "peft", "scipy")),
+        ("training.run training.export training.prepare", ("deepspeed", "peft", "scipy")),
         ("training.entry", ("torch", "transformers", "huggingface_hub", "fsspec")),  # before the recipe is checked
     ],
 )

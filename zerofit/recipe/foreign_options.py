@@ -137,6 +137,10 @@ REMOVED = {
 }
 
 
+def _kinds_below(cls: type) -> list[type]:
+    return [kind for below in cls.__subclasses__() for kind in (below, *_kinds_below(below))]
+
+
 def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
     """{name of an option in another program: what to type instead}.
 
@@ -146,10 +150,11 @@ def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[
     """
     if not issubclass(cls, TrainingRecipe):
         return REMOVED
-    from zerofit.recipe.tasks import TASKS  # which needs this module
-
     of_others = {
-        field.name: f"it is one of train/{task}.py" for task, other in TASKS.items() for field in fields(other)
+        field.name: f"it is one of train/{vars(other)['task']}.py"
+        for other in _kinds_below(TrainingRecipe)
+        if "task" in vars(other)
+        for field in fields(other)
     }
     hints = {name: hint for name, hint in of_others.items() if name not in names} | REMOVED
     for options, foreign_names in FOREIGN_NAMES.items():

@@ -299,6 +299,8 @@ class DistillRecipe(DistillationOptions, ClmRecipe):
 class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLossOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
+    task = "cls"
+
     def __post_init__(self):
         others = () if self.trains else (self.validation_file, self.predict_file)
         if self.task_name and not any((self.dataset_name, self.train_file, *others)):
@@ -308,6 +310,8 @@ class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLo
 @dataclass
 class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
     """Encoder-decoder training: dialogue, or any source and target."""
+
+    task = "seq2seq"
 
 
 TASKS: dict[str, type[TaskRecipe]] = {  # by the name of the script in train/

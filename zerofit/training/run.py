@@ -15,52 +15,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from torch import distributed
 
 from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
-from zerofit.checkpoint.exporter import ModelExporter
 from zerofit.checkpoint.hub import HubRepository
-from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.mirror import Mirror
-from zerofit.checkpoint.resume import fingerprint
+from zerofit.checkpoint.mirror_restore import open_mirror
 from zerofit.checkpoint.run_state import RunState
 from zerofit.data.lengths import growing_blocks
 from zerofit.data.token_updates import updates_by_tokens
-from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetector
+from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
 from zerofit.health.failure import explain_failure
-from zerofit.health.flight import FOLDER
 from zerofit.health.out_of_memory import RunFacts, host_advice
 from zerofit.health.shutdown import ShutdownHandler, StopReason
-from zerofit.health.slow_ranks import RankClock, RankSeconds, SlowRanks
+from zerofit.health.slow_ranks import RankSeconds
 from zerofit.launch.ranks import RANKS
 from zerofit.model.adapter_folder import trained_on_configuration
-from zerofit.model.parameters import count_parameters, flops_per_pair_token, flops_per_token
+from zerofit.model.parameters import count_parameters
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import explain_failures_with
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.environment import describe_environment
-from zerofit.record.meters import MemoryMeter, make_meter, without_mfu
+from zerofit.record.meters import without_mfu
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
-from zerofit.record.recorder import RunRecorder
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import Bar, say, screen_width, table
-from zerofit.record.trackers import start_trackers
+from zerofit.record.terminal import say
 from zerofit.strategy.devices import synchronise
 from zerofit.strategy.engine import Bounds, Engine, Outcome
-from zerofit.strategy.gpus import describe_device
-from zerofit.strategy.machines import check_same
-from zerofit.strategy.muon import Muon
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.strategy import Strategy
-from zerofit.training.best_metric import make_best_tracker
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
 from zerofit.training.export import answer, export, finish
 from zerofit.training.measurement import VARIABLE, measurement_from_environment
-from zerofit.training.prepare import LONG, check_output_folder, prepare_activations, start_processes
+from zerofit.training.opening import open_record
+from zerofit.training.prepare import LONG, prepare_activations, start_processes
 from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, micro_batches, run_length
-from zerofit.training.summary import about_the_model
+from zerofit.training.summary import about_the_run
 
 if TYPE_CHECKING:
     from zerofit.training.entry import Start
@@ -74,21 +64,6 @@ class Stop:
 
     reason: StopReason = StopReason.NONE
     anomaly: Anomaly | None = None
-
-
-@dataclass(frozen=True)
-class Signals:
-    """What a rank has to tell the others with each update, apart from its figures."""
-
-    stop_reason: StopReason = StopReason.NONE
-    checkpoint_is_due: bool = False  # by the clock
-    checkpoint_failed: bool = False
-
-    @classmethod
-    def merge(cls, ranks: Sequence[Sequence[float]]) -> "Signals":
-        """The signals of all ranks as one, the same on each of them."""
-        reasons, due, failed = zip(*ranks)
-        return cls(StopReason(int(max(reasons))), bool(max(due)), bool(max(failed)))
 
 
 class Run:
@@ -117,6 +92,17 @@ class Run:
         self.length: Any = None  # a RunLength, once the data is known
         self.growth: Any = None  # the length of rows in the first updates; None: they are read in full
         self.state, self.stop = RunState(), Stop()
+        self.best: Any  # a BestMetricTracker; this and what follows are made by open_record
+        self.checkpoints: Any
+        self.recorder: Any
+        self.exporter: Any
+        self.environment: dict[str, Any]
+        self.memory: Any
+        self.throughput: Any
+        self.detector: Any
+        self.clock: Any
+        self.slow_ranks: Any
+        self.profiler: Any
         self.missing: list[str] = []  # what could not be written, each with the reason
         self.schedule: Schedule | None = None
         # Of the update that the loop is at:
@@ -124,7 +110,7 @@ class Run:
         self._metrics: UpdateMetrics | None = None  # its line of the record, until what follows it is known
         self._held_out: dict[str, float] = {}
         self._is_best = self._abandoned = self._passes_over = False
-        self._signals = Signals()
+        self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
 
     @classmethod
     def open(cls, start: "Start") -> "Run":
@@ -140,8 +126,6 @@ class Run:
 
             stored = StoredModel.open(task, start.recipe)
         elif start.recipe.mirror and not os.environ.get(VARIABLE):
-            from zerofit.checkpoint.mirror_restore import open_mirror
-
             start.watchdog.phase("mirror", patience=math.inf)
             folder = RunFolder(start.output_folder)
             opened = RANKS.first_on_rank_0("mirror", lambda: open_mirror(start.recipe, folder))
@@ -191,13 +175,12 @@ class Run:
         """
         recipe = self.recipe
         self.timeline.mark("data")
-        by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
-        self.by_tokens = by_tokens
+        self.by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
         if recipe.trains:
             num_samples = data.samples_per_epoch
             if self.measurement:
                 num_samples = self.measurement.samples(num_samples, self.strategy.batches.global_batch)
-            self.length = run_length(recipe, num_samples, self.strategy.batches, by_tokens)
+            self.length = run_length(recipe, num_samples, self.strategy.batches, self.by_tokens)
             if warmup := getattr(recipe, "block_size_warmup", None):
                 stated = recipe.source("block_size_warmup")
                 self.growth = growing_blocks(warmup, stated, data.block_size, data.is_chat)
@@ -267,29 +250,7 @@ class Run:
 
     def announce(self, data: Any) -> None:
         """Say what is about to happen: the model, the strategy, the data, and what was noted."""
-        recipe, strategy, schedule, length = self.recipe, self.strategy, self.schedule, []
-        if self.stored is not None:
-            model, layout = self.stored.describe(self.parameters), strategy.describe_layout
-        else:
-            model, layout = about_the_model(recipe, self.parameters, self.trainable, self.adapter), strategy.describe
-            if isinstance(self.engine.torch_optimizer, Muon):
-                model += [f"optimizer {self.engine.torch_optimizer.describe()}"]
-            warmup = f", {schedule.num_warmup} warm-up" if schedule and schedule.num_warmup else ""
-            rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
-            length = [f"run       {self.length.describe}; {rate}"]
-        self.say(
-            *model,
-            f"strategy  {layout}",
-            f"device    {describe_device(self.device)}",
-            *(each if isinstance(each, str) else table(each, screen_width()) for each in data.describe()),
-            *([self.by_tokens.describe()] if self.by_tokens else []),
-            *(note for note in data.notes if note),
-            *self.lines,
-            *getattr(data, "shown", ()),
-            *length,
-            f"folder    {self.folder.path}",
-            *(f"note      {note.removeprefix('note: ')}" for note in [*strategy.notes, *self.notes]),
-        )
+        self.say(*about_the_run(self, data))
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -324,7 +285,7 @@ class Run:
         if self.measurement:
             yield from self.measurement.updates(self, evaluate_first)
             return
-        self._open_record()
+        open_record(self)
         state, recipe, schedule = self.state, self.recipe, self.schedule
         assert schedule is not None, "a run that trains has one"
         self.began = time.perf_counter()
@@ -339,7 +300,8 @@ class Run:
             if self.profiler:
                 self.profiler.begin(number)
             self._began, self._stream, self._metrics, self._abandoned = time.perf_counter(), stream, None, False
-            self._held_out, self._is_best, self._signals = {}, False, Signals()
+            self._held_out, self._is_best = {}, False
+            self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
             self._passes_over = number in state.skipped_updates  # after a rewind
             if self._passes_over:
                 yield Update(number, [])
@@ -378,17 +340,14 @@ class Run:
             return self.measurement.bounds()
         if self._passes_over:
             return Bounds()
-        self._within("data")
+        self.within("data")
         self._following = self._stream.prefetch()
-        self._within("update")
-        signals = Signals(
-            self.shutdown.reason(), self.checkpoints.is_due_by_clock(), self.checkpoints.writer.has_failed
-        )
+        self.within("update")
         own = (
             float(self.memory.peak_bytes()),
-            float(signals.stop_reason),
-            float(signals.checkpoint_is_due),
-            float(signals.checkpoint_failed),
+            float(self.shutdown.reason()),
+            float(self.checkpoints.is_due_by_clock()),
+            float(self.checkpoints.writer.has_failed),
             *self.clock.latest,
             *(counts_of(self._following) if self._following else ()),
         )
@@ -422,22 +381,25 @@ class Run:
                 )
             counts = 4 + len(RankSeconds._fields)
             seconds_of_ranks = tuple(RankSeconds(*rank[4:counts]) for rank in ranks)
-            self._signals = Signals.merge([rank[1:4] for rank in ranks])
+            reasons, due, failed = zip(*(rank[1:4] for rank in ranks))
+            self._stop_reason = StopReason(int(max(reasons)))
+            self._checkpoint_is_due, self._checkpoint_failed = any(due), any(failed)
             replicas = [ranks[rank][counts:] for rank in self.engine.layout.loss_ranks]
             self._totals = Totals.sum(replicas) if self._following else None
             figures |= {"peak_memory_bytes": int(max(rank[0] for rank in ranks))}
         seconds = time.perf_counter() - self._began
         if self.profiler:
-            self.profiler.end(number, bool(self._signals.stop_reason))
+            self.profiler.end(number, bool(self._stop_reason))
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if anomaly else 0
         if anomaly is not None and self._gives_up(anomaly):
             self._abandoned = True
             return
         state.updates = number
         state.tokens, state.positions = state.tokens + totals.tokens, state.positions + totals.positions
-        consumed, before = self.length.consumed(number), self.length.consumed(number - 1)
+        consumed = self.length.consumed(number)
         if not outcome.passed_over:
-            rates = self.throughput.of_update(int(totals.tokens), consumed - before, seconds)
+            samples = consumed - self.length.consumed(number - 1)
+            rates = self.throughput.of_update(int(totals.tokens), samples, seconds)
             figures |= {
                 **rates._asdict(),
                 "targets": int(totals.targets) if totals.targets.is_integer() else round(totals.targets, 6),
@@ -561,112 +523,17 @@ class Run:
             return ASKED
         if self.length.is_last(update):  # its weights are exported
             return None
-        return LEAVING if self._signals.stop_reason else CLOCK if self._signals.checkpoint_is_due else None
+        return LEAVING if self._stop_reason else CLOCK if self._checkpoint_is_due else None
 
     def _reason_to_stop(self, update: int) -> StopReason:
         """What ends the run before its last update, if anything; the same on all ranks."""
-        if self._signals.checkpoint_failed:
+        if self._checkpoint_failed:
             self.checkpoints.wait()
         if self.length.is_last(update):
             return StopReason.NONE
         if self.checkpoints.last_failed and self.recipe.on_save_failure == "stop":
             return StopReason.CHECKPOINT_FAILED
-        return self._signals.stop_reason
-
-    # ----------------------------------------------------------------------------------------------- record and resume
-
-    def _open_record(self) -> None:
-        """Resume the run that is in the folder, if one is, and begin its record and its checkpoints."""
-        recipe, engine, state, samples = self.recipe, self.engine, self.state, self.data.train
-        lengths = samples.lengths
-        self.facts.row_tokens = len(samples[0]["input_ids"]) if lengths is None else int(lengths.max())
-        self.advise()
-        self.best = make_best_tracker(recipe, self.figures, bool(self.data.num_held_out), state.best)
-        command = self.strategy.launch.command
-        self.environment = describe_environment(command, engine.device) if self.is_main else {}
-        self.exporter = ModelExporter(engine, self.adapter, self.data.tokenizer, self.task, recipe, self.environment)
-        self._resume()
-        self.say(
-            *(
-                f"note      {note}"
-                for note in start_trackers(
-                    engine.accelerator, self.config.trackers, recipe, self.folder, self.task, state
-                )
-            )
-        )
-        self.shutdown.install()
-        self.checkpoints.start()
-        self.memory, self.clock = MemoryMeter(engine.device), RankClock.of(engine)
-        self.detector = AnomalyDetector(
-            recipe.spike_threshold, recipe.max_grad_norm > 0, self.strategy.precision == "fp16"
-        )
-        of_pairs = self.task == "seq2seq"
-        flops = (
-            flops_per_pair_token(self.engine.whole, *samples.stats.pair_lengths)
-            if of_pairs
-            else flops_per_token(engine.whole, getattr(self.data, "row_length", samples.stats.mean_length))
-        )
-        self.throughput = make_meter(engine, flops, recipe.peak_tflops)
-        bar = Bar(self.num_updates, recipe.logging_steps, engine.is_main)
-        self.recorder = RunRecorder(self.folder, engine, self.environment, self.timeline, bar, self._preview)
-        self.slow_ranks = SlowRanks(
-            engine.layout,
-            recipe.logging_steps,
-            lambda rank: RANKS.place_of(rank, engine.device.type),
-            self.clock.measures,
-        )
-        self.profiler: Any = None
-        if recipe.profile:
-            from zerofit.training.profiling import make_profiler
-
-            self.profiler = make_profiler(engine, recipe, self.folder, self.recorder.note)
-        engine.phase = self._within
-
-    def _resume(self) -> None:
-        """Make the run's checkpoints, and continue from one; the record goes on from its update."""
-        config, engine, recipe = self.config, self.engine, self.recipe
-        data = fingerprint(self.data.train, getattr(recipe, "length_grouping", "none"))
-        check_same({"training data": data}, "Give all machines the same data and the same packages")
-        about = {
-            **config.resume.identity,
-            "num_processes": engine.layout.world_size,
-            "data_parallel": engine.layout.data_size,
-            "options_given_for": config.options_given_for,
-            "strategy": self.strategy.name,
-        }
-        self.checkpoints = CheckpointManager(
-            self.folder,
-            engine,
-            recipe,
-            self.state,
-            self.exporter,
-            about,
-            data,
-            self.best.metric,
-            self.best.keeps,
-            self.advise,
-            self.mirror,
-            self.hub,
-        )
-        self.checkpoints.resume(config.resume)
-        if engine.is_main:
-            self.checkpoints.drop_replaced()
-            self.folder.start(
-                recipe,
-                self.strategy.batches.global_batch,
-                {**engine.effective_strategy(), "options_given_for": config.options_given_for},
-                self.environment,
-                self.state.updates,
-                self.checkpoints.resumed_from,
-            )
-            if distributed.is_initialized() and distributed.get_backend() == "nccl":
-                (self.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
-        check_output_folder(config, engine)
-        self.checkpoints.restore_best_checkpoint()
-
-    def _preview(self, index: int) -> str:
-        """A training sample as text, for anomalies.jsonl."""
-        return str(self.data.tokenizer.decode(self.data.train[index]["input_ids"]))
+        return self._stop_reason
 
     # --------------------------------------------------------------------------------------- what is known if it fails
 
@@ -674,7 +541,7 @@ class Run:
         """Tell the watchdog where the loop is."""
         self.watchdog.phase(phase, update or None, patience=PATIENCE.get(phase, 1.0))
 
-    def _within(self, phase: str) -> None:
+    def within(self, phase: str) -> None:
         """The same within an update, whose parts have a clock: forward, backward, data, update."""
         self.clock.phase(phase)
         self.enter(phase, self.state.updates + 1)
@@ -689,8 +556,7 @@ class Run:
         self.watchdog.advise(host_advice(self.recipe, self.facts))
 
     def explain(self, error: Exception) -> int | None:
-        """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: of any other error
-        nothing is known here."""
+        """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: another error."""
         watchdog = self.watchdog
         if self.measurement and (code := self.measurement.explain(error, watchdog.at[0])) is not None:
             return code
@@ -699,12 +565,8 @@ class Run:
     # ------------------------------------------------------------------------------------------------------ afterwards
 
     def export(self, remarks: Callable[[], list[str]] = list) -> None:
-        """Write model/, which `from_pretrained` loads, draw the curve, and say what came of the run; of one that
-        stopped early, where it is.
-
-        Args:
-            remarks: lines for the log below the held-out figures; only the main process asks for them.
-        """
+        """Write model/, which `from_pretrained` loads, draw the curve, and say what came of the run (`remarks`: lines
+        below the held-out figures, on the main process); of one that stopped early, where it is."""
         if not self.measurement:
             export(self, remarks)
 
@@ -725,10 +587,7 @@ class Run:
         """Evaluate the stored model, or let it answer predict_file, and leave. Returns the exit code.
 
         Args:
-            evaluate: () -> the held-out figures.
             predict: () -> the files that the main process has written.
-            num_held_out: samples of an evaluation, on all ranks together.
-            remarks: see export.
 
         Raises:
             UserError: nothing is held out.

@@ -13,11 +13,13 @@ from zerofit.recipe.parsing import counted
 from zerofit.record.meters import ThroughputMeter
 from zerofit.record.metrics import EvaluationTime
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import decimals, duration, rounded
+from zerofit.record.terminal import decimals, duration, rounded, screen_width, table
+from zerofit.strategy.gpus import describe_device
+from zerofit.strategy.muon import Muon
 from zerofit.training.best_metric import BestMetricTracker
 
 if TYPE_CHECKING:
-    from zerofit.training.run import Stop
+    from zerofit.training.run import Run, Stop
 
 
 def about_the_model(
@@ -35,6 +37,33 @@ def about_the_model(
             "them: good for measuring only"
         )
     return lines
+
+
+def about_the_run(run: "Run", data: Any) -> list[str]:
+    """Lines for the log before the first update: the model, the strategy, the data, and what was noted."""
+    recipe, strategy, schedule, length = run.recipe, run.strategy, run.schedule, list[str]()
+    if run.stored is not None:
+        model, layout = run.stored.describe(run.parameters), strategy.describe_layout
+    else:
+        model, layout = about_the_model(recipe, run.parameters, run.trainable, run.adapter), strategy.describe
+        if isinstance(run.engine.torch_optimizer, Muon):
+            model += [f"optimizer {run.engine.torch_optimizer.describe()}"]
+        warmup = f", {schedule.num_warmup} warm-up" if schedule and schedule.num_warmup else ""
+        rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
+        length = [f"run       {run.length.describe}; {rate}"]
+    return [
+        *model,
+        f"strategy  {layout}",
+        f"device    {describe_device(run.device)}",
+        *(each if isinstance(each, str) else table(each, screen_width()) for each in data.describe()),
+        *([run.by_tokens.describe()] if run.by_tokens else []),
+        *(note for note in data.notes if note),
+        *run.lines,
+        *getattr(data, "shown", ()),
+        *length,
+        f"folder    {run.folder.path}",
+        *(f"note      {note.removeprefix('note: ')}" for note in [*strategy.notes, *run.notes]),
+    ]
 
 
 def why_stopped(
