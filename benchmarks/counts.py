@@ -11,7 +11,6 @@ Collectives are those of rank 0, waits those of the rank with most. Under a pipe
 
 import argparse
 import collections
-import dataclasses
 import json
 import os
 import runpy
@@ -244,12 +243,13 @@ def count_and_run() -> None:
     import torch.distributed as dist
 
     from zerofit.model import compilation
-    from zerofit.training.step import TrainStep
+    from zerofit.training.run import Run
 
     if simgpu := sys.modules.get("simgpu"):  # its current device is that of the process that ranks are forked from
         simgpu.set_device(int(os.environ["LOCAL_RANK"]))
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"simgpu:{os.environ['LOCAL_RANK']}"
-    counts, now, step = collections.defaultdict(lambda: [0, 0]), {"phase": "update"}, TrainStep.__call__
+    counts, now = collections.defaultdict(lambda: [0, 0]), {"phase": "update"}
+    updates, within = Run.updates, Run.within
 
     def note(event: str, size: int, group: str) -> None:
         is_backward = now["phase"] == "backward" or torch._C._current_graph_task_id() >= 0
@@ -257,7 +257,7 @@ def count_and_run() -> None:
         found = counts["backward" if is_backward else now["phase"], event, tuple(ranks), line()]
         found[0], found[1] = found[0] + 1, found[1] + size
 
-    def counted(self, update, *args, **kwargs):
+    def begins(update: int) -> None:
         if simgpu:
             simgpu.observe(note if update == COUNTED else None)
         if update == COUNTED + 1:
@@ -267,12 +267,14 @@ def count_and_run() -> None:
             counts[GRAPHS, "breaks", (), ""] = [sum(compiled["graph_break"].values()), 0]
             events = [dict(zip(names, (*key, *found))) for key, found in counts.items()]
             Path(os.environ[FOLDER], f"rank_{os.environ['RANK']}.json").write_text(json.dumps(events))
-        elif update == COUNTED:
-            tell = self.phase
-            self = dataclasses.replace(self, phase=lambda *phase: (now.update(phase=phase[0]), tell(*phase)))
-        return step(self, update, *args, **kwargs)
 
-    TrainStep.__call__ = counted
+    def counted(self, *args, **kwargs):
+        for update in updates(self, *args, **kwargs):
+            begins(update.number)
+            yield update
+
+    Run.updates = counted
+    Run.within = lambda self, phase: (now.update(phase=phase), within(self, phase))[1]
     compilation.compile_model.__defaults__ = ("eager",)  # graphs as dynamo finds them; nothing is generated
     sys.argv[0] = str(ROOT / "train" / "clm.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -42,22 +42,22 @@ from provenance import provenance
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.order import SampleOrder
-from zerofit.data.pack import Documents, PackedBlocks
+from zerofit.data.pack import Documents, PackedBlocks, TextData
 from zerofit.health.watchdog import Watchdog
 from zerofit.model.configuration import load_configuration
 from zerofit.model.load import build_model
 from zerofit.model.loss import model_loss
-from zerofit.model.parameters import count_parameters, flops_per_token
+from zerofit.model.parameters import count_parameters
 from zerofit.model.preflight import install_chosen_loss
 from zerofit.recipe import ClmRecipe
+from zerofit.recipe.paths import output_folder
+from zerofit.recipe.schedule import make_schedule
 from zerofit.record.jsonl import JsonlFile
-from zerofit.record.meters import make_meter
 from zerofit.record.terminal import table
 from zerofit.record.timeline import Timeline
-from zerofit.training.fit import fit
-from zerofit.training.prepare import prepare, start
-from zerofit.training.session import Session
-from zerofit.training.task import Task
+from zerofit.strategy.optimizers import make_optimizer
+from zerofit.training.entry import Start
+from zerofit.training.run import Run
 
 RATIOS = (("zerofit", "bare"), ("zerofit", "Trainer"))  # whose tokens/s, divided by whose
 SAME_LOSS = 1e-3  # relative; far above rounding, far below any other training
@@ -187,16 +187,18 @@ def train_zerofit(work: Workload, laps: Laps) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     recipe = work.recipe()
-    session = Session.open("clm", recipe, Timeline(), Watchdog(0, None))
-    session.folder.metrics = TimedLines(session.folder.metrics.path, laps)
-    started = start(session, len(work.samples))
-    model = build_model(AutoModelForCausalLM, work.config, recipe, session.strategy, recipe.seed)
-    install_chosen_loss(model, recipe)
-    prepared = prepare(started, model, adapter=None)
-    task = Task(session.recipe, work.samples, CausalCollator(pad_id=0), model_loss, evaluate=None)
+    run = Run.open(Start("clm", recipe, output_folder("clm", recipe), Timeline(), Watchdog(0, None)))
+    run.folder.metrics = TimedLines(run.folder.metrics.path, laps)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # an export has one
-    flops = flops_per_token(model, work.options.block_size)
-    fit(prepared, task, make_meter(prepared.engine, flops, recipe.peak_tflops), tokenizer)
+    data = TextData(work.samples, None, tokenizer, work.options.block_size)
+    run.start(data)
+    model = build_model(AutoModelForCausalLM, work.config, run.recipe, run.strategy, recipe.seed)
+    install_chosen_loss(model, run.recipe)
+    optimizer = make_optimizer(model, run.recipe, run.device, run.strategy)
+    engine = run.prepare(model, optimizer, make_schedule(run.recipe, run.num_updates))
+    for update in run.updates(data, CausalCollator(pad_id=0)):
+        losses = engine.forward_backward(update.micro_batches, model_loss, update.scale)
+        run.log(update, engine.step(losses, run.bounds))
 
 
 def train_trainer(work: Workload, laps: Laps) -> None:

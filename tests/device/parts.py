@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import Samples, check_offloaded_inputs, tiny_model
 from unit.test_saving import Alone
-from zerofit.training.task import Task
 
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
@@ -30,8 +29,8 @@ def is_pinned(batch: Batch) -> bool:
 
 def test_batches_of_training_are_pinned():
     recipe = SimpleNamespace(dataloader_num_workers=0, seed=0)
-    task = Task(recipe, ROWS, CausalCollator(0), loss_sum=None, evaluate=None)
-    batches = list(micro_batches(task, Alone(device=DEVICE), RunLength(8, 8, 2, BatchSizes(2, 2, 1)), 0))
+    data, length = SimpleNamespace(train=ROWS, order=None), RunLength(8, 8, 2, BatchSizes(2, 2, 1))
+    batches = list(micro_batches(data, CausalCollator(0), Alone(device=DEVICE), length, recipe=recipe))
     assert len(batches) == 4
     assert all(map(is_pinned, batches))
     assert batches[0].to(DEVICE).inputs["input_ids"].device == DEVICE

@@ -8,10 +8,16 @@ import pytest
 from zerofit.health.anomaly import MAX_OVERFLOWS, AnomalyDetector
 
 
+def judged(detector: AnomalyDetector, figures: dict[str, float]) -> str | None:
+    """Why an update with these figures is refused."""
+    accepted = detector.bounds(targets=2.0).accept(2.0 * figures["loss"], figures["grad_norm"])
+    return detector.record(figures, refused=not accepted)
+
+
 def trained(losses, norms=None, threshold: float = 10.0, clipped: bool = False) -> tuple[AnomalyDetector, list]:
     detector = AnomalyDetector(threshold, clipped, scaled=False)
     norms = np.ones(len(losses)) if norms is None else norms
-    return detector, [detector.anomaly({"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
+    return detector, [judged(detector, {"loss": loss, "grad_norm": norm}) for loss, norm in zip(losses, norms)]
 
 
 def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
@@ -24,7 +30,7 @@ def curve(updates: int, noise: float, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_what_is_no_finite_number_is_a_fault_from_the_first_update_on(name, value):
     figures = {"loss": 1.0, "grad_norm": 1.0, name: value}
-    assert name in AnomalyDetector(0.0, True, False).anomaly(figures)
+    assert name in judged(AnomalyDetector(0.0, True, False), figures)
 
 
 def ordinary(noise: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,35 +63,35 @@ def test_a_spike_of_the_loss_is_a_fault_and_is_not_learned_from(factor):
     assert set(anomalies) == {None}
     before = {name: list(past) for name, past in detector.history.items()}
     for _ in range(3):
-        assert "robust z-score" in detector.anomaly({"loss": 2.5 * factor, "grad_norm": 1.0})
+        assert "robust z-score" in judged(detector, {"loss": 2.5 * factor, "grad_norm": 1.0})
     assert detector.history == before
-    assert detector.anomaly({"loss": 2.5, "grad_norm": 1.0}) is None
+    assert judged(detector, {"loss": 2.5, "grad_norm": 1.0}) is None
 
 
 def test_where_gradients_are_clipped_a_large_norm_alone_is_no_spike():
     """A BlenderBot from scratch, at a high learning rate, had a norm of 400 times its median, and learned on."""
     detector, _ = trained(curve(400, 0.03), clipped=True)
-    assert detector.anomaly({"loss": 2.5, "grad_norm": 1000.0}) is None
-    assert "grad_norm is inf" in detector.anomaly({"loss": 2.5, "grad_norm": math.inf})
-    assert "robust z-score" in detector.anomaly({"loss": 25.0, "grad_norm": 1000.0})
+    assert judged(detector, {"loss": 2.5, "grad_norm": 1000.0}) is None
+    assert "grad_norm is inf" in judged(detector, {"loss": 2.5, "grad_norm": math.inf})
+    assert "robust z-score" in judged(detector, {"loss": 25.0, "grad_norm": 1000.0})
 
 
 def test_the_threshold_turns_spikes_off_and_not_the_rest():
     detector, _ = trained(curve(400, 0.03), threshold=0.0)
-    assert detector.anomaly({"loss": 1e9, "grad_norm": 1e9}) is None
-    assert detector.anomaly({"loss": math.nan, "grad_norm": 1.0})
+    assert judged(detector, {"loss": 1e9, "grad_norm": 1e9}) is None
+    assert judged(detector, {"loss": math.nan, "grad_norm": 1.0})
 
 
 def test_an_overflow_of_the_loss_scaler_is_no_fault_until_it_never_ends():
     detector = AnomalyDetector(10.0, clipped=False, scaled=True)
     for _ in range(MAX_OVERFLOWS - 1):
-        assert detector.anomaly({"loss": 2.0, "grad_norm": math.inf}) is None
-    assert "whatever the loss scale" in detector.anomaly({"loss": 2.0, "grad_norm": math.inf})
+        assert judged(detector, {"loss": 2.0, "grad_norm": math.inf}) is None
+    assert "whatever the loss scale" in judged(detector, {"loss": 2.0, "grad_norm": math.inf})
     detector = AnomalyDetector(10.0, clipped=False, scaled=True)
     for _ in range(3 * MAX_OVERFLOWS):
-        assert detector.anomaly({"loss": 2.0, "grad_norm": math.nan}) is None
-        assert detector.anomaly({"loss": 2.0, "grad_norm": 1.0}) is None
-    assert "loss" in detector.anomaly({"loss": math.nan, "grad_norm": math.nan})
+        assert judged(detector, {"loss": 2.0, "grad_norm": math.nan}) is None
+        assert judged(detector, {"loss": 2.0, "grad_norm": 1.0}) is None
+    assert "loss" in judged(detector, {"loss": math.nan, "grad_norm": math.nan})
 
 
 def test_a_resumed_detector_judges_as_one_that_was_not():
@@ -94,5 +100,5 @@ def test_a_resumed_detector_judges_as_one_that_was_not():
     first, _ = trained(losses[:200])
     second = AnomalyDetector(10.0, False, False, {name: list(past) for name, past in first.history.items()})
     for loss in losses[200:]:
-        second.anomaly({"loss": loss, "grad_norm": 1.0})
+        judged(second, {"loss": loss, "grad_norm": 1.0})
     assert second.history == whole.history

@@ -257,7 +257,7 @@ def test_the_schedule_is_megatrons(flags):
     assert not done.flags.problems
     names = ("learning_rate", "min_lr_ratio", "lr_scheduler_type", "num_warmup_steps", "lr_decay_steps",
              "wsd_decay_ratio")  # fmt: skip
-    schedule, _ = make_schedule(ClmRecipe(**{name: done.recipe[name] for name in names if name in done.recipe}), 100)
+    schedule = make_schedule(ClmRecipe(**{name: done.recipe[name] for name in names if name in done.recipe}), 100)
     assert [schedule(update) for update in range(100)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 

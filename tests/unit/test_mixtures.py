@@ -46,7 +46,7 @@ def trained_alike(model, batches: list[dict[str, torch.Tensor]]) -> tuple[list[f
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     model.zero_grad()
-    model.routing.begin(targets / tokens)
+    model.routing.begin(targets, tokens)
     losses = []
     for batch in batches:
         loss = model(**batch)

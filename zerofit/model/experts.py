@@ -117,7 +117,7 @@ class Routing:
         """What is summed over ranks: the auxiliary loss, and how often each expert of each layer was chosen."""
         return [float(self._auxiliary), *self._choices.flatten().tolist()]
 
-    def figures(self, sums: list[float], targets: float, tokens: float) -> RoutingFigures:
+    def figures(self, sums: list[float], targets: float = 0.0, tokens: float = 1.0) -> RoutingFigures:
         """Those of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even; the largest
         and the smallest of all layers.
 

@@ -15,9 +15,8 @@ from zerofit.checkpoint.exporter import Exported
 from zerofit.data.mixture import options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import table_format
-from zerofit.health.shutdown import EXIT_NEEDS_A_PERSON
 from zerofit.model.export import Weights, write_beside
-from zerofit.recipe.errors import UserError, decide, first_line, print_last
+from zerofit.recipe.errors import EXIT_NEEDS_A_PERSON, UserError, decide, first_line, print_last
 from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import describe_environment

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 
 from zerofit.data.collate import Batch
 from zerofit.data.pack import Sample
-from zerofit.health.out_of_memory_errors import EXIT_OUT_OF_MEMORY, is_out_of_memory
-from zerofit.recipe.errors import UserError
+from zerofit.health.out_of_memory_errors import is_out_of_memory
+from zerofit.recipe.errors import EXIT_OUT_OF_MEMORY, UserError
 from zerofit.record.jsonl import add_line
 from zerofit.record.meters import MemoryMeter
 from zerofit.strategy.devices import synchronise
