@@ -18,14 +18,14 @@ from zerofit.tools.submit.requeue import queue_again_refused
 TYPO = ["--learnin_rate", "1"]
 RANK = """
 import os, sys, time
-from zerofit.training.entry import run_program
-from zerofit.recipe.errors import reports_user_errors
+from zerofit.training.entry import end, record_the_end
 
-@reports_user_errors
-def main(argv=None):
+record_the_end("clm")
+
+def main(start):
     {body}
 
-run_program("clm", main)
+end(main, None)
 """
 
 
@@ -137,14 +137,11 @@ def test_the_end_of_a_run_that_starts_is_on_record(tmp_path, body, number, code)
 
 
 LEAVES = """
-    from zerofit.recipe.errors import UserError, before_leaving, reports_user_errors
+    from zerofit.recipe.errors import UserError, before_leaving
     def slow():
         print("ready", flush=True); os.close(spare); time.sleep(1.5)
     spare = os.dup(1); before_leaving(slow)
-    @reports_user_errors
-    def ends(argv):
-        {ends}
-    return ends()
+    {ends}
 """
 ENDS = {"raise UserError('no such file')": 2, "return 86": 86, "return 0": 0, "raise ValueError('no')": 1}
 

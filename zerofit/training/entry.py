@@ -51,14 +51,7 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     A mistake ends the process here, with a message and exit code 2. How the process ends is in environment.json of the
     output folder from here on, whatever happens.
     """
-    if not wants_help(sys.argv):
-        outlive_the_terminal()
-        exit_code = ExitCode(find_folder(task, sys.argv[1:]))
-        exit_code.forget()
-        record_codes_with(exit_code.write)
-        tell_others_with(RANKS.stop)
-        listen(StartingRank(exit_code.write).leave)
-    sys.excepthook = _leave_after
+    record_the_end(task)
     opened: list[Start] = []
 
     def read() -> int:
@@ -69,6 +62,18 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     if not opened:
         leave(code)
     return opened[0]
+
+
+def record_the_end(task: str) -> None:
+    """Put the exit code of this process on record from here on, also after a signal or an import that fails."""
+    if not wants_help(sys.argv):
+        outlive_the_terminal()
+        exit_code = ExitCode(find_folder(task, sys.argv[1:]))
+        exit_code.forget()
+        record_codes_with(exit_code.write)
+        tell_others_with(RANKS.stop)
+        listen(StartingRank(exit_code.write).leave)
+    sys.excepthook = _leave_after
 
 
 def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
