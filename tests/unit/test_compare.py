@@ -31,7 +31,6 @@ from zerofit.tools.compare.trial import Journal, outcome_of
 from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.measurement import limit_device, longest_rows
-from zerofit.training.task import Task
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
@@ -192,7 +191,8 @@ def test_a_mistake_in_the_recipe_ends_the_comparison(tmp_path):
 
 
 def worst(longest, collate, size, start, *samples):
-    return longest_rows(Task(None, Samples(samples), collate, None, None, longest=longest), size, start)
+    data = SimpleNamespace(train=Samples(samples), longest=longest)
+    return longest_rows(SimpleNamespace(data=data, collate=collate), size, start)
 
 
 def test_rows_of_text_are_stretched_and_wholly_trained_on():

@@ -1,7 +1,7 @@
 """Leaving early and in order: signals of schedulers and people, the time that the run was given, and anomalies.
 
 Each rank may be signalled by itself, or only one of them. What a rank has received is exchanged with the figures of
-every update (zerofit/training/step.py), so all leave after the same update, when its checkpoint is written.
+every update (`bounds` in zerofit/training/run.py), so all leave after the same update, when its checkpoint is written.
 """
 
 import contextlib

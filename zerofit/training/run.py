@@ -83,7 +83,7 @@ class Run:
         self.strategy: Strategy = config.strategy
         self.folder: RunFolder = config.folder
         self.task, self.timeline, self.watchdog = config.task, start.timeline, start.watchdog
-        self.measurement = measurement_from_environment()  # None: an ordinary run
+        self.measurement = measurement_from_environment() if self.recipe.trains else None  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.facts = RunFacts(self.strategy)
