@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
-    "train": 490,  # 800
+    "train": 510,  # 800
     "zerofit": 145,  # cli.py
     "zerofit/recipe": 3994,  # 2,700
     "zerofit/model": 6190,  # 4,700
