@@ -314,6 +314,7 @@ def test_all_kinds_of_input_give_one_corpus(byte_tokenizer, tmp_path):
         write_lines(tree / f"A{chr(65 + number)}" / "wiki_00", [text])
     (tree / "AA" / ".hidden").write_text("x")
     (tree / "AA" / "_SUCCESS").write_text("")
+    (tmp_path / "[a]").symlink_to(tree)
     packed = tmp_path / "packed.json.gz"
     packed.write_bytes(gzip.compress(b"\n" + whole.read_bytes().replace(b"\n", b"\r\n") + b"\n\n"))
     parquet.write_table(
@@ -321,7 +322,7 @@ def test_all_kinds_of_input_give_one_corpus(byte_tokenizer, tmp_path):
     )
     expected = content(prepared(tmp_path, whole, byte_tokenizer, "--workers", 1))
     twice = [tree / "AA", tree / "AB" / "wiki_00", tree, f"{tree}/AC/*"]
-    for source in ([tree], [f"{tree}/**/wiki_*"], [packed], [tmp_path / "table.parquet"], twice):
+    for source in ([tree], [tmp_path / "[a]"], [f"{tree}/**/wiki_*"], [packed], [tmp_path / "table.parquet"], twice):
         made = prepared(tmp_path, source, byte_tokenizer, "--workers", 1, "--overwrite")
         assert content(made) == expected, source
 

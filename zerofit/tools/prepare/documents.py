@@ -4,6 +4,7 @@ JSON lines and plain text are read a block at a time; tables, and files that are
 them (zerofit/data/sources.py).
 """
 
+import glob
 import io
 import os
 from codecs import BOM_UTF8, getincrementaldecoder
@@ -58,13 +59,12 @@ def find_input(inputs: list[str], omit: Iterable[Path] = ()) -> list[InputFile]:
     """
     files, omitted = {}, {path.resolve() for path in omit}
     for name in inputs:
-        is_folder = os.path.isdir(os.path.expanduser(name))
-        for path in find_files("input", [f"{name}/**/*" if is_folder else name]):
+        name = os.path.expanduser(name)
+        for path in find_files("input", [f"{glob.escape(name)}/**/*" if os.path.isdir(name) else name]):
             # a corpus that was made before may lie among the texts
             is_corpus = path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").exists()
-            is_skipped = str(path) != os.path.realpath(os.path.expanduser(name)) and (
-                is_corpus or INDICES in path.parts
-            )
+            is_searched = str(path) != os.path.realpath(name)
+            is_skipped = is_searched and (is_corpus or INDICES in path.parts)
             if not is_skipped and path not in omitted and path not in files:
                 files[path] = _describe(path)
     if not files:
