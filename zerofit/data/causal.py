@@ -146,7 +146,8 @@ def _prepare_stream(
     """Shards that are read while training goes on, a window at a time; the held-out data are read as ever."""
     held_out = None
     if recipe.validation_file:
-        held_out = _held_out_data(recipe, options, config, block_size)
+        own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
+        held_out = _prepare_text_or_chat(recipe, own, config, block_size)
     if not recipe.trains:
         return held_out
     shards, size = find_shards(tuple(recipe.train_file)), parse_bytes(recipe.streaming)
@@ -182,12 +183,6 @@ def _prepare_stream(
         order=train,
         samples_per_epoch=total,
     )
-
-
-def _held_out_data(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
-    """Those of validation_file alone."""
-    own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
-    return _prepare_text_or_chat(recipe, own, config, block_size)
 
 
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:

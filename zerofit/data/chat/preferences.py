@@ -89,7 +89,9 @@ class PreferenceForm:
         spoken = [] if self.prompt or not isinstance(value, str) else _spoken(value)
         turns = spoken or turns_in(value, "assistant", column)
         if turns and turns[0]["role"] != "assistant":  # a whole conversation
-            begins = [] if turns[0]["role"] == "system" or not self.system_prompt else [self._system()]
+            begins = []
+            if self.system_prompt and turns[0]["role"] != "system":
+                begins = [{"role": "system", "content": self.system_prompt}]
         elif self.prompt is None:
             raise BadRecord(f"its {column} is an answer without a prompt (a column prompt, question or instruction)")
         else:
@@ -97,9 +99,6 @@ class PreferenceForm:
         conversation = [{name: turn[name] for name in turn if name != "trained"} for turn in (*begins, *turns)]
         check_order(conversation)
         return conversation
-
-    def _system(self) -> Message:
-        return {"role": "system", "content": self.system_prompt}
 
 
 def _spoken(text: str) -> list[Message]:
