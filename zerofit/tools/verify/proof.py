@@ -40,23 +40,18 @@ class Outcome:
 
     def is_well(self, tolerance: float) -> bool:
         """True if it equals the other run, and was resumed after a kill at least once if it should be."""
-        disturbed = self.killed is None or self.killed.kills_resumed > 0
-        same = self.ledger is not None and self.ledger.is_same and self.difference.within(tolerance)
-        return self.failure is None and same and disturbed
+        return not self.problems(tolerance)
 
     def problems(self, tolerance: float) -> list[str]:
         """Its problems as messages; empty if there are none."""
         if self.failure:
             return [self.failure]
-        if self.is_well(tolerance):
-            return []
-        problems = list(self.difference.problems)
-        if not self.difference.within(tolerance):
-            far = [FIGURES[name] for name, value in self.difference.largest.items() if value > tolerance]
-            problems += [f"it differs by more than {tolerance:g} in {' and '.join(far)}"] if far else []
-            odd = [FIGURES[name] for name, value in self.difference.largest.items() if math.isnan(value)]
-            problems += [f"in some update {' and '.join(odd)} is not a number"] if odd else []
-        if self.ledger.elsewhere:
+        problems, largest = list(self.difference.problems), self.difference.largest
+        if far := [FIGURES[name] for name, value in largest.items() if value > tolerance]:
+            problems.append(f"it differs by more than {tolerance:g} in {' and '.join(far)}")
+        if odd := [FIGURES[name] for name, value in largest.items() if math.isnan(value)]:
+            problems.append(f"in some update {' and '.join(odd)} is not a number")
+        if not self.ledger.is_same:
             problems.append(f"{self.ledger.elsewhere} updates have other samples than they should have")
         if self.killed is not None and not self.killed.kills_resumed:
             problems.append("no kill was followed by a resume: set more --updates, or smaller --save_steps")
