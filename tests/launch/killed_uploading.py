@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from zerofit.checkpoint.mirror_store import MirrorStore
+from zerofit.checkpoint.mirror import MirrorStore
 
 LAST = 30  # of the calls that a kill may come in
 

@@ -16,7 +16,7 @@ from helpers import ROOT, completed, launch, launched, metrics, updates
 from test_runs import SCRATCH
 
 from zerofit.checkpoint.directory import flaw
-from zerofit.checkpoint.mirror_store import MirrorStore
+from zerofit.checkpoint.mirror import MirrorStore
 
 KILLED = ROOT / "tests" / "launch" / "killed_uploading.py"
 RUN = [*SCRATCH, "--train_file", ROOT / "docs" / "clusters.md", "--document_separator", "line",

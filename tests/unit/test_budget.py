@@ -17,10 +17,10 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 6190,  # 4,700
     "zerofit/data": 7655,  # 6,000
     "zerofit/strategy": 5260,  # 4,800
-    "zerofit/estimate": 5030,  # 4,700
-    "zerofit/record": 1680,  # 4,300 with health and checkpoint
-    "zerofit/health": 1680,
-    "zerofit/checkpoint": 2180,
+    "zerofit/estimate": 4960,  # 4,700
+    "zerofit/record": 1645,  # 4,300 with health and checkpoint
+    "zerofit/health": 1560,
+    "zerofit/checkpoint": 2095,
     "zerofit/training": 3430,  # 2,000
     "zerofit/launch": 1755,  # 1,300
     "zerofit/tools": 12296,  # 10,600

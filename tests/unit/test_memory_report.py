@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
-from zerofit.estimate.remedies import PassSizes, RankStates, Shortage, remedies, state_setup
-from zerofit.health.out_of_memory import RunFacts, explain, take_stock
+from zerofit.estimate.remedies import Shortage, remedies, state_setup
+from zerofit.health.out_of_memory import RunFacts, explain, measure
 from zerofit.health.out_of_memory_errors import is_out_of_memory
 from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe
@@ -59,9 +58,9 @@ def shortage(strategy=None, recipe=None, **changes) -> Shortage:
     recipe = recipe or ClmRecipe(model_name_or_path="m", block_size=1024)
     strategy = strategy or strategy_of()
     setup = state_setup(strategy, recipe, 2 * GIB)
-    changes = {"passes": PassSizes(24, GIB, 6 * GIB, True), "local_processes": 4, "phase": "backward",
-               "on_host": False, "on_cpu": False, "activations": 32 * GIB, **changes}  # fmt: skip
-    return Shortage(recipe, strategy, setup, **changes)
+    changes = {"layers": 24, "layer_inputs": GIB, "logits": 6 * GIB, "local_processes": 4, "phase": "backward",
+               "on_host": False, "on_cpu": False, "rest": 32 * GIB, **changes}  # fmt: skip
+    return Shortage(recipe=recipe, strategy=strategy, setup=setup, **changes)
 
 
 def options(s: Shortage) -> dict[str, float]:
@@ -134,10 +133,10 @@ def test_at_most_five_remedies_come_by_what_they_save():
 
 def test_nothing_in_force_is_proposed():
     recipe = ClmRecipe(model_name_or_path="m", lora=True, gradient_checkpointing=True, global_batch_size=64)
-    in_force = shortage(strategy_of(3, "bf16", offload=("optimizer", "param")), recipe, passes=PassSizes(24, GIB))
+    in_force = shortage(strategy_of(3, "bf16", offload=("optimizer", "param")), recipe, logits=0)
     assert list(options(in_force)) == ["--per_device_train_batch_size 4"]
     single = strategy_of(3, "bf16", offload=("optimizer", "param"), batches=(1, 2))
-    assert options(shortage(single, recipe, passes=PassSizes(24, GIB))) == {}
+    assert options(shortage(single, recipe, logits=0)) == {}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +152,7 @@ def test_nothing_in_force_is_proposed():
 )
 def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pairs):
     recipe = ClmRecipe(lora=quantised, load_in_4bit=quantised, gradient_checkpointing=True)
-    found = options(shortage(strategy_of(**strategy), recipe, phase="update", activations=0))
+    found = options(shortage(strategy_of(**strategy), recipe, phase="update", rest=0))
     named = re.findall(r"--config_file (\S+)", " ".join(found))
     assert sorted(named) == [f"accelerate_configs/{name}.yaml" for name in pairs]
     assert all((ROOT / name).is_file() for name in named)
@@ -208,14 +207,12 @@ def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
     monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
     monkeypatch.setattr("zerofit.health.out_of_memory.host_memory", lambda: (GIB, 12 * GIB))
-    monkeypatch.setattr("zerofit.health.out_of_memory._process_limit", lambda: None)
     facts = RunFacts(strategy, parameters=GIB, program_bytes=2 * GIB)
-    found = take_stock(MemoryError(), "load", recipe, facts)
-    assert (found.held.weights, found.rest, found.expected.weights) == (3 * GIB, 2 * GIB, 4 * GIB)
+    found = measure(MemoryError(), "load", recipe, facts)
+    assert (found.held.weights, found.rest, found.expected().weights) == (3 * GIB, 2 * GIB, 4 * GIB)
     assert "exceeds the limit by 4.00 GiB" in explain(MemoryError(), "load", None, "clm", recipe, facts)
-    assert replace(found, process_limit=7 * GIB).limit == 7 * GIB
-    several = replace(found, shortage=replace(found.shortage, local_processes=4))
-    assert several.limit == 3 * GIB, "four processes share the host"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "of the 3.00 GiB that it may have" in explain(MemoryError(), "load", None, "clm", recipe, facts)
 
 
 @pytest.mark.parametrize(
@@ -228,5 +225,5 @@ def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_states_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
-    found = state_setup(strategy_of(stage, precision), ClmRecipe(lora=lora), 100).states
-    assert found == RankStates(*sizes)
+    found = state_setup(strategy_of(stage, precision), ClmRecipe(lora=lora), 100).held()
+    assert found == sizes

@@ -130,15 +130,14 @@ def test_the_plan_counts_one_moment_of_matrices(stage):
 
 def test_the_memory_report_counts_it_and_proposes_nothing_that_is_refused():
     asked = ClmRecipe(model_name_or_path="m", block_size=64, optim="muon")
-    before, model = state_setup(strategy_of(2), asked, 100), model_with("llama")
+    model = model_with("llama")
     engine = SimpleNamespace(module=model, torch_optimizer=make_optimizer(model, asked, torch.device("cpu")))
     total = sum(each.numel() for each in model.parameters())
     spared = 4 * sum(each.numel() for each in hidden_matrices(model).values())
-    assert before.optimizer_bytes == 12 * 100
-    for stage, width in ((None, 8), (2, 12)):
-        setup = state_setup(strategy_of(stage), asked, total, engine)
-        assert setup.optimizer_bytes == width * total - spared
-        assert setup.with_deepspeed(3, False).optimizer_bytes == 12 * total - spared
+    assert state_setup(strategy_of(0), asked, 100).held().optimizer == 12 * 100
+    for stage, width in ((None, 8), (0, 12)):
+        kept = state_setup(strategy_of(stage), asked, total, engine).held().optimizer
+        assert kept == width * total - spared
     proposed = " ".join(options(shortage(strategy_of(2, batches=(1, 1)), asked)))
     assert "zero3" in proposed
     assert not any(word in proposed for word in ("offload", "lora"))

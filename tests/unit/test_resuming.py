@@ -1,7 +1,6 @@
 """Which run goes on, with how many processes, and whether a data position is a place in this data."""
 
 import json
-import platform
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from test_run_folder import checkpoint
 from zerofit.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import NothingToDo
-from zerofit.record.run_folder import RunFolder, identity, started_twice
+from zerofit.record.run_folder import RunFolder, identity
 from zerofit.record.written_files import NAMES
 from zerofit.strategy.batches import resolve_batches
 
@@ -191,24 +190,6 @@ def test_only_one_run_is_at_work_in_a_folder(tmp_path):
     del folder
     RunFolder(tmp_path).lock()
     RunFolder(tmp_path / "not yet there").lock()
-
-
-@pytest.mark.parametrize(
-    ("variables", "elsewhere", "words"),
-    [
-        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, False, "srun has started this run 2 times"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1,4(x2)"}, False, "--ntasks-per-node=1"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x16)"}, False, "a launcher or a loop"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False, "mpirun --map-by ppr:1:node"),
-        ({"MPI_LOCALNRANKS": "2"}, False, "mpirun -ppn 1"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True, "a launcher or a loop"),  # the other one is on another machine
-        ({"JOB_COMPLETION_INDEX": "1"}, True, "another pod of the same Job"),
-        ({}, False, "--output_dir of its own"),
-    ],
-)
-def test_a_run_that_a_launcher_has_started_twice_is_told_how_to_start_once(variables, elsewhere, words):
-    who = f"process 12 of {'elsewhere' if elsewhere else platform.node()}"
-    assert words in started_twice(who, variables)
 
 
 def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):

@@ -105,7 +105,6 @@ LATE = {
     "bitsandbytes": "an optional package",
     "charset_normalizer": "to guess an encoding",
     "fcntl": "not on every system",
-    "resource": "not on every system",
 }
 OWN_LATE = {
     ("zerofit.strategy.builds", "zerofit.recipe.errors"),  # the watchdog starts without site-packages, and without

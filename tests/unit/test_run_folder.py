@@ -16,7 +16,7 @@ import yaml
 from helpers import ROOT, refusal
 
 from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory, flaw
-from zerofit.checkpoint.mirror_store import files_of
+from zerofit.checkpoint.mirror import files_of
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
 from zerofit.launch.command import exit_code_of, program_of
 from zerofit.launch.exit_code import ExitCode

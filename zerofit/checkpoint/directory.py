@@ -57,11 +57,11 @@ class CheckpointDirectory:
         return self.path / "latest"
 
     def folder(self, update: int) -> Path:
-        """Where the checkpoint of this update is, or would be."""
+        """The path of this update's checkpoint, whether it is there or not."""
         return self.path / f"update_{update:08}"
 
     def partial(self, update: int) -> Path:
-        """Where it is being written."""
+        """The path under which this update's checkpoint is written."""
         return self.folder(update).with_suffix(".partial")
 
     def finish(self, update: int, why: str, is_best: bool, checked: dict[str, dict[str, Any]]) -> None:
@@ -219,7 +219,7 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files, the first thing found; None if they are what was written.
+    """The first thing that is wrong with a checkpoint's files; None if they are what was written.
 
     Args:
         rank: look at every `num_ranks`-th file only, from this one on: ranks share the reading.
@@ -273,7 +273,7 @@ def _update(folder: Path) -> int:
 
 
 def _sealed(folder: Path) -> set[str] | None:
-    """What a manifest names, and itself, with the folder's name before them; None if it cannot be read."""
+    """The files that a manifest names, and itself, with the folder's name before them; None: it cannot be read."""
     files = read_record(folder / MANIFEST).get("files")
     return {f"{folder.name}/{name}" for name in (*files, MANIFEST)} if isinstance(files, dict) else None
 

@@ -17,10 +17,10 @@ from zerofit.strategy.engine import Engine
 
 
 class Exported(NamedTuple):
-    """What was written beside the weights.
+    """The review of an export, and what could not be written beside the weights.
 
     Args:
-        review: lines for the terminal: how the folder differs from the base, and what others stumble over.
+        review: lines for the terminal: what was read back, and what others stumble over.
         missing: what could not be written, each with the reason.
     """
 
@@ -52,11 +52,11 @@ class ModelExporter:
 
     @property
     def writes_all(self) -> bool:
-        """Whether the whole model is written, and not only what is trained."""
+        """True if the whole model is written, and not only what is trained."""
         return self._adapter is None
 
     def weights(self) -> Weights:
-        """What is written, full tensors, on the main process; nothing elsewhere. All ranks read it to its end."""
+        """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""
         return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
 
     def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> Exported:
@@ -85,13 +85,15 @@ class ModelExporter:
             write_card(folder, text)
 
         failed |= write_beside({"README.md": card})
-        exported = self.read_back(folder)
         missing = [f"{name} ({first_line(error)})" for name, error in failed.items()]
+        if in_thread:  # transformers changes torch's default dtype while it loads a model
+            return Exported([], missing)
+        exported = self.read_back(folder)
         return Exported(exported.review, [*missing, *exported.missing])
 
     def read_back(self, folder: Path) -> Exported:
-        """What a folder holds, and how it differs from the base."""
+        """Load a folder back, without its weights."""
         try:
-            return Exported(review_export(folder, self._recipe.model_name_or_path), [])
+            return Exported(review_export(folder, type(self._engine.whole)), [])
         except Exception as error:  # the weights are there
             return Exported([], [f"a look at the files ({first_line(error)})"])

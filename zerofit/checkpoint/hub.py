@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 
-from zerofit.checkpoint.mirror_store import reason
+from zerofit.checkpoint.mirror import reason
 from zerofit.model.configuration import work_offline_without_network
 from zerofit.recipe.errors import UserError
 
@@ -51,7 +51,7 @@ class HubRepository:
         return cls(name, api)
 
     def messages(self) -> list[str]:
-        """What is to be said since the last call."""
+        """Lines for the log since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -67,7 +67,7 @@ class HubRepository:
         return [*self.messages(), f"hub         {self._api.endpoint}/{self.name}"]
 
     def _is_idle(self, wait_s: float = 0.0) -> bool:
-        """Whether nothing is being pushed, or nothing more within so long."""
+        """Return True if nothing is being pushed, or nothing more within so long."""
         if self._thread is None:
             return True
         self._thread.join(wait_s)

@@ -3,7 +3,6 @@
 import shutil
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ class CheckpointManager:
         data: the fingerprint of the training set, which the run's place in the data refers to.
         metric: the figure that tells which evaluation is the best, without `eval_`.
         keeps_best: the weights of the best evaluation are kept.
-        advise: is given the bytes of the copies that checkpoints are written from, once there are any.
         mirror: where checkpoints are copied to, on the main process; None: nowhere.
         hub: where models are pushed to, the same.
     """
@@ -51,7 +49,6 @@ class CheckpointManager:
         data: dict[str, Any],
         metric: str,
         keeps_best: bool,
-        advise: Callable[[int], None] = lambda copied: None,
         mirror: Mirror | None = None,
         hub: HubRepository | None = None,
     ):
@@ -62,7 +59,7 @@ class CheckpointManager:
         self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
         self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
         self._metric, self._keeps_best = metric, keeps_best
-        self._advise, self.mirror, self.hub = advise, mirror, hub
+        self.mirror, self.hub = mirror, hub
         self._starts_over = False  # this run is in the folder, and has left no state
         self._interval_s = 0.0 if recipe.save_strategy == "no" else 60 * recipe.save_minutes
         self._saved_at = time.time()
@@ -148,8 +145,8 @@ class CheckpointManager:
             vars(best).update(vars(BestEvaluation(metric=best.metric, worse_in_a_row=best.worse_in_a_row)))
 
     def _best_is_here(self) -> bool:
-        """Whether the best checkpoint is in the folder. `best` points to it then: later ones may have been the best
-        before this launch."""
+        """Return True if the best checkpoint is in the folder. `best` points to it then: later ones may have been the
+        best before this launch."""
         update = self.state.best.update
         if update is None or not (self.directory.folder(update) / "model").is_dir():
             return False
@@ -221,12 +218,12 @@ class CheckpointManager:
 
     @property
     def saved_latest(self) -> bool:
-        """Whether the state of the latest update is in a checkpoint."""
+        """True if the state of the latest update is in a checkpoint."""
         return self._saved_update == self.state.updates and not self.last_failed
 
     @property
     def last_failed(self) -> bool:
-        """Whether the last save that has ended has failed; known on all ranks."""
+        """True if the last save that has ended has failed; known on all ranks."""
         return self.writer.last_failed
 
     def is_due_by_clock(self) -> bool:
@@ -264,8 +261,6 @@ class CheckpointManager:
         for lines in (self.folder.metrics, self.folder.samples, self.folder.anomalies):
             lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
         saved = self.state.to_file() | {"run": self._run, "data": self._data}
-        if not self.writer.bytes_of_copies and self.writer.copies():
-            self._advise(self.writer.bytes_of_copies)
         self.writer.save(
             self.state.updates, why or BEST, fill, self._exporter.weights, saved if with_state else None, is_best
         )
@@ -281,7 +276,7 @@ class CheckpointManager:
         return self.writer.wait()
 
     def messages(self) -> list[str]:
-        """What has become of checkpoints since the last call, for the log of the main process."""
+        """Lines on checkpoints since the last call, for the log of the main process."""
         self.writer.poll()
         messages, self.writer.messages = self.writer.messages, []
         for copies in (self.mirror, self.hub):
@@ -299,7 +294,7 @@ class CheckpointManager:
         say(*lines, main=self._engine.is_main)
 
     def _about_checkpoints(self) -> list[str]:
-        """When checkpoints are written, and a warning where there is no room for one."""
+        """Lines on when checkpoints are written, and a warning where there is no room for one."""
         recipe = self.recipe
         strategy = recipe.save_strategy or ("steps" if recipe.save_steps else None)
         asked = {"epoch": "at the end of each epoch", "steps": f"every {recipe.save_steps} updates"}

@@ -2,45 +2,144 @@
 
 Training never waits for it. What the store does not take is tried again; what is lost of that is said. A checkpoint in
 the store that this run did not put there is another run's: then nothing more is written.
+
+s3://bucket/run/
+  recipe.yaml, metrics.jsonl, ..., model/   as in the run's folder
+  checkpoints/update_00000100/              as there; the manifest is written last, and is removed first
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, CheckpointDirectory
-from zerofit.checkpoint.mirror_store import RESULTS, MirrorStore, files_of, reason
-from zerofit.recipe.parsing import counted
-from zerofit.record.written_files import CHECKPOINTS, MODEL, files_below
+from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, NAME, CheckpointDirectory
+from zerofit.recipe.addresses import open_address
+from zerofit.recipe.errors import first_line
+from zerofit.recipe.parsing import counted, parse_json
+from zerofit.record.written_files import CHECKPOINTS, MODEL, RECORD, files_below
 
 RETRY_S = 30.0  # between two attempts while the store fails
-SILENCE_S = 600.0  # a call that takes longer is reported
 FINISH_S = 600.0  # at the end of a run
+PAUSES_S = (1.0, 4.0)  # before a call that failed is tried again
+# What every run writes, in the order in which it is copied.
+RESULTS = (
+    "recipe.yaml", "strategy.yaml", RECORD, "metrics.jsonl", "samples.jsonl", "stream.jsonl", "anomalies.jsonl",
+    "environment.json", "loss.png",
+)  # fmt: skip
+T = TypeVar("T")
 
 
 class MirrorLost(Exception):
     """Another run writes to the same address."""
 
 
-class Mirror:
-    """The mirror of one run, on its main process.
+class MirrorStore:
+    """The files at one address, such as s3://bucket/run. A call that fails is tried again: stores ask for that.
 
-    Args:
-        store: where it is.
+    Raises:
+        UserError: nothing is known of such addresses, or a package is missing.
     """
+
+    def __init__(self, address: str):
+        self.address = address
+        self._files, self._root = open_address("mirror", address)
+
+    def put(self, source: Path | bytes, name: str) -> None:
+        """Write a file. Raises whatever the store raises; OSError where it has not arrived whole."""
+        place = f"{self._root}/{name}"
+
+        def write() -> None:
+            if isinstance(source, bytes):
+                self._files.pipe_file(place, source)
+            else:
+                self._files.put_file(str(source), place)
+            size = len(source) if isinstance(source, bytes) else source.stat().st_size
+            self._files.invalidate_cache()
+            if (there := self._files.size(place)) != size:
+                raise OSError(f"{name} has {size:,} bytes, and {there:,} have arrived")
+
+        self._persistently(write)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            content: bytes = self._persistently(lambda: self._files.cat_file(f"{self._root}/{name}"))
+            return content
+        return None
+
+    def get(self, name: str, path: Path) -> None:
+        """Download a file; its folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._persistently(lambda: self._files.get_file(f"{self._root}/{name}", str(path)))
+
+    def remove(self, name: str) -> None:
+        """Remove a folder; of a checkpoint the manifest first, so that what a kill leaves is no checkpoint."""
+        place = f"{self._root}/{name}"
+        for path in (f"{place}/{MANIFEST}", place):
+            self._files.invalidate_cache()
+            if self._persistently(lambda path=path: self._files.exists(path)):  # type: ignore[misc]
+                self._persistently(lambda path=path: self._files.rm(path, recursive=True))  # type: ignore[misc]
+
+    def checkpoints(self) -> list[str]:
+        """The names of checkpoints, the newest first, half ones included."""
+        self._files.invalidate_cache()
+        try:
+            places = self._persistently(lambda: self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False))
+        except FileNotFoundError:
+            return []
+        names = (place.rstrip("/").rsplit("/", 1)[-1] for place in places)
+        return sorted(filter(NAME.fullmatch, names), reverse=True)
+
+    def manifest(self, name: str) -> bytes | None:
+        """The manifest of a checkpoint; None: it is none, or not complete."""
+        return self.read(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+
+    def complete(self) -> Iterator[tuple[str, list[str]]]:
+        """(name, files) of checkpoints with a manifest, the newest first."""
+        for name in self.checkpoints():
+            if files := files_of(self.manifest(name)):
+                yield name, files
+
+    def _persistently(self, call: Callable[[], T]) -> T:
+        for pause_s in PAUSES_S:
+            try:
+                return call()
+            except (FileNotFoundError, PermissionError):
+                raise
+            except Exception:  # each store has its own
+                time.sleep(pause_s)
+        return call()
+
+
+def files_of(manifest: bytes | None) -> list[str]:
+    """The files that a manifest names; none where it cannot be read."""
+    try:
+        files = list(parse_json(manifest or b"")["files"].keys())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [] if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files) else files
+
+
+def reason(error: Exception) -> str:
+    """The reason of a store's error, for a message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+class Mirror:
+    """The mirror of one run, on its main process."""
 
     def __init__(self, store: MirrorStore):
         self.store = store
         self._wanted, self._ending = threading.Event(), threading.Event()
         self._messages: list[str] = []
-        self._is_reported, self._busy_since = False, 0.0
+        self._is_reported = False
         self._made: set[str] = set()  # names of checkpoints
         self._mirrored: dict[str, bytes] = {}  # {name: its manifest} of those that are in the store
-        self._found: dict[str, bytes] | None = None  # the same of those that were there before; None: not looked yet
-        self._sent: dict[tuple[str, bytes], set[str]] = {}  # files of those that are not complete there
+        self._found: dict[str, bytes | None] | None = None  # of those that were there before; None: not looked yet
+        self._sent: dict[tuple[str, bytes], set[str]] = {}  # {(name, manifest): files that are in the store}
         self._thread: threading.Thread | None = None
 
     def start(self, folder: Path, directory: CheckpointDirectory, updates: int) -> None:
@@ -56,14 +155,12 @@ class Mirror:
         self._wanted.set()
 
     def wake(self, folder: Path) -> None:
-        """A checkpoint is complete."""
+        """Copy a checkpoint, which is complete."""
         self._made.add(folder.name)
         self._wanted.set()
 
     def messages(self) -> list[str]:
-        """What is to be said since the last call."""
-        if self._busy_since and time.monotonic() - self._busy_since > SILENCE_S:
-            self._report(f"no answer for {SILENCE_S / 60:.0f} minutes")
+        """Lines for the log since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -80,14 +177,12 @@ class Mirror:
         number = counted(len(self._made & self._mirrored.keys()), "checkpoint")
         return [*self.messages(), f"mirror      {number} mirrored, {missing} not: {self.store.address}"]
 
-    # --------------------------------------------------------------------------------------------------------- copying
-
     def _work(self) -> None:
         pause_s: float | None = None
         while True:
             self._wanted.wait(pause_s)
             self._wanted.clear()
-            is_last, self._busy_since = self._ending.is_set(), time.monotonic()
+            is_last = self._ending.is_set()
             try:
                 self.copy(is_last)
             except MirrorLost:
@@ -98,17 +193,15 @@ class Mirror:
             except Exception as error:  # each store has its own, and none may end the training
                 self._report(reason(error))
                 pause_s = RETRY_S
-            else:
-                if self._is_reported:
-                    self._messages.append(f"note      {self.store.address} can be written again")
-                self._is_reported, pause_s = False, None
-                if is_last:
-                    return
-            finally:
-                self._busy_since = 0.0
+                continue
+            if self._is_reported:
+                self._messages.append(f"note      {self.store.address} can be written again")
+            self._is_reported, pause_s = False, None
+            if is_last:
+                return
 
     def _report(self, why: str) -> None:
-        """Say once that the store fails, until it works again."""
+        """Report once that the store fails, until it works again."""
         if not self._is_reported:
             self._messages.append(
                 f"warning   {self.store.address} cannot be written ({why}): training continues, and it is tried again"
@@ -125,66 +218,55 @@ class Mirror:
         self._check_owner()
         for name in RESULTS:
             with contextlib.suppress(FileNotFoundError):
-                self._call(self.store.put, (self._folder / name).read_bytes(), name)
-        for folder in self._directory.folders():
-            self._copy_checkpoint(folder)
-        self._drop()
-        for name in files_below(self._folder / MODEL, self._folder) if is_last else ():
-            self._call(self.store.put, self._folder / name, name)
-
-    def _check_owner(self) -> None:
-        """Remove what of an earlier run comes again, once; from then on see that nobody else adds a checkpoint."""
-        if self._found is None:
-            for name in self.store.checkpoints():
-                if self._updates < 0 or name > self._directory.folder(self._updates).name:
-                    self._call(self.store.remove, f"{CHECKPOINTS}/{name}")
-            self._call(self.store.remove, MODEL)
-            self._found = dict(self.store.manifests())
-        for name, manifest in self.store.manifests():
-            if manifest != self._found.get(name) and (name, manifest) not in self._sent:
-                raise MirrorLost
-
-    def _call(self, method: Callable[..., None], *args: Any) -> None:
-        """Change the store."""
-        self._busy_since = time.monotonic()
-        method(*args)
-
-    def _copy_checkpoint(self, folder: Path) -> None:
-        """Copy a checkpoint, unless it is in the store. It stays in the folder meanwhile, and the manifest is last."""
-        name, place = folder.name, f"{CHECKPOINTS}/{folder.name}"
-        with self._directory.reading(folder):
-            manifest = self._manifest(folder)
-            if manifest is None or self._mirrored.get(name) == manifest:
-                return  # it is gone, or there
-            self._made.add(name)
-            self._mirrored.pop(name, None)
-            if self.store.read(f"{place}/{MANIFEST}") != manifest:
-                self._send(folder, place, manifest)
-                if self._manifest(folder) != manifest:
-                    return  # it was written again meanwhile, and this wakes the thread
-                self._call(self.store.put, manifest, f"{place}/{MANIFEST}")
-            self._mirrored[name] = manifest
-
-    @staticmethod
-    def _manifest(folder: Path) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return (folder / MANIFEST).read_bytes()
-        return None
-
-    def _send(self, folder: Path, place: str, manifest: bytes) -> None:
-        if (folder.name, manifest) not in self._sent:
-            self._call(self.store.remove, place)  # what a killed run has left
-        sent = self._sent.setdefault((folder.name, manifest), set())
-        for file in files_of(manifest):
-            if file not in sent:
-                self._call(self.store.put, folder / file, f"{place}/{file}")
-                sent.add(file)
-
-    def _drop(self) -> None:
-        """Remove what is no longer in the folder, but for the newest whole ones."""
+                self.store.put((self._folder / name).read_bytes(), name)
+        folders = self._directory.folders()
+        for folder in folders:
+            with self._directory.reading(folder):  # it stays in the folder meanwhile
+                self._copy_checkpoint(folder)
         kept, whole = {folder.name for folder in self._directory.folders()}, 0
-        for name in self.store.checkpoints():
-            is_whole = name in self._mirrored or bool(files_of(self.store.read(f"{CHECKPOINTS}/{name}/{MANIFEST}")))
+        for name in self.store.checkpoints():  # of those that are no longer in the folder the newest whole ones stay
+            is_whole = name in self._mirrored or bool(files_of((self._found or {}).get(name)))
             whole += is_whole
             if name not in kept and not (is_whole and whole <= AT_LEAST):
-                self._call(self.store.remove, f"{CHECKPOINTS}/{name}")
+                self.store.remove(f"{CHECKPOINTS}/{name}")
+        for name in files_below(self._folder / MODEL, self._folder) if is_last else ():
+            self.store.put(self._folder / name, name)
+
+    def _check_owner(self) -> None:
+        """Remove what of an earlier run comes again, once; from then on see that nobody else adds a checkpoint: one
+        of a name that was not there and is not ours, or another manifest of the newest."""
+        names = self.store.checkpoints()
+        if self._found is None:
+            for name in names:
+                if self._updates < 0 or name > self._directory.folder(self._updates).name:
+                    self.store.remove(f"{CHECKPOINTS}/{name}")
+            self.store.remove(MODEL)
+            self._found = {name: self.store.manifest(name) for name in self.store.checkpoints()}
+            return
+        ours = {name for name, _ in self._sent}
+        if not ours.union(self._found).issuperset(names):
+            raise MirrorLost
+        newest = self.store.manifest(names[0]) if names else None
+        if newest and newest != self._found.get(names[0]) and (names[0], newest) not in self._sent:
+            raise MirrorLost
+
+    def _copy_checkpoint(self, folder: Path) -> None:
+        """Copy a checkpoint, unless it is in the store. The manifest is last."""
+        name, place, file = folder.name, f"{CHECKPOINTS}/{folder.name}", folder / MANIFEST
+        manifest = file.read_bytes() if file.is_file() else None
+        if manifest is None or self._mirrored.get(name) == manifest:
+            return  # it is gone, or there
+        self._made.add(name)
+        self._mirrored.pop(name, None)
+        if self.store.manifest(name) != manifest:
+            if (name, manifest) not in self._sent:
+                self.store.remove(place)  # what a killed run has left
+            sent = self._sent.setdefault((name, manifest), set())
+            for each in files_of(manifest):
+                if each not in sent:
+                    self.store.put(folder / each, f"{place}/{each}")
+                    sent.add(each)
+            if not file.is_file() or file.read_bytes() != manifest:
+                return  # it was written again meanwhile, and this wakes the thread
+            self.store.put(manifest, f"{place}/{MANIFEST}")
+        self._mirrored[name] = manifest

@@ -3,16 +3,14 @@
 import contextlib
 import json
 import time
-from typing import Any
 
 from zerofit.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
-from zerofit.checkpoint.mirror import Mirror
-from zerofit.checkpoint.mirror_store import RESULTS, MirrorStore, reason
+from zerofit.checkpoint.mirror import RESULTS, Mirror, MirrorStore, reason
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import object_of
-from zerofit.record.run_folder import RunFolder, differences
+from zerofit.record.run_folder import RunFolder, evident_differences
 from zerofit.record.terminal import say
 from zerofit.record.written_files import CHECKPOINTS
 
@@ -31,32 +29,27 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
         ConnectionError: it cannot be reached, and there is nothing to resume from without it.
     """
     assert recipe.mirror is not None, "of a run with a mirror"
-    mirror, until = Mirror(MirrorStore(recipe.mirror)), time.monotonic() + OUTAGE_S
-    is_needed, is_reported = not any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable()), False
+    mirror, until, is_reported = Mirror(MirrorStore(recipe.mirror)), time.monotonic() + OUTAGE_S, False
     while True:
         try:
-            return mirror, restore(mirror.store, recipe, folder)
+            return mirror, _restore(mirror.store, recipe, folder)
         except UserError:
             raise
         except Exception as error:  # each store has its own
             if isinstance(error, PermissionError) or type(error).__name__ in NO_CREDENTIALS:
                 raise UserError(f"mirror = {recipe.mirror!r} cannot be used: {reason(error)}") from None
-            if not is_needed:
-                return mirror, [f"warning   {recipe.mirror} cannot be read ({reason(error)}): it is tried again"]
+            failed = f"{recipe.mirror} cannot be read ({reason(error)})"
+            if any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable()):
+                return mirror, [f"warning   {failed}: it is tried again"]
             if time.monotonic() > until:
-                raise ConnectionError(
-                    f"mirror = {recipe.mirror!r} cannot be read, and may have checkpoints of this run: {reason(error)}"
-                ) from None
+                raise ConnectionError(f"mirror: {failed}, and may have checkpoints of this run") from None
             if not is_reported:
-                say(
-                    f"warning   {recipe.mirror} cannot be read ({reason(error)}): it is tried for "
-                    f"{OUTAGE_S / 60:.0f} minutes, since it may have checkpoints of this run"
-                )
+                say(f"warning   {failed}, and may have checkpoints of this run: tried for {OUTAGE_S / 60:.0f} minutes")
             is_reported = True
             time.sleep(RETRY_S)
 
 
-def restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> list[str]:
+def _restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> list[str]:
     """Bring back the newest whole checkpoint, where the folder has none or only earlier ones, and the run's record.
     Returns notes for the log.
 
@@ -69,7 +62,7 @@ def restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> li
     candidates = [(name, files) for name, files in store.complete() if newest is None or name > newest.name]
     if not candidates:
         return []
-    differing = _differing(recipe, object_of(store.read("recipe.yaml") or b"", is_yaml=True) or {})
+    differing = evident_differences(recipe, object_of(store.read("recipe.yaml") or b"", is_yaml=True) or {})
     if recipe.resume != "auto" or differing:
         if newest is None and not recipe.overwrite_output_dir:
             what = f"a different run: {'; '.join(differing[:5])}" if differing else "checkpoints of this run"
@@ -78,7 +71,7 @@ def restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> li
                 "delete what is there with --overwrite_output_dir"
             )
         return []
-    if _differing(recipe, folder.recorded() or {}):
+    if evident_differences(recipe, folder.recorded() or {}):
         return []  # which is refused later, or replaced
     folder.refuse_foreign_files(directory.foreign(bool(folder.written.names)), recipe.overwrite_output_dir)
     notes: list[str] = []
@@ -129,10 +122,3 @@ def _bring_best(store: MirrorStore, directory: CheckpointDirectory, name: str) -
     files = next((files for there, files in store.complete() if there == wanted), None)
     if wanted and (wanted == name or (files and _bring(store, directory, wanted, files) is None)):
         directory.point_to_the_best(best)
-
-
-def _differing(recipe: TrainingRecipe, recorded: dict[str, Any]) -> list[str]:
-    """The options in which a recorded run is evidently another, whatever a strategy may yet fill in."""
-    left_open = {name for name, value in recipe.to_dict().items() if value is None}
-    differing = differences(recipe, recorded.get("global_batch_size"), recorded)
-    return [text for text in differing if text.split()[0] not in left_open]

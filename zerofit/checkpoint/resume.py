@@ -1,4 +1,4 @@
-"""Which earlier run this one resumes, and whether its position in the data is a position in this data."""
+"""Finds the earlier run that this one resumes, and checks that its position in the data is one in this data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,15 @@ from zerofit.data.pack import SampleSet
 from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted, read_record
-from zerofit.record.run_folder import GIVEN_FOR, RunFolder, differences, differing_options, identity, is_count
+from zerofit.record.run_folder import (
+    GIVEN_FOR,
+    RunFolder,
+    differences,
+    differing_options,
+    evident_differences,
+    identity,
+    is_count,
+)
 from zerofit.record.written_files import CHECKPOINTS
 from zerofit.strategy.batches import RESUMED
 
@@ -79,7 +87,8 @@ class EarlierRuns:
         """
         recorded = None
         if recipe.resume != "never":
-            recorded = self.own if self.own is not None and not self._is_evidently_another(recipe) else self.named
+            is_this_run = self.own is not None and not evident_differences(recipe, self.own)
+            recorded = self.own if is_this_run else self.named
         recorded = recorded or {}
         size, before = recorded.get("global_batch_size"), next(filter(is_count, map(recorded.get, GIVEN_FOR)), None)
         given = recipe.global_batch_size if recipe.source("global_batch_size") else None
@@ -97,13 +106,6 @@ class EarlierRuns:
                 f"{size}, and the accumulation follows"
             ),
         )
-
-    def _is_evidently_another(self, recipe: TrainingRecipe) -> bool:
-        """Whether the folder's run is another one, whatever a strategy may yet fill in."""
-        assert self.own is not None
-        left_open = {name for name, value in recipe.to_dict().items() if value is None}
-        differing = differences(recipe, self.own.get("global_batch_size"), self.own)
-        return any(text.split()[0] not in left_open for text in differing)
 
     def plan(self, recipe: TrainingRecipe, global_batch: int, folder: RunFolder) -> ResumePlan:
         """Decide, once recipe and strategy are resolved.
@@ -211,7 +213,7 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
 
 
 def fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
-    """What tells a training set from another: its size, a checksum over some of its samples, and how it is grouped. Of
+    """The fingerprint of a training set: its size, a checksum over some of its samples, and how it is grouped. Of
     a stream, which has no size and is not read for this, what it is made of."""
     digest = xxhash.xxh3_64()
     if stream := getattr(samples, "made_of", None):

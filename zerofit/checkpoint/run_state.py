@@ -18,7 +18,7 @@ class BestEvaluation:
 
 @dataclass
 class RunState:
-    """How far a run has come. `consumed samples` is no field: it follows from `updates`."""
+    """The progress of a run. `consumed samples` is no field: it follows from `updates`."""
 
     updates: int = 0
     tokens: float = 0.0  # seen so far
@@ -32,7 +32,7 @@ class RunState:
     best: BestEvaluation = field(default_factory=BestEvaluation)
 
     def to_file(self) -> dict[str, Any]:
-        """What state/progress.json has of it."""
+        """The fields for state/progress.json."""
         return asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:

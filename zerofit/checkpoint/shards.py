@@ -49,7 +49,7 @@ def _piece_of(name: str, part: dict[str, Any]) -> Piece:
 
 
 def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the ranks say of their .safetensors: {file in `folder`: its entry for the manifest}."""
+    """Read what the ranks wrote about their .safetensors: {file in `folder`: its entry for the manifest}."""
     shards = {index.with_suffix(".safetensors").name: index for index in folder.glob("rank_*.json")}
     return {name: json.loads(index.read_text())["data"] for name, index in shards.items()}
 
@@ -66,7 +66,7 @@ def write_progress(folder: Path, progress: dict[str, Any]) -> None:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """How far the run had come."""
+    """Read how far the run had come."""
     return json.loads((folder / PROGRESS).read_text())
 
 
@@ -85,7 +85,7 @@ class ShardReader:
                 self._pieces.setdefault(name, []).append((rank, _piece_of(name, part)))
 
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
-        """What of a model's trained parameters is not here, or in another shape."""
+        """Lines on trained parameters of a model that are not here, or have another shape."""
         here, there = self.shapes, {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
         problems = [f"{name} is not in it" for name in there if name not in here]
         problems += [f"{name} is not trained here" for name in here if name not in there]
@@ -118,7 +118,7 @@ class ShardReader:
         return values
 
     def whole(self, name: str) -> torch.Tensor:
-        """What the first rank wrote beside its pieces."""
+        """Read a tensor that the first rank wrote beside its pieces."""
         return self._of(0).get_tensor(name)
 
     def _of(self, rank: int) -> Any:  # safetensors has no types

@@ -60,7 +60,6 @@ class AsyncCheckpointWriter:
         self._exported, self._whole = parameters if whole else trained, whole
         self._state_has_all = len(self._exported) == len(trained)
         self._asynchronous: bool | None = None
-        self.bytes_of_copies = 0  # of this host's memory, held from the first save on
         self._save: _Save | None = None
         self._copies = {part: HostCopies() for part in ("state", "model")}
         self.messages: list[str] = []  # what has become of saves, on the main process
@@ -69,7 +68,7 @@ class AsyncCheckpointWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's shard of the save under way has failed. Ranks tell each other, and then `wait`."""
+        """True if this rank's shard of the save under way has failed. Ranks tell each other, and then `wait`."""
         return self._save is not None and self._save.failure is not None
 
     def save(
@@ -153,15 +152,13 @@ class AsyncCheckpointWriter:
         return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
 
     def copies(self) -> bool:
-        """Whether saves are copied first; all ranks decide alike, at the first one."""
+        """Return True if saves are copied first; all ranks decide alike, at the first one."""
         if self._asynchronous is None and self._wanted is not None:
             self._asynchronous = self._wanted
         if self._asynchronous is None:
             room = 0.8 * host_memory()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
             self._asynchronous = all(rank[0] for rank in fits)
-        if self._asynchronous:
-            self.bytes_of_copies = self._bytes_to_copy()
         return self._asynchronous
 
     def _bytes_to_copy(self) -> int:
@@ -172,7 +169,7 @@ class AsyncCheckpointWriter:
         return sum(true_numel(parameter) * parameter.element_size() for parameter in self._exported)
 
     def bytes_of_a_checkpoint(self, with_state: bool) -> int:
-        """About what one checkpoint takes on the disk."""
+        """Estimate the bytes of one checkpoint on the disk."""
         return self._bytes_of_weights() + (self.engine.state.bytes_of_all() if with_state else 0)
 
     def wait(self) -> bool:
@@ -229,7 +226,7 @@ class AsyncCheckpointWriter:
         return None, warnings
 
     def _flaw(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint. Each rank reads a part of its files, and must see what rank 0 sees."""
+        """Find what is wrong with a checkpoint. Each rank reads a part of its files, and must see what rank 0 sees."""
         engine, manifest = self.engine, folder / MANIFEST
         problem = named_checkpoint_problem(folder) or (None if is_there(manifest) else f"{MANIFEST} is missing")
         if problem := engine.from_main(problem):
@@ -278,7 +275,7 @@ def _first_unlike(ours: dict[str, list[float]], theirs: dict[str, list[float]]) 
 
 
 def named_checkpoint_problem(folder: Path) -> str | None:
-    """What is wrong with a folder that somebody names to resume from, as far as a look at it tells."""
+    """Find what is wrong with a folder that somebody names to resume from, as far as its listing tells."""
     if not folder.is_dir():
         return "there is no such folder"
     if not (folder / STATE).is_dir():

@@ -1,157 +1,127 @@
-"""What would help a run whose memory has run out, and what the estimate says each remedy saves.
+"""Proposes what would help a run whose memory has run out, with the bytes that each remedy is estimated to save.
 
 Closed forms over a few numbers: they are computed in a process that has no memory left, so nothing is traced and
 nothing is read. `zerofit plan`, whose command the report ends with, searches layouts, batches and adapters.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from zerofit.estimate.weights import AVERAGE_BYTES, MASTER_BYTES, MOMENTS_BYTES, NF4_BYTES
-from zerofit.model.parameters import true_numel
+from zerofit.estimate.weights import AVERAGE_BYTES, MASTER_BYTES, NF4_BYTES
+from zerofit.model.parameters import hidden_matrices, true_numel, true_shape
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.muon import Muon
-from zerofit.strategy.optimizers import SHARDED, state_bytes
+from zerofit.strategy.optimizers import state_bytes
 from zerofit.strategy.strategy import Strategy
 
 WORKING = ("forward", "loss", "backward")  # phases that hold activations for a backward pass
 TRAINING = ("prepare", *WORKING, "update")
 NEGLIGIBLE = 0.01  # of what is held: a remedy that saves less is not worth its line
-MOST_REMEDIES = 5
+MAX_REMEDIES = 5
+OFFLOADED = ("", "optimizer state in host memory: slower", "optimizer state and weights in host memory: the slowest")
+STRATEGIES = {  # (ZeRO stage, what is offloaded: 0 nothing, 1 the optimizer's state, 2 weights too)
+    (2, 0): "zero2",
+    (3, 0): "zero3",
+    (2, 1): "zero2_offload",
+    (3, 1): "zero3_offload_optimizer",
+    (3, 2): "zero3_offload",
+}
 
 
-@dataclass(frozen=True)
-class RankStates:
+class StateBytes(NamedTuple):
     """Model states of one rank, in bytes."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
-    def on(self, host: bool, offloads_optimizer: bool, offloads_weights: bool) -> "RankStates":
-        """The part that is in host memory, or on the device."""
-        states = host == offloads_optimizer
-        return RankStates(self.weights * (host == offloads_weights), self.gradients * states, self.optimizer * states)
+NOTHING_YET = StateBytes()
 
 
 @dataclass(frozen=True)
 class StateSetup:
-    """What the model states of a rank follow from (Rajbhandari et al. 2020, ZeRO, table 1).
+    """The quantities that a rank's model states follow from (Rajbhandari et al. 2020, ZeRO, table 1).
 
     Args:
         trained, frozen: elements on a rank before ZeRO or FSDP shard them.
         trained_width, frozen_width: bytes of each.
-        optimizer_bytes: what the optimizer keeps of what is trained, before it is sharded.
+        kept: bytes that the optimizer keeps beside fp32 copies of the weights, before they are sharded.
+        has_master: the optimizer has fp32 copies of the weights: DeepSpeed's.
         stage: of ZeRO; 3 of FSDP2.
         ranks: the states are sharded over.
-        moments: bytes of AdamW's or Muon's moments and of the mean of the weights, before they are sharded.
+        offloads: 1: the optimizer's state to the host; 2: weights too.
     """
 
     trained: int
     frozen: int
     trained_width: int
     frozen_width: float
-    optimizer_bytes: int
+    kept: int
+    has_master: bool
     stage: int
     ranks: int
-    moments: int
-    offloads_optimizer: bool = False
-    offloads_weights: bool = False
+    offloads: int
 
-    @property
-    def states(self) -> RankStates:
-        ranks = [self.ranks if self.stage >= stage else 1 for stage in (3, 2, 1)]
-        whole = int(self.trained * self.trained_width + self.frozen * self.frozen_width)
-        return RankStates(
-            whole // ranks[0], self.trained * self.trained_width // ranks[1], self.optimizer_bytes // ranks[2]
+    def held(self, on_host: bool | None = None) -> StateBytes:
+        """The states in host memory, or on the device; None: all of them."""
+        optimizer = self.kept + (MASTER_BYTES * self.trained if self.has_master else 0)
+        weights = int(self.trained * self.trained_width + self.frozen * self.frozen_width)
+        has_states, has_weights = (on_host in (None, self.offloads >= part) for part in (1, 2))
+        return StateBytes(
+            weights // (self.ranks if self.stage >= 3 else 1) if has_weights else 0,
+            self.trained * self.trained_width // (self.ranks if self.stage >= 2 else 1) if has_states else 0,
+            optimizer // (self.ranks if self.stage >= 1 else 1) if has_states else 0,
         )
-
-    def held(self, on_host: bool) -> RankStates:
-        return self.states.on(on_host, self.offloads_optimizer, self.offloads_weights)
-
-    def with_deepspeed(self, stage: int, half: bool, **offload: bool) -> "StateSetup":
-        """The same under ZeRO."""
-        kept = MASTER_BYTES * self.trained + self.moments
-        return replace(self, stage=stage, trained_width=2 if half else 4, optimizer_bytes=kept, **offload)
 
 
 def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine: Engine | None = None) -> StateSetup:
-    """Of a run. Before there is an engine an adapter, which is small, is not counted.
+    """The setup of a run. Before there is an engine an adapter, which is small, is not counted.
 
     Args:
         parameters: of the whole model.
     """
-    with_deepspeed, half = strategy.deepspeed is not None, strategy.precision != "fp32"
-    width = 2 if half and (with_deepspeed or recipe.lora) else 4
+    with_deepspeed, layout = strategy.deepspeed is not None, strategy.layout
+    width = trained_width = 2 if strategy.precision != "fp32" and (with_deepspeed or recipe.lora) else 4
+    trained, frozen = (0, parameters) if recipe.lora else (parameters, 0)
+    split, kept = layout.model_size, state_bytes("adamw" if recipe.optim == "muon" else recipe.optim, (trained,))
     if engine is not None:
-        every = [*engine.module.parameters()]
-        adapted = [one for one in every if one.requires_grad]
-        trained = sum(map(true_numel, adapted)) // strategy.layout.tensor
-        frozen = sum(map(true_numel, every)) // strategy.layout.tensor - trained
-        trained_width = max((one.element_size() for one in adapted), default=width)
-        shapes = [tuple(one.shape) for one in adapted]
-        matrices = engine.torch_optimizer.matrices if isinstance(engine.torch_optimizer, Muon) else {}
-    else:
-        of_rank = parameters // strategy.layout.model_size
-        trained, frozen, trained_width = 0 if recipe.lora else of_rank, of_rank if recipe.lora else 0, width
-        shapes = [] if recipe.optim == "adafactor" else [(trained,)]  # means of rows and columns are next to nothing
-        matrices = {}  # not known yet
-    averages = AVERAGE_BYTES * trained if recipe.ema_decay else 0
-    of_muon = sum(each.shape.numel() for each in matrices.values())
-    moments = MOMENTS_BYTES * trained - MOMENTS_BYTES // 2 * of_muon + averages
-    if recipe.optim in SHARDED:
-        kept = MASTER_BYTES * with_deepspeed * trained + moments
-    else:
-        kept = sum(state_bytes(recipe.optim, shape) for shape in shapes) + averages
-    quantised = NF4_BYTES if recipe.quantised else None
+        of_run = [each for each in engine.module.parameters() if each.requires_grad]
+        trained_width = max((each.element_size() for each in of_run), default=width)
+        trained = sum(map(true_numel, of_run))
+        split, frozen = layout.tensor, sum(map(true_numel, engine.module.parameters())) - trained
+        of_muon = {id(each) for each in hidden_matrices(engine.module).values()} if recipe.optim == "muon" else set()
+        others = "adamw" if recipe.optim == "muon" else recipe.optim
+        kept = sum(state_bytes("muon" if id(each) in of_muon else others, true_shape(each)) for each in of_run)
     zero = strategy.deepspeed["zero_optimization"] if strategy.deepspeed else {}
     sections = (zero.get(f"offload_{part}") or {} for part in ("optimizer", "param"))
-    offloads = [section.get("device", "none") != "none" for section in sections]
     return StateSetup(
-        trained,
-        frozen,
+        trained // split,
+        frozen // split,
         trained_width,
-        quantised or width,
-        kept,
+        NF4_BYTES if recipe.quantised else width,
+        (kept + (AVERAGE_BYTES * trained if recipe.ema_decay else 0)) // split,
+        with_deepspeed,
         strategy.stage,
-        strategy.layout.shard_size,
-        moments,
-        *offloads,
+        layout.shard_size,
+        sum(section.get("device", "none") != "none" for section in sections),
     )
 
 
-@dataclass(frozen=True)
-class PassSizes:
-    """What follows from the model's configuration; bytes of a micro-batch.
-
-    Args:
-        layer_inputs: of all layers together: what stays of the activations where they are recomputed.
-        logits: where they are materialized in full, else 0.
-        can_chunk: the loss can be computed in chunks, and is not.
-    """
-
-    layers: int = 0
-    layer_inputs: int = 0
-    logits: int = 0
-    can_chunk: bool = False
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """Where memory ran out.
+    """A rank's memory when it ran out, in bytes.
 
     Args:
-        on_host: the host's memory did, not the device's.
+        on_host: the host's memory ran out, not the device's.
         on_cpu: the model is computed on the host.
-        activations: bytes that the passes took, with what was asked for last.
-        host_free: bytes; None: not known.
-        unused: bytes that torch's allocator has reserved, in pieces that did not fit.
-        copied: bytes of the copies that checkpoints are written from.
+        held: model states that are there now.
+        rest: what else is held (activations, logits, workspace; on a CPU the program, too), and was asked for last.
+        layers, layer_inputs: of the model, and the bytes of all their inputs in a micro-batch, which stay where the
+            rest of the activations is recomputed.
+        logits: where they are materialized in full, and could be computed in chunks; else 0.
+        free, total: of the memory that ran out; None: not known.
+        unused: reserved by torch's allocator, in pieces that did not fit.
     """
 
     recipe: TaskRecipe
@@ -160,21 +130,25 @@ class Shortage:
     phase: str
     on_host: bool
     on_cpu: bool
-    activations: int
-    passes: PassSizes = PassSizes()
+    held: StateBytes = NOTHING_YET
+    rest: int = 0
+    layers: int = 0
+    layer_inputs: int = 0
+    logits: int = 0
     local_processes: int = 1
+    free: int | None = None
+    total: int | None = None
     host_free: int | None = None
     unused: int = 0
-    copied: int = 0
 
-    def states(self, setup: StateSetup) -> RankStates:
-        """On the memory that ran out, as far as they are there in this phase: all of them once training goes on."""
-        held = setup.states if self.on_cpu else setup.held(self.on_host)
-        return RankStates(
-            held.weights,
-            held.gradients if self.phase in TRAINING else 0,
-            0 if self.phase == "load" else held.optimizer,
-        )
+    def expected(self, setup: StateSetup | None = None) -> StateBytes:
+        """The model states on this memory, once they are all there."""
+        return (setup or self.setup).held(None if self.on_cpu else self.on_host)
+
+    def states(self, setup: StateSetup | None = None) -> int:
+        """The bytes of those that are there in this phase: all of them once training goes on."""
+        weights, gradients, optimizer = self.expected(setup)
+        return weights + (gradients if self.phase in TRAINING else 0) + (optimizer if self.phase != "load" else 0)
 
 
 @dataclass(frozen=True)
@@ -189,126 +163,82 @@ class Remedy:
 def remedies(s: Shortage) -> list[Remedy]:
     """At most five, the largest saving first, those of unknown size last. What is in force already, or has no effect
     where memory ran out, is not among them."""
-    found = []
-    if s.on_cpu or not s.on_host:
-        found += [*_of_passes(s), *_of_states(s)]
-    found += _of_host(s) if s.on_host else _of_allocator(s)
-    least = NEGLIGIBLE * max(s.activations, s.states(s.setup).total)
-    found = [one for one in found if one.saves is None or one.saves > least]
-    return sorted(found, key=lambda one: -1 if one.saves is None else one.saves, reverse=True)[:MOST_REMEDIES]
-
-
-def smaller_batch(micro: int, accumulation: int) -> tuple[int, int] | None:
-    """(micro-batch, accumulation) of the same update: the largest micro-batch of at most half the size; None: none."""
-    rows = micro * accumulation
-    fitting = [size for size in range(1, micro // 2 + 1) if rows % size == 0]
-    return (fitting[-1], rows // fitting[-1]) if fitting else None
+    found = [*_of_passes(s), *_of_states(s)] if s.on_cpu or not s.on_host else []
+    if s.unused and not s.on_host:
+        what = "in the environment: torch can use memory that it holds in pieces too small"
+        found.append(Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", what, s.unused))
+    if s.on_host and s.recipe.save_async is not False and s.phase != "load":
+        found.append(Remedy("--save_async false", "checkpoints are written without a copy of the state"))
+    if s.on_host and s.setup.offloads and not s.on_cpu:
+        what = "optimizer state (and weights) on the devices, not in host memory"
+        found.append(Remedy(_pair(f"zero{s.setup.stage}"), what, sum(s.setup.held(on_host=True)) or None))
+    if s.on_host and s.local_processes > 1 and s.setup.stage < 3:  # fewer would hold more each
+        option = f"--num_processes {s.strategy.layout.world_size // 2}"
+        saved = (s.states() + s.rest) * (s.local_processes - s.local_processes // 2)
+        found.append(Remedy(option, "half as many processes on each host", saved or None))
+    least = NEGLIGIBLE * max(s.rest, s.states())
+    found = [each for each in found if each.saves is None or each.saves > least]
+    return sorted(found, key=lambda each: -1 if each.saves is None else each.saves, reverse=True)[:MAX_REMEDIES]
 
 
 def _of_passes(s: Shortage) -> list[Remedy]:
-    """What makes activations smaller."""
-    found: list[Remedy] = []
-    if s.phase == "evaluate" and s.recipe.per_device_eval_batch_size > 1:
-        rows = s.recipe.per_device_eval_batch_size
-        saved = round(s.activations * (1 - rows // 2 / rows))
+    """Remedies that make activations smaller."""
+    recipe, batches, found = s.recipe, s.strategy.batches, list[Remedy]()
+    if s.phase == "evaluate" and (rows := recipe.per_device_eval_batch_size) > 1:
+        saved = round(s.rest * (1 - rows // 2 / rows))
         found.append(Remedy(f"--per_device_eval_batch_size {rows // 2}", "metrics do not change", saved))
     if s.phase not in WORKING:
         return found
-    batches = s.strategy.batches
-    if smaller := smaller_batch(batches.micro_batch, batches.accumulation):
-        option, what = f"--per_device_train_batch_size {smaller[0]}", "the accumulation follows from global_batch_size"
-        if s.recipe.global_batch_size is None:
-            option, what = f"{option} --gradient_accumulation_steps {smaller[1]}", "the global batch does not change"
-        found.append(Remedy(option, what, round(s.activations * (1 - smaller[0] / batches.micro_batch))))
-    which: Any = s.recipe.gradient_checkpointing
-    if which is not True and s.passes.layers > 1:
-        option = "--gradient_checkpointing" + (" full" if which else "")
-        found.append(Remedy(option, "activations are recomputed: slower", _of_recomputation(s)))
-    if s.passes.can_chunk and s.passes.logits:
-        saved = min(s.passes.logits, s.activations)
-        found.append(Remedy("--loss chunked", "logits are never materialized in full", saved))
+    of_update = batches.micro_batch * batches.accumulation
+    if smaller := [size for size in range(1, batches.micro_batch // 2 + 1) if of_update % size == 0]:
+        option = f"--per_device_train_batch_size {smaller[-1]}"
+        if recipe.global_batch_size is None:
+            option += f" --gradient_accumulation_steps {of_update // smaller[-1]}"
+        saved = round(s.rest * (1 - smaller[-1] / batches.micro_batch))
+        found.append(Remedy(option, "the global batch does not change", saved))
+    which: Any = recipe.gradient_checkpointing
+    if which is not True and s.layers > 1:
+        bodies = max(0, s.rest - s.logits)
+        saves = None if which == "selective" else bodies - s.layer_inputs - bodies // s.layers  # one layer in full
+        option = "--gradient_checkpointing full" if which else "--gradient_checkpointing"
+        found.append(Remedy(option, "activations are recomputed: slower", saves))
+    if s.logits:
+        saves = min(s.logits, s.rest)
+        found.append(Remedy("--loss chunked", "logits are never materialized in full", saves))
     if s.strategy.precision == "fp32":
-        found.append(Remedy("--precision bf16", "activations in half precision", s.activations // 2))
+        found.append(Remedy("--precision bf16", "activations in half precision", s.rest // 2))
     return found
-
-
-def _of_recomputation(s: Shortage) -> int | None:
-    """What recomputing every layer saves: the inputs of all layers stay, and one layer in full."""
-    which: Any = s.recipe.gradient_checkpointing
-    if which == "selective":
-        return None
-    bodies = max(0, s.activations - s.passes.logits)
-    return bodies - s.passes.layer_inputs - bodies // s.passes.layers
 
 
 def _of_states(s: Shortage) -> list[Remedy]:
-    """What makes model states smaller: sharded over the ranks, offloaded to the host, or not needed."""
-    now, recipe, layout = s.setup, s.recipe, s.strategy.layout
-    half, is_loading = s.strategy.precision != "fp32", s.phase == "load"
-    found: list[Remedy] = []
+    """Remedies that make model states smaller: sharded over the ranks, offloaded to the host, or not needed."""
+    now, recipe, layout, found = s.setup, s.recipe, s.strategy.layout, list[Remedy]()
+    half = s.strategy.precision != "fp32"
 
     def add(option: str, what: str, then: StateSetup) -> None:
-        known = now.trained + now.frozen > 0
-        found.append(Remedy(option, what, s.states(now).total - s.states(then).total if known else None))
+        found.append(Remedy(option, what, s.states() - s.states(then) if now.trained + now.frozen else None))
 
     top = 2 if recipe.quantised else 3  # quantised weights cannot be sharded
-    offload = {"offloads_optimizer": now.offloads_optimizer, "offloads_weights": now.offloads_weights}
-    if now.ranks > 1 and layout.pipeline == 1 and now.stage < top and (top == 3 or not is_loading):
-        what = "optimizer state, gradients and weights" if top == 3 else "optimizer state and gradients"
-        pair = f"tp_zero{top}" if layout.tensor > 1 else f"zero{top}"
-        if now.offloads_optimizer and layout.tensor == 1:
-            pair = "zero3_offload_optimizer" if top == 3 else "zero2_offload"
-        add(_pair(pair), f"sharded over {now.ranks} processes: {what}", now.with_deepspeed(top, half, **offload))
+    candidates = set()
+    if now.ranks > 1 and layout.pipeline == 1:
+        candidates.add((top, now.offloads if layout.tensor == 1 else 0))
     if not s.on_cpu and layout.replica_size == 1 and recipe.optim != "muon":  # which is refused there
-        to_host = now.with_deepspeed(
-            max(2, now.stage), half, offloads_optimizer=True, offloads_weights=now.offloads_weights
-        )
-        if not now.offloads_optimizer and not is_loading and _host_takes(s, to_host):
-            pair = "zero2_offload" if now.stage < 3 else "zero3_offload_optimizer"
-            add(_pair(pair), "optimizer state in host memory: slower", to_host)
-        everything = now.with_deepspeed(3, half, offloads_optimizer=True, offloads_weights=True)
-        if not now.offloads_weights and not recipe.quantised and _host_takes(s, everything):
-            add(_pair("zero3_offload"), "optimizer state and weights in host memory: the slowest", everything)
-    if is_loading and not half and s.strategy.deepspeed is not None:
-        add("--precision bf16", "weights in half precision", replace(now, trained_width=2, frozen_width=2))
-    if recipe.model_name_or_path and layout.model_size == 1 and recipe.optim != "muon":
-        frozen = replace(now, trained=0, frozen=now.trained + now.frozen, optimizer_bytes=0)
-        to_half = " --precision bf16" if is_loading and not half else ""
-        if not recipe.lora:
-            what = "frozen weights; gradients and optimizer state of the adapter alone"
-            add(f"--lora{to_half}", what, replace(frozen, frozen_width=2 if half or to_half else 4))
-        if is_loading and not s.on_cpu and not recipe.quantised and now.stage < 3:
-            add(
-                f"--lora --load_in_4bit{to_half}", "frozen weights, in 4 bits", replace(frozen, frozen_width=NF4_BYTES)
-            )
-    return found
-
-
-def _host_takes(s: Shortage, setup: StateSetup) -> bool:
-    return s.host_free is None or setup.held(on_host=True).total * s.local_processes < s.host_free
-
-
-def _of_allocator(s: Shortage) -> list[Remedy]:
-    what = "in the environment: torch can use memory that it holds in pieces too small"
-    return [Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", what, s.unused)] if s.unused else []
-
-
-def _of_host(s: Shortage) -> list[Remedy]:
-    found, layout = [], s.strategy.layout
-    if s.setup.offloads_optimizer and not s.on_cpu:
-        what = "optimizer state (and weights) on the devices, not in host memory"
-        found.append(Remedy(_pair(f"zero{s.setup.stage}"), what, s.setup.held(on_host=True).total or None))
-    if s.copied:
-        found.append(Remedy("--save_async false", "checkpoints are written without a copy of the state", s.copied))
-    if workers := s.recipe.dataloader_num_workers:
-        found.append(Remedy("--dataloader_num_workers 0", f"{workers} fewer processes per rank"))
-    if s.local_processes > 1 and not (s.phase == "load" and s.setup.stage == 3):  # fewer would hold more each
-        option = f"--num_processes {layout.world_size // 2}"
-        if s.recipe.global_batch_size is None:
-            option = f"{option} --gradient_accumulation_steps {2 * s.strategy.batches.accumulation}"
-        each = s.states(s.setup).total + s.activations
-        saved = each * (s.local_processes - s.local_processes // 2) or None
-        found.append(Remedy(option, "half as many processes on each host", saved))
+        candidates |= {(max(2, now.stage), 1), (top, 2)}
+    for stage, offloads in candidates:
+        name, zero = STRATEGIES.get((stage, offloads)), replace(now, stage=stage, offloads=offloads, has_master=True)
+        zero = replace(zero, trained_width=2 if half else 4)
+        to_host = sum(zero.held(on_host=True)) * s.local_processes
+        if name and (stage, offloads) > (now.stage, now.offloads) and (s.host_free is None or to_host < s.host_free):
+            what = OFFLOADED[offloads] or f"sharded over {now.ranks} processes: optimizer state and gradients"
+            what += ", and weights" if stage == 3 and not offloads else ""
+            add(_pair(f"tp_{name}" if layout.tensor > 1 else name), what, zero)
+    if recipe.model_name_or_path and layout.model_size == 1 and recipe.optim != "muon" and not recipe.quantised:
+        frozen = replace(now, trained=0, frozen=now.trained + now.frozen, frozen_width=2 if half else 4, kept=0)
+        if s.phase == "load" and not s.on_cpu and now.stage < 3:
+            option = "--lora --load_in_4bit" if half else "--lora --load_in_4bit --precision bf16"
+            add(option, "frozen weights, in 4 bits", replace(frozen, frozen_width=NF4_BYTES))
+        elif not recipe.lora:
+            add("--lora", "frozen weights; gradients and optimizer state of the adapter alone", frozen)
     return found
 
 

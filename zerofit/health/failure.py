@@ -6,10 +6,34 @@ import traceback
 from collections.abc import Callable
 
 from zerofit.health.out_of_memory import RunFacts, explain
-from zerofit.health.out_of_memory_errors import is_out_of_memory
-from zerofit.health.watchdog import died_elsewhere
+from zerofit.health.out_of_memory_errors import causes_of, is_out_of_memory
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
 from zerofit.recipe.tasks import TaskRecipe
+
+# What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
+# processes in all_reduce, all_gather, reduce_scatter, barrier, gather_object and broadcast_object_list), the store
+# through which processes find each other, and NCCL.
+OF_GLOO = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+)
+OF_TORCH = (
+    "Connection was likely closed",
+    "failed to recv",
+    "sendBytes failed",
+    "recvValue failed",
+    "wait timeout after",
+    "remote process exited or there was a network error",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "communicator was aborted",
+    "collective operation timeout",
+    "Timeout at NCCL work",
+)
 
 
 def explain_failure(
@@ -48,3 +72,9 @@ def explain_failure(
 def functions_of(error: BaseException) -> list[str]:
     """The names of the functions through which an error came."""
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def died_elsewhere(error: BaseException) -> bool:
+    """Return True if an error, or what it came from, only tells that another process is gone, which has the cause."""
+    texts = [str(each) for each in causes_of(error) if isinstance(each, RuntimeError)]
+    return any(words in text for text in texts for words in (*OF_TORCH, *(OF_GLOO if "gloo" in text.lower() else ())))

@@ -1,4 +1,4 @@
-"""Where each rank stands in its collectives, by torch's flight recorder: written when a run hangs, and read.
+"""Writes and reads torch's flight recorder: where each rank stands in its collectives when a run hangs.
 
 The recorder is on by default for NCCL and for gloo (torch 2.13, FlightRecorder.hpp: the last 2,000 collectives;
 TORCH_FR_BUFFER_SIZE=0 switches it off). A rank's record is a pickle, as torch writes it: NCCL's own watchdog writes to
@@ -72,7 +72,7 @@ def read_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
 
 
 def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: Sequence[str] = ()) -> list[str]:
-    """Which collective each group waits in, and which of its ranks have not come to it; empty: none waits.
+    """Lines that name the collective each group waits in, and the ranks that have not come to it; empty: none waits.
 
     Args:
         machines: in words; each has as many of the world's ranks as any other.
@@ -121,7 +121,7 @@ def _named(entry: dict[str, Any]) -> str:
 
 
 def _waits(entry: dict[str, Any]) -> bool:
-    """Whether it has not ended. gloo knows no states (torch 2.13); of NCCL, one that is given up is retired too."""
+    """Return True if a collective has not ended. gloo knows no states (torch 2.13); NCCL retires what is given up."""
     of_gloo = entry["profiling_name"].startswith("gloo:")
     return not entry["is_p2p"] and (not entry["retired"] if of_gloo else entry["state"] != "completed")
 

@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out, where, and the figures in their text.
+"""Recognises errors that say that memory ran out, and reads the figures in their text.
 
 The run ends with exit code 87 (EXIT_OUT_OF_MEMORY), so that whoever starts runs can tell it from other failures.
 """
@@ -34,7 +34,7 @@ PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
 
 def is_out_of_memory(error: BaseException) -> str | None:
     """`device` or `host` if an error, or what it came from, says that memory ran out there; else None."""
-    for one in _chain(error):
+    for one in causes_of(error):
         if type(one).__name__ == "OutOfMemoryError":
             return "device"
         if isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno == errno.ENOMEM):
@@ -57,8 +57,9 @@ def _with_its_line(error: BaseException) -> str:
     return f"{frames[-1].line if frames else ''}\n{error}"
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    chain = []
+def causes_of(error: BaseException | None) -> list[BaseException]:
+    """An error, and those that it came from."""
+    chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
@@ -66,8 +67,8 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def figures_of(error: BaseException) -> dict[str, int]:
-    """What the message of the error says, in bytes: asked, total, free, in_use, unused; only what is there."""
-    text = "\n".join(str(one) for one in _chain(error))
+    """The figures in an error's message, in bytes: asked, total, free, in_use, unused; only what is there."""
+    text = "\n".join(str(one) for one in causes_of(error))
     figures = {}
     for name, patterns in PATTERNS.items():
         match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)

@@ -32,7 +32,7 @@ ONE_SIGNAL_S = 1.0  # within which a signal may come twice: a scheduler sends it
 
 
 class StopReason(enum.IntEnum):
-    """Why a run stopped before its last update. Ranks exchange the number."""
+    """The reason why a run stopped before its last update. Ranks exchange the number."""
 
     NONE = 0
     SIGHUP = 1
@@ -165,7 +165,7 @@ class StartingRank:
 
 
 def ranks_are_alive() -> bool:
-    """Whether all ranks of this machine that the same launcher has started are alive."""
+    """Return True if all ranks that the same launcher has started on this machine are alive."""
     number = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     alive = 0
     with contextlib.suppress(psutil.Error):
@@ -220,7 +220,7 @@ class ShutdownHandler:
         leave(code)
 
     def reason(self) -> StopReason:
-        """Why this rank is to stop."""
+        """The reason why this rank is to stop."""
         if not self._reason and self._deadline is not None and time.time() >= self._deadline:
             self._reason = StopReason.OUT_OF_TIME
         return self._reason

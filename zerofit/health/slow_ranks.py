@@ -1,4 +1,4 @@
-"""Which rank is slow, in which part of an update, and since when.
+"""Finds a rank that is slow, in which part of an update, and since when.
 
 Ranks wait for each other, so an update takes the same time on all of them. A slow rank is found by its own seconds:
 what it takes where it waits for nobody. They travel with what ranks exchange in each update, and are compared between
@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.pytorch_utils import Conv1D
 
-from zerofit.model.compilation import blocks_of
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
 
@@ -30,7 +28,7 @@ class RankSeconds(NamedTuple):
         data: in which nothing was computed, since the next micro-batches were not there.
         forward, backward: on a CPU without the time of waiting for others, on a device with it.
         waiting: for others, on a CPU; of a device it is not known, and 0.
-        own: of forward and backward, or the part of them in which surely nobody is waited for.
+        own: of forward and backward, or the part of them in which nobody is waited for; 0: there is none.
         positions: tokens and padding of its micro-batches: the work.
     """
 
@@ -57,41 +55,20 @@ class RankClock:
     def __init__(self, device: torch.device, alone: bool, runs: bool = True):
         self.device, self.alone, self.runs, self.latest = device, alone, runs, RankSeconds()
         self._marks: list[tuple[str, float, Any]] = []
-        self._layers: list[Any] = []  # two events of each call of a layer that is watched
 
     @classmethod
     def of(cls, engine: Engine) -> "RankClock":
         strategy, layout = engine.strategy, engine.layout
         gathers = strategy.shards_parameters or strategy.fully_shards
-        clock = cls(engine.device, not gathers and layout.replica_size == 1, layout.world_size > 1)
-        if clock.runs and not clock.alone and engine.device.type != "cpu":
-            clock.watch(engine.module)
-        return clock
-
-    def watch(self, model: torch.nn.Module) -> None:
-        """Measure the linear layers of a block: their weights are there when their hooks are called, and they wait for
-        nobody, whatever the forward pass around them waits for. Nothing where the model is compiled."""
-        blocks = blocks_of(model)
-        if any(module._compiled_call_impl is not None for module in model.modules()) or not blocks:
-            return
-        for layer in blocks[len(blocks) // 2].modules():
-            if isinstance(layer, (torch.nn.Linear, Conv1D)):
-                layer.register_forward_pre_hook(self._note)
-                layer.register_forward_hook(self._note)
-
-    def _note(self, *_: Any) -> None:
-        if self._marks:  # within an update
-            self._layers.append(self._now())
+        return cls(engine.device, not gathers and layout.replica_size == 1, layout.world_size > 1)
 
     @property
     def measures(self) -> str:
-        """Of what `own` tells."""
-        if self.device.type == "cpu":
-            return "forward and backward"
-        return "forward" if self.alone else "linear layers"
+        """What `own` is measured over, in words."""
+        return "forward and backward" if self.device.type == "cpu" else "forward"
 
     def phase(self, name: str) -> None:
-        """The rank enters a phase: forward, backward, data or update."""
+        """Note that the rank enters a phase: forward, backward, data or update."""
         if self.runs:
             self._marks.append((name, time.perf_counter(), self._now()))
 
@@ -114,9 +91,7 @@ class RankClock:
             data, own = wall["data"], forward + backward
             waiting = total - data - own - busy["update"]
         else:
-            inside = sum(self._between(*pair) for pair in zip(self._layers[::2], self._layers[1::2]))
-            data, own, waiting = busy["data"], forward if self.alone else inside, 0.0
-            self._layers = []
+            data, own, waiting = busy["data"], forward if self.alone else 0.0, 0.0
         self.latest = RankSeconds(total, data, forward, backward, waiting, own, positions)
 
     def _now(self) -> Any:
@@ -174,7 +149,7 @@ class SlowRanks:
         return figures
 
     def messages(self) -> list[str]:
-        """What is to be said since the last call."""
+        """Lines for the log since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -202,7 +177,7 @@ class SlowRanks:
 
 
 def _factors(own: RankSeconds, others: RankSeconds) -> dict[str, float]:
-    """How many times as long a rank takes, because of its data and because of its forward and backward passes."""
+    """Factors by which a rank takes longer, because of its data and because of its forward and backward passes."""
     late = own.data - others.data
     computing = own.own / others.own if others.own else 0.0
     return {

@@ -16,39 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from zerofit.health import flight
 
-LONGEST = 1000  # bytes of a message: less than PIPE_BUF anywhere, so it is written whole or not at all
 PIPE_BYTES = 2**20  # the watchdog process reads twice a second: room for some 40,000 messages
 STDERR = 2
-
-# What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
-# processes in all_reduce, all_gather, reduce_scatter, barrier, gather_object and broadcast_object_list), the store
-# through which processes find each other, and NCCL.
-OF_GLOO = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket Timeout",
-    "Timed out waiting",
-    "Application timeout caused pair closure",
-)
-OF_TORCH = (
-    "Connection was likely closed",
-    "failed to recv",
-    "sendBytes failed",
-    "recvValue failed",
-    "wait timeout after",
-    "remote process exited or there was a network error",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    "communicator was aborted",
-    "collective operation timeout",
-    "Timeout at NCCL work",
-)
 
 
 class Watchdog:
@@ -56,15 +29,12 @@ class Watchdog:
 
     Args:
         limit_seconds: without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
-        locks_after_seconds: of silence before the first update, after which a lock file that a killed build of a torch
-            extension has left is looked for.
         machine: this one, in words.
     """
 
-    def __init__(self, rank: int, limit_seconds: float | None, locks_after_seconds: float = 60.0, machine: str = ""):
+    def __init__(self, rank: int, limit_seconds: float | None, machine: str = ""):
         self.machine, self.machines, self.world_size = machine, [machine], 1
         self.rank, self.limit_seconds = rank, math.inf if limit_seconds is None else limit_seconds
-        self.locks_after_seconds = locks_after_seconds
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
         self._message, self._pid, self._began = b"", os.getpid(), time.time()
         self._pipe: int | None = None
@@ -79,7 +49,7 @@ class Watchdog:
             faulthandler.enable(file=STDERR)
             faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
         script = Path(__file__).with_name("watchdog_process.py")
-        numbers = map(str, (os.getpid(), self.rank, self.limit_seconds, self.locks_after_seconds))
+        numbers = map(str, (os.getpid(), self.rank, self.limit_seconds))
         try:
             reader, writer = os.pipe()
         except OSError:
@@ -130,11 +100,6 @@ class Watchdog:
         """The rank has been asked to stop; should it be killed before it has, one line says so."""
         self._send(f"stop_requested\t{signal_name}\n".encode())
 
-    def advise(self, lines: Iterable[str]) -> None:
-        """What the watchdog is to propose from here on, a line each, should the rank die for want of host memory."""
-        for line in ("", *lines):  # an empty one: what was said before holds no more
-            self._send(b"advice\t" + " ".join(line.split()).encode()[: LONGEST - 8] + b"\n")
-
     def record_collectives(self, folder: Path, world_size: int, backend: str, machines: list[str]) -> None:
         """There is a process group: from now on this rank writes down where it stands in its collectives when the
         watchdog asks for it, from a thread, since the main thread waits.
@@ -154,7 +119,7 @@ class Watchdog:
             self._send(f"machine\t{machine}\n".encode())
 
     def waits_for(self) -> list[str]:
-        """What is known of the collective that this rank has failed in; its record is written."""
+        """Lines on the collective that this rank has failed in; its record is written."""
         if self._flight is None:
             return []
         flight.write_record(self._flight, self.rank)
@@ -188,18 +153,3 @@ class Watchdog:
             faulthandler.unregister(signal.SIGTERM)  # or it would write to whatever has the pipe's number next
         os.close(self._pipe)
         self._pipe = None
-
-
-def died_elsewhere(error: BaseException) -> bool:
-    """Whether an error, or what it came from, only tells that another process is gone: that one has the cause."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        if isinstance(cause, RuntimeError):
-            text = str(cause)
-            is_gloo = "gloo" in text.lower()
-            if any(words in text for words in OF_TORCH) or (is_gloo and any(words in text for words in OF_GLOO)):
-                return True
-        cause = cause.__cause__ or cause.__context__
-    return False

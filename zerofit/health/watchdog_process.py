@@ -1,6 +1,6 @@
 """The watchdog process of a rank, a script that zerofit/health/watchdog.py starts: it tells how its rank ended.
 
-    python -I -S watchdog_process.py PID RANK LIMIT_S LOCKS_AFTER_S MACHINE     (the rank's messages come in on stdin)
+    python -I -S watchdog_process.py PID RANK LIMIT_S MACHINE     (the rank's messages come in on stdin)
 
 It is the rank's child. It sleeps until the pipe's last writer is gone, and looks around twice a second: at the rank's
 memory and the host's, and at how long the rank has been silent. It imports neither torch nor anything outside the
@@ -20,11 +20,11 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
     sys.path.insert(0, __file__.rpartition("/zerofit/")[0])
 
 from zerofit.health import flight
-from zerofit.health.rank_messages import RankMessages
 from zerofit.strategy.builds import lock_files
 from zerofit.strategy.host_memory import GIB, cgroups, field, headroom, read
 
 TICK_S = 0.5
+LOCKS_AFTER_S = 60.0  # of silence
 SLEPT_S = 1.5  # between two looks: this process was stopped itself, and its rank surely too
 HISTORY = 60  # samples: a large process needs seconds to die, and what was scarce is free again when it has
 SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upon
@@ -34,9 +34,9 @@ ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 STOPPED = "is stopped (state T: SIGSTOP, or a debugger)"
 RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
-GENERAL_ADVICE = (
-    "use less host memory: a strategy pair without offload (zero3, not zero3_offload: offload moves the optimizer's "
-    "state to the host), --dataloader_num_workers 0, fewer processes on this host (--num_processes)"
+ADVICE = (
+    "use less host memory: a strategy without offload (zero3, not zero3_offload: offload moves the optimizer's state "
+    "to the host), --dataloader_num_workers 0, --save_async false, fewer processes on this host (--num_processes)"
 )
 
 
@@ -49,6 +49,48 @@ class Sample(NamedTuple):
     limit: int | None = None  # of the cgroup around the rank that is nearest to its limit
     left: int | None = None
     oom_kills: int | None = None  # by the kernel so far, in the rank's cgroup; of the host where it has none
+
+
+class RankMessages(NamedTuple):
+    """The state of a rank, as its messages to the watchdog tell it."""
+
+    phase: str = "start"
+    update: str = ""
+    patience: float = math.inf  # nobody can say how long imports take
+    stop_requested: str = ""  # the signal that asked it to stop, and that it has handled
+    was_terminated: bool = False  # by SIGTERM, before it had a handler
+    flight: str = ""  # the folder of records of collectives
+    world_size: int = 1
+    backend: str = ""
+    machine: str = ""  # of the rank, in words
+    machines: tuple[str, ...] = ()  # all of them
+
+    def after(self, line: str) -> "RankMessages":
+        """Return the state after one more message."""
+        kind, *words = line.split("\t")
+        if kind == "phase":
+            return self._replace(phase=words[0], update=words[1], patience=float(words[2]))
+        if kind == "group":
+            return self._replace(flight=words[0], world_size=int(words[1]), backend=words[2])
+        if kind == "machine":
+            return self._replace(machines=(*self.machines, words[0]))
+        if kind == "stop_requested":
+            return self._replace(stop_requested=words[0])
+        return self._replace(was_terminated=self.was_terminated or kind.startswith("Stack ("))  # faulthandler's
+
+    def named(self, rank: int, pid: int) -> str:
+        """The rank, and where it runs."""
+        return f"rank {rank} (pid {pid})" + (f" on {self.machine}" if self.machine else "")
+
+    @property
+    def others(self) -> str:
+        """The other machines; of many the first eight."""
+        others = [machine for machine in self.machines if machine != self.machine]
+        return ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+
+    @property
+    def where(self) -> str:
+        return f"phase {self.phase}" + (f" of update {self.update}" if self.update else "")
 
 
 # ------------------------------------------------------------------------------------------------------------- looking
@@ -131,7 +173,7 @@ def cause(status: int | None, samples: list[Sample], now: Sample, messages: Rank
 
 
 def is_scarce(sample: Sample) -> bool:
-    """Whether the memory of the host or of the rank's cgroup was nearly used up."""
+    """Return True if the memory of the host or of the rank's cgroup was nearly used up."""
     pairs = ((sample.available, sample.total), (sample.left, sample.limit))
     return any(left < SCARCE * whole for left, whole in pairs if left is not None and whole)
 
@@ -150,7 +192,7 @@ def describe_memory(sample: Sample) -> str:
 def crash_report(
     rank: int, pid: int, messages: RankMessages, status: int | None, samples: list[Sample], now: Sample
 ) -> str:
-    """What is said of a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
+    """The report on a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
     if ended_by == 0 or ended_by in ORDERLY or messages.was_terminated:
         return ""
@@ -162,11 +204,7 @@ def crash_report(
         f"{messages.named(rank, pid)} ended without a message in {messages.where}",
         f"cause    {why}",
         f"memory   {describe_memory(samples[-1])}",
-        *(
-            line if line.startswith("model ") else f"remedy   {line}"
-            for line in (messages.advice or (GENERAL_ADVICE,))
-            if for_memory
-        ),
+        *([f"remedy   {ADVICE}"] if for_memory else []),
         f"resume   {RESUME}",
     ]
     return "\n  ".join(lines)
@@ -190,13 +228,14 @@ def send(pid: int, number: int) -> None:
 class Watch:
     """The watch over one rank, this process' parent."""
 
-    def __init__(self, pid: int, rank: int, limit_s: float, locks_after_s: float, machine: str = ""):
-        self.pid, self.rank, self.limit_s, self.locks_after_s = pid, rank, limit_s, locks_after_s
+    def __init__(self, pid: int, rank: int, limit_s: float, machine: str = ""):
+        self.pid, self.rank, self.limit_s = pid, rank, limit_s
         self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
         self.state = open_state(pid)
         self.messages, self.rest, self.messages_at = RankMessages(machine=machine), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
         self.stopped_at: float | None = None
+        self.has_named_locks = False
         self.end = select.poll()
         self.end.register(0, 0)  # wakes when no writer is left, not for every message
         os.set_blocking(0, False)
@@ -240,13 +279,13 @@ class Watch:
         say("\n  waiting  ".join([report, *self.waiting()]) if report else "")
 
     def waiting(self) -> list[str]:
-        """Which collectives ranks wait in, by the records that there are of this launch."""
+        """Lines on the collectives that ranks wait in, by the records that there are of this launch."""
         known = self.messages
         records = flight.read_records(known.flight, self.began) if known.flight else {}
         return flight.describe(records, known.world_size, known.machines)
 
     def records_are_missing(self) -> bool:
-        """Whether this rank has written its record, and others have not yet."""
+        """Return True if this rank has written its record, and others have not yet."""
         there = flight.recorded(self.messages.flight, self.began) if self.messages.flight else {}
         return self.rank in there and len(there) < self.messages.world_size
 
@@ -269,9 +308,9 @@ class Watch:
 
     def look_for_locks(self, silent_s: float) -> None:
         """Warn once of the lock of a build, which a killed one leaves, while no update has begun."""
-        if silent_s < self.locks_after_s or self.messages.update or not (locks := lock_files()):
+        if self.has_named_locks or silent_s < LOCKS_AFTER_S or self.messages.update or not (locks := lock_files()):
             return
-        self.locks_after_s = math.inf
+        self.has_named_locks = True
         say(
             f"warning: rank {self.rank} has been silent for {silent_s:.0f} s in {self.messages.where}, and there is "
             f"{' and '.join(locks)}: an extension is being compiled, which takes some minutes at most; or a build was "
@@ -309,8 +348,8 @@ class Watch:
 def main() -> None:
     for ignored in (*ORDERLY, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    pid, rank, limit_s, locks_after_s, machine = sys.argv[1:]
-    Watch(int(pid), int(rank), float(limit_s), float(locks_after_s), machine).run()
+    pid, rank, limit_s, machine = sys.argv[1:]
+    Watch(int(pid), int(rank), float(limit_s), machine).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run runs on: versions, commit, hardware, command and variables, for environment.json."""
+"""Describes what a run runs on (versions, commit, hardware, command, variables) for environment.json."""
 
 import contextlib
 import os

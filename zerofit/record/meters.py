@@ -1,4 +1,4 @@
-"""What the machine does: tokens and floating-point operations a second, and memory. Measured, never assumed."""
+"""Meters of tokens and floating-point operations a second, and of memory. Measured, never assumed."""
 
 import contextlib
 import resource
@@ -30,7 +30,7 @@ def peak_flops(device: torch.device, precision: str, peak_tflops: float | None =
 
 
 def without_mfu(device: torch.device, precision: str, peak_tflops: float | None) -> str | None:
-    """Why no MFU is reported of this device, and what to do about it; None where it is, or would mean nothing."""
+    """A sentence on why no MFU is reported of this device; None where it is reported, or would mean nothing."""
     name = device_name(device)
     if not name or precision == "fp32" or peak_flops(device, precision, peak_tflops):
         return None
@@ -68,7 +68,7 @@ def make_meter(engine, flops_per_token: float, peak_tflops: float | None) -> "Th
 
 
 class Rates(NamedTuple):
-    """What one update reached, all ranks together."""
+    """The rates of one update, all ranks together."""
 
     samples_per_s: float
     tokens_per_s: float

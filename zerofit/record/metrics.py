@@ -18,7 +18,7 @@ def required(text: str) -> Any:
 
 
 class EvaluationTime(NamedTuple):
-    """How long an evaluation took, on the slowest rank, and its samples a second on all ranks together."""
+    """The seconds of an evaluation on the slowest rank, and its samples a second on all ranks together."""
 
     seconds: float
     samples_per_s: float

@@ -77,7 +77,7 @@ def _line(text: str) -> str:
 
 
 def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:
-    """How Python loads it; of an adapter whose frozen weights nobody has, nothing."""
+    """Lines of Python that load the model; none for an adapter whose frozen weights nobody has."""
     if is_adapter and not base:
         return []
     from_transformers = f"from transformers import {'AutoConfig, ' * is_adapter}{auto_class}, AutoTokenizer"

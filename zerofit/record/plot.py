@@ -93,7 +93,7 @@ def _smooth(train: list[dict[str, Any]]) -> list[float]:
 
 
 def plot_confusion(matrix: np.ndarray, names: Sequence[str], file: IO[bytes]) -> None:
-    """Which class was predicted as which: the number of examples in each cell, its colour the share of the row.
+    """Plot a confusion matrix: the number of examples in each cell, its colour the share of the row.
 
     Args:
         matrix: (classes, classes), a row for each class, a column for each prediction.

@@ -1,4 +1,4 @@
-"""What a run writes down and shows while it trains: metrics.jsonl, samples.jsonl, the trackers and the terminal."""
+"""The record of a run while it trains: metrics.jsonl, samples.jsonl, the trackers and the terminal."""
 
 import contextlib
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class RunRecorder:
         self.note(f"update {update}: held-out " + ", ".join(named))
 
     def note(self, *texts: str) -> None:
-        """Lines of their own at the terminal."""
+        """Print lines above the status line."""
         for text in texts:
             self._bar.note(text)
 

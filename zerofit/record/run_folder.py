@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,11 @@ from zerofit.record.metrics import line_of_metrics
 from zerofit.record.written_files import CHECKPOINTS, LOCK, MODEL, NAMES, WrittenFiles, files_below
 
 SHOWN = 3  # names in a message
+STARTED_TWICE = (
+    "Wait for its end, or end it. If a launcher has started this run several times, start it once on each machine "
+    "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, a Job with parallelism: 1): `zerofit launch` starts a "
+    "process on each accelerator. Or give each run an --output_dir of its own"
+)
 # Of strategy.yaml, the data-parallel processes with which the options make the global batch: the first that is there.
 GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
 
@@ -86,7 +91,7 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run that is in the folder has come to its end."""
+        """True if the run in the folder has come to its end."""
         return self.model.is_dir() and self.environment().get("finished") is True
 
     def environment(self) -> dict[str, Any]:
@@ -117,15 +122,14 @@ class RunFolder:
                 file.seek(0)
                 who = file.read().decode(errors="replace").strip()
                 raise UserError(
-                    f"{self.option} = {str(self.path)!r}: another run is at work there ({who}). "
-                    f"{started_twice(who, os.environ)}"
+                    f"{self.option} = {str(self.path)!r}: another run is at work there ({who}). {STARTED_TWICE}"
                 ) from None
             file.truncate(0)
             file.write(f"process {os.getpid()} of {platform.node()}\n".encode())
         self._lock = file
 
     def has_updates(self) -> bool:
-        """Whether the run in the folder has made an update, and not only copied those of a run that it resumed."""
+        """Return True if the run in the folder has made an update, and not only copied those of a run it resumed."""
         begun_at = self.written.begun_at
         return any(line["update"] > begun_at for line in self.metrics.read())
 
@@ -226,7 +230,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def predictions(self, suffix: str = "", fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """What write_predictions wrote last, of this launch or of an earlier one: the lines that have these fields."""
+        """Read predictions.jsonl, of this launch or of an earlier one: the lines that have these fields."""
         file = self.path / f"predictions{suffix}.jsonl"
         lines = file.read_bytes().split(b"\n") if file.is_file() else []
         return [row for text in lines if (row := object_of(text)) is not None and row.keys() >= set(fields)]
@@ -290,51 +294,14 @@ class RunFolder:
             file.write(text)
 
 
-# {variable with the number of processes that a launcher has started on this machine: (launcher, what to say)}
-STARTERS = {
-    "SLURM_STEP_TASKS_PER_NODE": ("srun", "srun --ntasks-per-node=1"),
-    "OMPI_COMM_WORLD_LOCAL_SIZE": ("mpirun", "mpirun --map-by ppr:1:node"),
-    "MPI_LOCALNRANKS": ("mpirun", "mpirun -ppn 1"),
-    "MV2_COMM_WORLD_LOCAL_SIZE": ("mpirun", "mpirun -ppn 1"),
-    "PALS_LOCAL_SIZE": ("mpiexec", "mpiexec --ppn 1"),
-}
-
-
-def started_twice(who: str, environment: Mapping[str, str]) -> str:
-    """What to do about another process at work in a run's folder, where a launcher may have started one run several
-    times.
-
-    Args:
-        who: `process PID of MACHINE`.
-        environment: of this process.
-    """
-    is_here = who.endswith(f" of {platform.node()}")
-    for name, (launcher, remedy) in STARTERS.items():
-        count = max((int(number) for number in re.findall(r"\d+(?!\d*\))", environment.get(name, ""))), default=1)
-        if is_here and count > 1:
-            return (
-                f"{launcher} has started this run {count} times on this machine ({name} = {environment[name]}). Start "
-                f"it once: {remedy} zerofit launch RECIPE, which starts a process on each accelerator"
-            )
-    if environment.get("JOB_COMPLETION_INDEX", "0") != "0":
-        return (
-            "This is another pod of the same Job, whose parallelism starts it once each. Set parallelism: 1, or write "
-            "the Job with zerofit submit kubernetes, whose pods are the machines of one run"
-        )
-    return (
-        "Wait for its end, or end it; if a launcher or a loop has started the same run again, start it once, or give "
-        "each an --output_dir of its own"
-    )
-
-
 def _is_in_the_way(name: str) -> bool:
-    """Whether a run would have to replace this file, or write behind this link."""
+    """Return True if a run would have to replace this file, or write behind this link."""
     is_checkpoint = re.match(rf"{CHECKPOINTS}/(update_\d{{8}}|(best|latest)$)", name)
     return name in {*NAMES, LOCK, CHECKPOINTS} or name.partition("/")[0] == MODEL or bool(is_checkpoint)
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value of the record is a number of things, above 0."""
+    """Return True if a value of the record is a whole number above 0."""
     return type(value) is int and value > 0
 
 
@@ -351,8 +318,15 @@ def differences(recipe: Recipe, global_batch: int | None, recorded: dict[str, An
     return differing_options(identity(recipe, global_batch), recorded)
 
 
+def evident_differences(recipe: Recipe, recorded: dict[str, Any]) -> list[str]:
+    """Those of options that this run's strategy cannot change any more: it fills in what is left open."""
+    left_open = {name for name, value in recipe.to_dict().items() if value is None}
+    differing = differences(recipe, recorded.get("global_batch_size"), recorded)
+    return [text for text in differing if text.split()[0] not in left_open]
+
+
 def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
-    """The same of the options that make a run (`identity`)."""
+    """The options (`identity`) in which a run differs from a recorded one, each with both values."""
     names = [name for name in now if name in recorded and recorded[name] != now[name]]
     return [f"{name} was {recorded[name]!r}, now {now[name]!r}" for name in names]
 

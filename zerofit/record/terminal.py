@@ -1,4 +1,4 @@
-"""How far a run has come, and what a person sees of it: a status line at a terminal, else a line now and then."""
+"""The terminal of a run: a status line where there is one, else a line now and then; wrapped lines and tables."""
 
 import contextlib
 import errno
@@ -195,13 +195,13 @@ def size(count: float) -> str:
 
 
 class StatusLine:
-    """How far something is, on stderr: one line that is rewritten at a terminal, else a line now and then."""
+    """Progress on stderr: one line that is rewritten at a terminal, else a line now and then."""
 
     def __init__(self):
         self.renewed, self.shown, self.width = sys.stderr.isatty(), time.perf_counter(), 0
 
     def is_due(self) -> bool:
-        """Whether the last one is old enough."""
+        """Return True if the last line is old enough."""
         return time.perf_counter() - self.shown >= (AT_A_TERMINAL_S if self.renewed else ELSEWHERE_S)
 
     def show(self, pieces: list[str]) -> None:
@@ -221,7 +221,7 @@ class StatusLine:
             self.width = 0
 
     def close(self) -> None:
-        """What is printed next begins a line."""
+        """End the status line, so that the next print begins a line."""
         if self.renewed and self.width:
             print(file=sys.stderr, flush=True)
 
@@ -237,7 +237,7 @@ def doing() -> Iterator[Callable[[str], None]]:
 
 
 class Bar(StatusLine):
-    """How far a run is: the status line at a terminal, else a line now and then on stdout. By their worth: update,
+    """Progress of a run: the status line at a terminal, else a line now and then on stdout. By priority: update,
     loss, time left, tokens/s, learning rate."""
 
     def __init__(self, total: int, every: int, main: bool):

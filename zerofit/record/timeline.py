@@ -1,4 +1,4 @@
-"""Where the seconds before the first update go, from the launcher's start on."""
+"""The seconds of a run's phases before the first update, from the launcher's start on."""
 
 import time
 
@@ -19,7 +19,7 @@ class Timeline:
         self._last = self.started
 
     def mark(self, phase: str) -> None:
-        """The phase that ends now."""
+        """Record the end of a start-up phase, and how long it took."""
         now = time.time()
         self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 2)
         self._last = now

@@ -1,4 +1,4 @@
-"""Which files of a run's folder were written by runs: files.json. Nothing else in the folder is ever removed.
+"""files.json names the files of a run's folder that runs have written. Nothing else in the folder is ever removed.
 
 files.json has the names of the files ({"written": [...]}; of a name that ends in / the whole folder, which is never
 removed), and the update that the run began after ({"begun_at": 0}). A name is in it before its file is written.
@@ -74,7 +74,7 @@ class WrittenFiles:
                 file.write(json.dumps(record, indent=1) + "\n")
 
     def is_ours(self, name: str) -> bool:
-        """Whether a file may be written under this name: it is ours, or not there."""
+        """Return True if a file may be written under this name: it is ours, or not there."""
         return name in self.names or not os.path.lexists(self.path / name)
 
     def foreign(self) -> Iterator[str]:
@@ -105,7 +105,7 @@ class WrittenFiles:
 
 
 def _is_exit_code(path: Path) -> bool:
-    """Whether a file is the environment.json of a launch that ended before it was a run (see exit_code.py)."""
+    """Return True for the environment.json of a launch that ended before it was a run (see exit_code.py)."""
     return path.name == "environment.json" and "exit_code" in read_record(path)
 
 
@@ -124,6 +124,6 @@ def remove_empty(folder: Path) -> None:
 
 
 def _is_inside(name: Any) -> bool:
-    """Whether a name of the record is one in the folder: a stranger may have written the record."""
+    """Return True if a name of the record lies in the folder: a stranger may have written the record."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
     return not path.is_absolute() and ".." not in path.parts

@@ -12,7 +12,6 @@ from zerofit.model.adapter_folder import AdapterFolder
 from zerofit.model.adapter_loading import AdaptedModel, load_with_adapter
 from zerofit.model.configuration import usable_positions
 from zerofit.model.export import export_model, write_card
-from zerofit.model.exported import review_export
 from zerofit.model.pretrained_io import atomic_folder, check_output, read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import without_folders
@@ -78,7 +77,6 @@ def merge(
         del model, adapted.model  # there are never two models in memory
         again = _read_back(adapted, partial, trust_remote_code)
         notes += probe.compare(before, again, effect, "read back")
-        notes += [f"{'export':<12}  {line}" for line in review_export(partial, adapted.base)]
     return Merged(probe.difference, effect, notes)
 
 

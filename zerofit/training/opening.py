@@ -31,7 +31,6 @@ def open_record(run: "Run") -> None:
     recipe, engine, state, samples = run.recipe, run.engine, run.state, run.data.train
     lengths = samples.lengths
     run.facts.row_tokens = len(samples[0]["input_ids"]) if lengths is None else int(lengths.max())
-    run.advise()
     run.best = make_best_tracker(recipe, run.figures, bool(run.data.num_held_out), state.best)
     command = run.strategy.launch.command
     run.environment = describe_environment(command, engine.device) if run.is_main else {}
@@ -87,7 +86,6 @@ def _resume(run: "Run") -> None:
         data,
         run.best.metric,
         run.best.keeps,
-        run.advise,
         run.mirror,
         run.hub,
     )

@@ -66,7 +66,6 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         ignored_weights = [*ignored_weights, *continued.full_weights]
     # Known before, since loading may take all memory.
     run.facts.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
-    run.advise()
     return load.build_model(auto_class, config, recipe, strategy, recipe.seed, ignored_weights, run.facts.parameters)
 
 

@@ -25,7 +25,7 @@ from zerofit.data.lengths import growing_blocks
 from zerofit.data.token_updates import updates_by_tokens
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
 from zerofit.health.failure import explain_failure
-from zerofit.health.out_of_memory import RunFacts, host_advice
+from zerofit.health.out_of_memory import RunFacts
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.launch.ranks import RANKS
@@ -545,15 +545,6 @@ class Run:
         """The same within an update, whose parts have a clock: forward, backward, data, update."""
         self.clock.phase(phase)
         self.enter(phase, self.state.updates + 1)
-
-    def advise(self, copied: int | None = None) -> None:
-        """Tell the watchdog what would help from here on, should this rank be killed because memory ran out.
-
-        Args:
-            copied: bytes of the copies that checkpoints are written from, where there are some from now on.
-        """
-        self.facts.copied = self.facts.copied if copied is None else copied
-        self.watchdog.advise(host_advice(self.recipe, self.facts))
 
     def explain(self, error: Exception) -> int | None:
         """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: another error."""
