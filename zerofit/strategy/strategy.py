@@ -233,12 +233,12 @@ class Strategy:
     def building_from_scratch(self, num_parameters: int) -> AbstractContextManager[Any]:
         """The context in which random weights are drawn: in full, where there is room for them."""
         in_full = self.shards_parameters and self.sharded_init_reason(num_parameters) is None
-        return _without_sharding() if in_full else contextlib.nullcontext()
+        return without_sharding() if in_full else contextlib.nullcontext()
 
     def loading(self) -> AbstractContextManager[Any]:
         """The context in which pretrained weights are loaded: in full, where tensor parallelism cuts them before
         ZeRO-3 shards them."""
-        return _without_sharding() if self.tensor > 1 and self.shards_parameters else contextlib.nullcontext()
+        return without_sharding() if self.tensor > 1 and self.shards_parameters else contextlib.nullcontext()
 
     def tensor_group(self) -> "TensorGroup":
         """The ranks that share each layer. All ranks of the run call it together, once the processes have started."""
@@ -247,7 +247,7 @@ class Strategy:
 
 
 @contextlib.contextmanager
-def _without_sharding() -> Iterator[None]:
+def without_sharding() -> Iterator[None]:
     """Let transformers forget for a while that ZeRO-3 is on (accelerate's zero3_init_flag does not reach it)."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
