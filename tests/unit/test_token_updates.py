@@ -127,7 +127,7 @@ def test_sizes_in_full_rows_follow():
         ({"global_batch_size": 8}, "global_batch_size"),
         ({"packing": None}, "--packing none"),
         ({"global_batch_warmup": "4@8"}, "global_batch_warmup"),
-        ({"kind": DpoRecipe}, "pairs"),
+        ({"kind": DpoRecipe}, "a pair is two rows"),
     ],
 )
 def test_what_it_cannot_go_with_is_named(options, named):

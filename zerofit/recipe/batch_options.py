@@ -77,7 +77,7 @@ class BatchOptions(Recipe, phase="train"):
         "lengths of clm (--packing none) and seq2seq.",
         why="both decide which samples a batch has",
         positive=True,
-        needs="!streaming",
+        needs="!streaming !preference_loss",
     )
     global_batch_warmup: str | None = option(
         None,
@@ -149,10 +149,6 @@ def token_batch_problems(recipe) -> list[str]:
         return [
             f"{stated}: the loss is a mean over examples here, and short ones, of which a batch has more, would count "
             "less each. Rows of similar length share a batch as it is (length_grouping). Set global_batch_size"
-        ]
-    if getattr(recipe, "preference_loss", None):
-        return [
-            f"{stated}: the loss is a mean over pairs here, and short ones would count less. Set global_batch_size"
         ]
     problems = []
     if getattr(recipe, "mixture", None):

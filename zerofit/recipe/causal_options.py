@@ -196,7 +196,7 @@ class PreferenceOptions(Recipe):
     )
 
     def clashes(self) -> list[Clash]:
-        found, packing = super().clashes(), getattr(self, "packing", None)
+        found, packing = super().clashes(), self.packing
         if self.preference_loss and self.is_changed("packing") and packing != "none":
             text = f"packing = {packing} is not supported with preference_loss = {self.preference_loss}"
             found.append(Clash("packing", ["preference_loss"], f"{text}: a pair is two rows"))

@@ -164,7 +164,7 @@ class MixtureOptions(Recipe):
             problems.append(f"{shown}: a source of weight 0 would not be read. Remove it")
         if len(sources) == 1:
             problems.append(f"{shown}: a mixture of one source. Name a second one, or leave the weight out")
-        if getattr(self, "train_tokenizer_vocab_size", None):
+        if self.train_tokenizer_vocab_size:
             problems.append("train_tokenizer_vocab_size and a mixture: not supported. Leave one of the two out")
         return problems
 

@@ -15,11 +15,6 @@ from zerofit.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
 INDENT, COLUMN, MAX_WIDTH = 2, 36, 100  # columns: where an option begins, where its text begins, where the text ends
-# The order of the groups in the help of a task, each by one of its options. The task's own groups come in between, and
-# groups that are not named here at the end.
-BEFORE_THE_TASK = ("model_name_or_path", "train_file")
-AFTER_THE_TASK = ("num_train_epochs", "learning_rate", "eval_steps", "save_steps", "output_dir")
-AT_THE_END = ("evaluate_only",)
 LONGEST_CHOICES = 18  # characters of choices that --help shows
 METAVARS = {"_file": "FILE", "_dir": "FOLDER", "_column": "COLUMN", "_columns": "COLUMN", "_name": "NAME"}
 
@@ -59,31 +54,20 @@ def heading(group: type) -> str:
 
 
 def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field]]:
-    """The options of a recipe by the class that declares them, in this order: the tool's own options,
-    the model, the data, the task's own options (groups with common options first), and the rest of all tasks."""
-    groups = {}
+    """The options of a recipe by the class that declares them: the tool's own first, then those of all tasks, then the
+    task's own."""
     classes = [group for group in reversed(cls.__mro__) if dataclasses.is_dataclass(group)]
     declared_in = {name: group for group in classes for name in inspect.get_annotations(group)}  # the last one counts
-    for group in classes:
-        if group in declared_in.values():
-            groups[group] = [field for field in dataclasses.fields(group) if declared_in[field.name] is group]
+    groups = {
+        group: [field for field in dataclasses.fields(group) if declared_in[field.name] is group]
+        for group in classes
+        if group in declared_in.values()
+    }
     if not issubclass(cls, TrainingRecipe):
         return groups
-    of_option = {field.name: group for group, fields in groups.items() for field in fields}
-    before, after, end = (
-        [of_option[name] for name in names if name in of_option]
-        for names in (BEFORE_THE_TASK, AFTER_THE_TASK, AT_THE_END)
-    )
-    of_all = [group for group in groups if issubclass(TrainingRecipe, group)]
     of_tool = [group for group in groups if tool and issubclass(cls.__bases__[0], group)]
-    of_task = [group for group in groups if group not in [*of_all, *of_tool, *end]]
-    of_task.sort(key=lambda group: not _has_common(groups[group]))
-    rest = [group for group in of_all if group not in [*before, *after]]
-    return {group: groups[group] for group in [*of_tool, *before, *of_task, *after, *rest, *end]}
-
-
-def _has_common(fields: list[dataclasses.Field]) -> bool:
-    return any(field.metadata["common"] for field in fields)
+    of_all = [group for group in groups if issubclass(TrainingRecipe, group)]
+    return {group: groups[group] for group in dict.fromkeys([*of_tool, *of_all, *groups])}
 
 
 def default_text(field: dataclasses.Field) -> str:

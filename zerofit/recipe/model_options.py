@@ -189,7 +189,7 @@ class LoraOptions(Recipe, phase="train"):
     def adopt_adapter(self) -> None:
         """Take the settings of an adapter that is trained on (model_name_or_path is its folder) from its file. What
         the user says otherwise is a problem, but for the dropout."""
-        folder = getattr(self, "model_name_or_path", None) or ""
+        folder = self.model_name_or_path or ""
         file = Path(folder).expanduser() / "adapter_config.json"
         settings = read_record(file)
         if settings.get("peft_type") != "LORA":

@@ -173,7 +173,7 @@ class LayerOptions(Recipe, phase="train"):
         problems = super().problems()
         if self.layer_decay > 1:
             problems.append(f"layer_decay = {self.layer_decay:g}: it must be at most 1, such as 0.9")
-        if self.layer_decay != 1 and getattr(self, "optim", "adamw") == "muon":
+        if self.layer_decay != 1 and self.optim == "muon":
             problems.append(
                 f"layer_decay = {self.layer_decay:g} does not go together with optim = muon. Use --optim adamw"
             )
@@ -240,7 +240,7 @@ class GenerationOptions(Recipe, needs="predict_with_generate", idle=True):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        longest = self.val_max_target_length or getattr(self, "max_target_length", None)
+        longest = self.val_max_target_length or self.max_target_length
         if self.val_min_target_length and longest and self.val_min_target_length > longest:
             problems.append(
                 f"val_min_target_length = {self.val_min_target_length} is more than the longest generated text, "
