@@ -96,8 +96,11 @@ def install_template(tokenizer, requested: str | None, default: str | None = Non
     aside = " (the tokenizer has no template of its own)" if name != requested else ""
     if requested and template_of_tokenizer and template_of_tokenizer != tokenizer.chat_template:
         aside = " (in place of the tokenizer's own)"
-    if problem := _syntax_error(tokenizer):
-        raise UserError(f"{origin}, {problem}")
+    try:
+        apply_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    except BadTemplate as bad:
+        if bad.syntax:  # else it may refuse this conversation and accept others
+            raise UserError(f"{origin}, {bad}") from None
     return Template(origin, f"template  {name or origin}{aside}")
 
 
@@ -120,14 +123,6 @@ def _for_tokenizer(name: str, tokenizer) -> str:
     return "{{- bos_token -}}" + text if adds_bos and name in known_templates() and "bos_token" not in text else text
 
 
-def _syntax_error(tokenizer) -> BadTemplate | None:
-    try:
-        apply_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    except BadTemplate as bad:
-        return bad if bad.syntax else None  # it may refuse this conversation and accept others
-    return None
-
-
 # ----------------------------------------------------------------------------- what a record gives to the template
 
 
@@ -138,18 +133,17 @@ def tool_definitions(value: Any) -> list[dict[str, Any]]:
         ValueError: they are no list of objects.
     """
     value = json.loads(value) if isinstance(value, str) else value
-    listed = [json.loads(tool) if isinstance(tool, str) else tool for tool in ([value] if is_object(value) else value)]
-    if not all(map(is_object, listed)):
+    listed = [
+        json.loads(tool) if isinstance(tool, str) else tool for tool in ([value] if isinstance(value, dict) else value)
+    ]
+    if not all(isinstance(tool, dict) for tool in listed):
         raise ValueError("expected a list of definitions, each an object with a name")
-    return [tool if "function" in tool or "name" not in tool else _as_function(tool) for tool in listed]
-
-
-def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
-def is_object(value: Any) -> bool:
-    return isinstance(value, dict)
+    return [
+        tool
+        if "function" in tool or "name" not in tool
+        else {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        for tool in listed
+    ]
 
 
 def check_arguments(value: Any) -> dict[str, Any]:
@@ -161,7 +155,7 @@ def check_arguments(value: Any) -> dict[str, Any]:
     from transformers import PreTrainedTokenizerBase
 
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
-    if not is_object(value):
+    if not isinstance(value, dict):
         raise ValueError("expected an object of names and values")
     if taken := (known | {"messages"}) & value.keys():
         raise ValueError(f"{min(taken)} is not for a template")
@@ -172,12 +166,12 @@ def for_template(tokenizer, messages: list[Message]) -> Conversation:
     """A conversation as the tokenizer's template reads it: tools of a message go beside the messages unless the
     template looks for them there, and arguments of calls are objects or JSON texts, as the template writes them."""
     conversation = Conversation(messages, _given_to(tokenizer, messages))
-    calls = [_function(call).get("arguments") for message in messages for call in message.get("tool_calls", ())]
-    if any(held is not None for held in map(_object_in, calls)) and _writes_only(tokenizer, conversation, PROBE):
-        return _with_arguments(conversation, _as_object)
-    if any(map(is_object, calls)) and _writes_only(tokenizer, conversation, json.dumps(PROBE)):
-        return _with_arguments(conversation, _as_json)
-    return conversation
+    if not any(message.get("tool_calls") for message in messages):
+        return conversation
+    takes_objects, takes_texts = (_writes(tokenizer, conversation, probe) for probe in (PROBE, json.dumps(PROBE)))
+    if takes_objects == takes_texts:
+        return conversation
+    return _with_arguments(conversation, _as_object if takes_objects else _as_json)
 
 
 def unread_keys(tokenizer, messages: list[Message], text: str | None = None) -> list[str]:
@@ -216,26 +210,19 @@ def _source(tokenizer) -> str:
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
-    return call["function"] if is_object(call.get("function")) else call
-
-
-def _object_in(arguments: Any) -> dict[str, Any] | None:
-    """The object whose JSON text the arguments of a call are, if they are one."""
-    if not isinstance(arguments, str):
-        return None
-    with suppress(ValueError):
-        held = json.loads(arguments)
-        return held if is_object(held) else None
-    return None
+    return call["function"] if isinstance(call.get("function"), dict) else call
 
 
 def _as_object(arguments: Any) -> Any:
-    held = _object_in(arguments)
-    return arguments if held is None else held
+    """The object whose JSON text the arguments of a call are; else the arguments."""
+    with suppress(ValueError, TypeError):
+        held = json.loads(arguments)
+        return held if isinstance(held, dict) else arguments
+    return arguments
 
 
 def _as_json(arguments: Any) -> Any:
-    return json.dumps(arguments, ensure_ascii=False) if is_object(arguments) else arguments
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -> Conversation:
@@ -255,12 +242,6 @@ def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -
         for message in conversation
     )
     return Conversation(messages, conversation.given)
-
-
-def _writes_only(tokenizer, conversation: Conversation, probe: Any) -> bool:
-    """Whether the template writes arguments as an object if they have this form, an object or a JSON text, alone."""
-    other = json.dumps(PROBE) if is_object(probe) else PROBE
-    return not _writes(tokenizer, conversation, other) and _writes(tokenizer, conversation, probe)
 
 
 def _writes(tokenizer, conversation: Conversation, probe: Any) -> bool:
@@ -319,83 +300,40 @@ def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
     and the mark at its end: up to and including the end-of-text token, or, if the template has none there, all that it
     writes at the end of a turn. An assistant's message with `trained: False` or `masked: True` is skipped.
 
-    To find them, the template is applied to placeholders for the answers: so the text around them is known. Where it
-    looks into an answer, such as for its reasoning, the turns are looked at one by one.
+    What a turn adds to the prompt before it is found with a placeholder in the place of the answer, so that the text
+    around it is known; of calls of tools, which a placeholder cannot replace, it is all up to the last end-of-text
+    token.
 
     Raises:
-        BadTemplate: the template fails on the conversation, or changes an answer.
+        BadTemplate: the template fails on the conversation, changes an answer, or does not write its calls.
     """
     conversation = for_template(tokenizer, messages)
     text = apply_template(tokenizer, conversation, given=conversation.given)
-    if any("tool_calls" in message for message in messages):
-        return text, _turn_by_turn(tokenizer, conversation, text)
-    try:
-        return text, _by_placeholders(tokenizer, conversation, text)
-    except BadTemplate as bad:
-        try:
-            return text, _turn_by_turn(tokenizer, conversation, text)
-        except BadTemplate:
-            raise bad from None
-
-
-def is_trained(message: Message) -> bool:
-    """Whether an answer is trained on."""
-    return message.get("trained", True) and not message.get("masked")
-
-
-def _by_placeholders(tokenizer, messages: Conversation, text: str) -> list[Span]:
-    """The trained parts of a conversation whose template writes each answer as it is."""
-    given = messages.given
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    marked = [
-        {**message, "content": PLACEHOLDER.format(turn)} if turn in turns else message
-        for turn, message in enumerate(messages)
-    ]
-    skeleton = apply_template(tokenizer, marked, given=given)
-    around = _texts_around(skeleton, turns)
-    spans = []
-    for number, (turn, (start, stop)) in enumerate(zip(turns, _find_answers(text, around, messages, turns))):
-        if is_trained(messages[turn]):
-            start -= _added_before(tokenizer, marked, turn, skeleton, given)
-            ending = skeleton
-            if turn < len(messages) - 1:
-                ending = apply_template(tokenizer, marked[: turn + 1], given=given)
-            ending = ending.rpartition(PLACEHOLDER.format(turn))[2]
-            spans.append((start, stop + len(_end_mark(ending, around[number + 1], tokenizer))))
-    return spans
-
-
-def _turn_by_turn(tokenizer, messages: Conversation, text: str) -> list[Span]:
-    """The trained parts of a conversation with tool calls, which have no text that a placeholder could replace, or
-    whose template looks into the answers: what each turn adds to the prompt before it, up to and including its last
-    end-of-text token.
-
-    Raises:
-        BadTemplate: it does not write the calls, or changes an answer.
-    """
     spans: list[Span] = []
     stop = 0
-    for turn, message in enumerate(messages):
+    for turn, message in enumerate(conversation):
         if message["role"] != "assistant":
             continue
-        prompt, so_far = (
-            apply_template(tokenizer, messages[:turn], add_generation_prompt=True, given=messages.given),
-            apply_template(tokenizer, messages[: turn + 1], given=messages.given),
-        )
-        added = so_far[len(prompt) :]
-        body, mark, _ = added.rpartition(tokenizer.eos_token)
-        added = body + mark or added.rstrip()
-        if "tool_calls" in message and so_far.startswith(prompt) and text.startswith(prompt + added):
+        prompt = apply_template(tokenizer, conversation[:turn], add_generation_prompt=True, given=conversation.given)
+        added = _added_calls(tokenizer, conversation, turn, prompt) if "tool_calls" in message else None
+        if added and text.startswith(prompt + added):
             start, stop = len(prompt), len(prompt) + len(added)
         else:
-            start, stop = _place_in(text, tokenizer, messages, turn, prompt, stop)
+            start, stop = _place_in(text, tokenizer, conversation, turn, prompt, stop)
         for call in message.get("tool_calls", ()):
-            name = (call.get("function") or call).get("name")
+            name = _function(call).get("name")
             if not name or name not in text[start:stop]:
                 raise BadTemplate(f"it does not write the tool_calls of turn {turn + 1}. Name another --chat_template")
-        if is_trained(message):
+        if message.get("trained", True) and not message.get("masked"):
             spans.append((start, stop))
-    return spans
+    return text, spans
+
+
+def _added_calls(tokenizer, messages: Conversation, turn: int, prompt: str) -> str | None:
+    """What a turn with calls of tools adds to its prompt, up to and including its last end-of-text token."""
+    so_far = apply_template(tokenizer, messages[: turn + 1], given=messages.given)
+    body, mark, _ = so_far[len(prompt) :].rpartition(tokenizer.eos_token)
+    return (body + mark or so_far[len(prompt) :].rstrip()) if so_far.startswith(prompt) else None
 
 
 def _place_in(text: str, tokenizer, messages: Conversation, turn: int, prompt: str, begin: int) -> Span:
@@ -409,18 +347,22 @@ def _place_in(text: str, tokenizer, messages: Conversation, turn: int, prompt: s
     """
     marked: list[Message] = list(messages)
     marked[turn] = {"role": "assistant", "content": PLACEHOLDER.format(turn)}
-    skeleton = apply_template(tokenizer, marked, given=messages.given)
-    (before, after) = _texts_around(skeleton, [turn])
+    placeholder = PLACEHOLDER.format(turn)
+    before, written, after = apply_template(tokenizer, marked, given=messages.given).partition(placeholder)
+    if not written or placeholder in after:
+        raise BadTemplate(f"it does not write turn {turn + 1}, an answer, exactly once")
     stop = len(text) - len(after)
     start = len(prompt)
     if not text.startswith(prompt):
-        opening = _opening(tokenizer, messages, turn, prompt, messages.given)
+        earlier = apply_template(tokenizer, messages[:turn], given=messages.given)
+        opening = prompt[len(earlier) :] if prompt.startswith(earlier) else ""  # what begins an answer
         place = text.find(opening, begin, stop) if opening else -1
         start = place + len(opening) if place >= 0 else _in_common(before, text)
     if not (begin <= start < stop and text.endswith(after) and _ends_with(text[start:stop], messages[turn])):
         raise BadTemplate(f"it changes turn {turn + 1}, an answer. Use e.g. --chat_template instruction")
-    ending = apply_template(tokenizer, marked[: turn + 1], given=messages.given)
-    ending = ending.rpartition(PLACEHOLDER.format(turn))[2]
+    ending = after
+    if turn < len(messages) - 1:
+        ending = apply_template(tokenizer, marked[: turn + 1], given=messages.given).rpartition(placeholder)[2]
     return start, stop + len(_end_mark(ending, after, tokenizer))
 
 
@@ -432,12 +374,6 @@ def _ends_with(written: str, message: Message) -> bool:
     same = _in_common(answer[::-1], written[::-1])
     rest = answer[: len(answer) - same].rstrip(" ")
     return same > 0 and (not rest or rest[-1] in "\n>")
-
-
-def _opening(tokenizer, messages: list[Message], turn: int, prompt: str, given: dict[str, Any]) -> str:
-    """What the template writes to begin an answer that is to be generated."""
-    so_far = apply_template(tokenizer, messages[:turn], given=given)
-    return prompt[len(so_far) :] if prompt.startswith(so_far) else ""
 
 
 def missing_end_token(tokenizer, template: Template) -> list[str]:
@@ -463,42 +399,6 @@ def missing_end_token(tokenizer, template: Template) -> list[str]:
         f"warning   {template.origin} ends an answer with {mark!r} and not with the end-of-text token "
         f"{tokenizer.eos_token!r}: generation has to stop there (zerofit generate does, if it is one token)",
     ]
-
-
-def _texts_around(skeleton: str, turns: list[int]) -> list[str]:
-    """The texts before, between and after the answers."""
-    pieces, rest = [], skeleton
-    for turn in turns:
-        before, placeholder, rest = rest.partition(PLACEHOLDER.format(turn))
-        if not placeholder or PLACEHOLDER.format(turn) in rest:
-            raise BadTemplate(f"it does not write turn {turn + 1}, an answer, exactly once and in order")
-        pieces.append(before)
-    return [*pieces, rest]
-
-
-def _find_answers(text: str, around: list[str], messages: list[Message], turns: list[int]) -> list[Span]:
-    """The answers' places in the text: each answer unchanged, or without the white space at its ends."""
-    spans, position = [], len(around[0])
-    begins_as_expected = text.startswith(around[0])
-    for turn, after in zip(turns, around[1:]):
-        answer = messages[turn]["content"]
-        forms = (answer, answer.strip(), answer.lstrip(), answer.rstrip())
-        form = next((form for form in forms if text.startswith(form + after, position)), None)
-        if form is None or not begins_as_expected:
-            raise BadTemplate(f"it changes turn {turn + 1}, an answer. Use e.g. --chat_template instruction")
-        spans.append((position, position + len(form)))
-        position += len(form) + len(after)
-    if position != len(text):
-        raise BadTemplate("its text after the last answer depends on the answer")
-    return spans
-
-
-def _added_before(tokenizer, marked: list[Message], turn: int, skeleton: str, given: dict[str, Any]) -> int:
-    """The number of characters that a template writes between the generation prompt and the answer: white space, or an
-    empty block of reasoning."""
-    before = skeleton.partition(PLACEHOLDER.format(turn))[0]
-    prompt = apply_template(tokenizer, marked[:turn], add_generation_prompt=True, given=given)
-    return len(before) - len(prompt) if before.startswith(prompt) else 0
 
 
 def _end_mark(ending: str, after: str, tokenizer) -> str:
