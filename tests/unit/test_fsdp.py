@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter
-from zerofit.model.rows import rows_of
+from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import BatchSizes

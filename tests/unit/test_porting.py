@@ -15,7 +15,7 @@ from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import keep_stage
 from zerofit.model.tensor_parallel.cut import join_shares
-from zerofit.model.tensor_parallel.split import split_model
+from zerofit.model.tensor_parallel.layers import split_model
 
 RANKS = 2
 

@@ -17,8 +17,8 @@ from zerofit.checkpoint.shards import ShardReader, write_shard
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.parameters import count_parameters
 from zerofit.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
+from zerofit.model.tensor_parallel.layers import check_split, split_model
 from zerofit.model.tensor_parallel.shares import draw_share
-from zerofit.model.tensor_parallel.split import check_split, split_model
 from zerofit.strategy.layout import take_degrees
 from zerofit.strategy.state import KINDS, Piece
 

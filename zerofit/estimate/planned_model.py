@@ -11,18 +11,17 @@ import torch
 import transformers
 from transformers.pytorch_utils import Conv1D
 
-import zerofit.model.activations  # noqa: F401
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
 from zerofit.estimate.planned_rows import OF_WORDS, TASKS, Rows
 from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
+from zerofit.model.compilation import ends_of
 from zerofit.model.configuration import has_head
 from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.lora import split_targets
 from zerofit.model.parameters import hidden_matrices
-from zerofit.model.rows import ends_of
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import parameter_groups

@@ -76,12 +76,12 @@ class Collectives:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The context in which they take the place of the real ones."""
-        from zerofit.model.tensor_parallel import layers, tokens
+        from zerofit.model.tensor_parallel import layers
 
         if self.size == 1:
             yield
             return
-        places = [(layers, "distributed"), (tokens, "distributed")]
+        places = [(layers, "distributed")]
         with contextlib.suppress(ImportError):
             ring = import_module(RING)
             places += [(ring, "dist"), (ring, "ft_c")]
@@ -99,7 +99,7 @@ class Collectives:
 def split_layers(model: torch.nn.Module, size: int) -> None:
     """Keep one rank's share of the layers: that of the last rank, which has most of a vocabulary that is uneven."""
     if size > 1:
-        from zerofit.model.tensor_parallel.split import split_model
+        from zerofit.model.tensor_parallel.layers import split_model
 
         split_model(model, TensorGroup(FakeGroup(size), size - 1, size))
 

@@ -6,6 +6,7 @@ and again where an input changes its kind (no mask in place of a mask) or begins
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -59,3 +60,17 @@ def _outermost(model: torch.nn.Module, is_one: Callable[[torch.nn.Module], bool]
         if module is not model and is_one(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return list(found.values())
+
+
+def ends_of(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """([the embedding], [the final norm, the head]) of a model that predicts tokens: what is gathered for itself,
+    as torchtitan does, beside the blocks; empty where other modules share a weight of it, as tied ends do."""
+    blocks, embedding, head = blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()
+    if not blocks or head is None:
+        return [], []
+    sharers = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+    own = [all(sharers[id(each)] == 1 for each in end.parameters()) for end in (embedding, head)]
+    modules, within = list(model.modules()), set(head.modules())
+    after = modules[modules.index([*blocks[-1].modules()][-1]) + 1 :]
+    norms = [each for each in after if each not in within and any(True for _ in each.parameters(recurse=False))]
+    return [embedding] * (own[0] and isinstance(embedding, torch.nn.Embedding)), [*norms, head] * own[1]

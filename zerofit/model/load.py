@@ -12,10 +12,10 @@ from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, missing
 from zerofit.model.export import drop_invalid_settings, read_generation_settings
 from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
-from zerofit.model.rows import keep_rows
 from zerofit.model.stages import keep_stage
+from zerofit.model.tensor_parallel.cut import keep_rows
+from zerofit.model.tensor_parallel.layers import split_model
 from zerofit.model.tensor_parallel.shares import draw_share, read_share, stored_dtype
-from zerofit.model.tensor_parallel.split import split_model
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 

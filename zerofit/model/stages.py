@@ -16,15 +16,15 @@ from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError
 
 
-class Passed(nn.Module):
-    """In the place of what another stage computes: the hidden states pass through."""
+class IdentityLayer(nn.Module):
+    """Stands in the place of what another stage computes: the hidden states pass through."""
 
     def forward(self, hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         return hidden
 
 
-class Nothing(nn.Module):
-    """In the place of what another stage adds to the hidden states."""
+class ZeroLayer(nn.Module):
+    """Stands in the place of what another stage adds to the hidden states."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=ids.device)
@@ -77,15 +77,15 @@ def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) ->
     is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
     layers = getattr(body, plan.layers)
     for index in set(range(len(layers))).difference(cut_layers(model, stages)[stage]):
-        layers[index] = Passed()
+        layers[index] = IdentityLayer()
     if not is_first:
         for name in plan.before:
             if getattr(body, name) is not table or not (is_last and is_tied(model)):  # the head's weight is in it
-                setattr(body, name, Nothing() if name in plan.added else Passed())
+                setattr(body, name, ZeroLayer() if name in plan.added else IdentityLayer())
     if not is_last:
         for name in plan.after:
-            setattr(body, name, Passed())
-        model.set_output_embeddings(Passed())
+            setattr(body, name, IdentityLayer())
+        model.set_output_embeddings(IdentityLayer())
 
 
 def whole_model(model: nn.Module) -> nn.Module:

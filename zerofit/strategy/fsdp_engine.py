@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from zerofit.model.compilation import blocks_of
+from zerofit.model.compilation import blocks_of, ends_of
 from zerofit.model.parameters import true_shape
-from zerofit.model.rows import ends_of, rows_of
 from zerofit.model.stages import without_weights
+from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Engine, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from zerofit.model.parameters import true_numel, true_shape
-from zerofit.model.rows import rows_of
-from zerofit.model.tensor_parallel.cut import Cut
+from zerofit.model.tensor_parallel.cut import Cut, rows_of
 from zerofit.strategy.muon import Muon, flat
 
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep

@@ -204,7 +204,7 @@ class Strategy:
     def _rows_gathered(self, parameter: torch.Tensor) -> Iterator[None]:
         parameter.data = torch.cat(self.gather(parameter.data))
         yield
-        parameter.data = parameter.cut.of(parameter.data)  # type: ignore[attr-defined]  # of model/rows.py
+        parameter.data = parameter.cut.of(parameter.data)  # type: ignore[attr-defined]  # of keep_rows
 
     def read_from_outside(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
         """Let ZeRO-3 know that `module` reads a parameter that is not its own; else it would find it empty."""

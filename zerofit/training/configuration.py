@@ -13,7 +13,7 @@ from zerofit.model.chat import named_template
 from zerofit.model.configuration import check_quantiser, load_configuration
 from zerofit.model.lora import check_quantisation
 from zerofit.model.stages import check_stages
-from zerofit.model.tensor_parallel.split import check_split
+from zerofit.model.tensor_parallel.layers import check_split
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import output_folder

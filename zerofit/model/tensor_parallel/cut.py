@@ -75,6 +75,19 @@ def cut_parameter(parameter: torch.nn.Parameter, cut: Cut) -> None:
     parameter.tensor_model_parallel = True  # DeepSpeed's mark: its norm counts what is not marked on one rank only
 
 
+def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """[first, last + 1) of `count` rows, as torch.chunk cuts them: later ranks have fewer, or none."""
+    rows = -(-count // size)
+    return min(rank * rows, count), min((rank + 1) * rows, count)
+
+
+def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:
+    """Keep this rank's rows of all parameters."""
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape  # where peft looks for the whole shape of GPT-2's layers
+        cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (rows_of(parameter.shape[0], rank, size),)))
+
+
 @torch.no_grad()
 def join_shares(share: torch.Tensor, cut: Cut, tensor: TensorGroup) -> torch.Tensor:
     """The whole parameter of which this rank has a share. All ranks of the group call it together, and get it."""

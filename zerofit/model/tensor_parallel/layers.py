@@ -1,43 +1,175 @@
-"""Layers of which each rank computes a share. They have the parameters, and the names, of the layers they replace.
+"""A model of transformers, cut in place: each rank keeps its share of the layers that the family's plan names, under
+the names that they have in the full model.
 
 A layer that is cut by its outputs (columns) is followed by one that is cut by its inputs (rows): between the two, each
-rank has some of the channels. The first stays what it was, with fewer outputs. The ranks meet where the second adds up
-what they have found, and where the next ones read that (tokens.py).
+rank has some of the channels. The first stays what it was, with fewer outputs.
+
+Outside of them each rank has a part of the tokens (sequence parallelism within tensor parallelism, Korthikanti et al.
+2022, arXiv:2205.05198), so that norms, residuals and dropout are computed and kept once. A module whose layers are cut
+by columns joins the parts of its input, and the layer that is cut by rows adds up what the ranks have found and leaves
+each its part: an all-gather and a reduce-scatter, which together exchange the bytes of one all-reduce. Where no
+gradient is needed (evaluation, generation) every rank has all tokens, and an all-reduce adds up: rows may be single
+tokens there.
 """
 
 import itertools
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
 
-from zerofit.model.tensor_parallel.cut import TensorGroup
-from zerofit.model.tensor_parallel.tokens import TokenParts, total
+from zerofit.model.families import family_of
+from zerofit.model.stages import IdentityLayer
+from zerofit.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
+from zerofit.recipe.errors import UserError
+
+# --------------------------------------------------------------------------------------------- what ranks exchange
 
 
-class Copied(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
+    """What ranks do with a tensor in the forward pass, and with its gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, tensor, forward, backward):
+        ctx.exchange = backward
+        return forward(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.exchange(gradient), None, None
+
+
+def total(tensor: torch.Tensor, group) -> torch.Tensor:
+    """The sum of all ranks' tensors."""
+    summed = tensor.clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(summed, group=group)
+    return summed
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def copied(tensor: torch.Tensor, group) -> torch.Tensor:
     """The same tensor for every rank's share of a layer; the gradients of the shares add up."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return total(gradient, ctx.group), None
+    return Exchange.apply(tensor, _same, partial(total, group=group))
 
 
-class Summed(torch.autograd.Function):
+def summed(tensor: torch.Tensor, group) -> torch.Tensor:
     """The sum of all ranks' tensors, on every rank; each of them gets the whole gradient."""
+    return Exchange.apply(tensor, partial(total, group=group), _same)
+
+
+class Scattered(torch.autograd.Function):
+    """This rank's part of the sum of all ranks' tensors, and of a bias; each of them gets the whole gradient."""
 
     @staticmethod
-    def forward(ctx, tensor, group):
-        return total(tensor, group)
+    def forward(ctx, share, bias, tensor):
+        ctx.shape, ctx.tensor = share.shape[:2], tensor
+        part = _scatter(share, tensor)
+        return part if bias is None else part.add_(bias)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient, None
+        whole = _gather(gradient, ctx.shape, ctx.tensor)
+        return whole, whole.sum((0, 1)) if ctx.needs_input_grad[1] else None, None
+
+
+def _filled_up(whole: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+    tokens = whole.flatten(0, 1).contiguous()
+    fill = -len(tokens) % tensor.size
+    return F.pad(tokens, (0, 0, 0, fill)) if fill else tokens
+
+
+def _gather(part: torch.Tensor, shape: torch.Size, tensor: TensorGroup) -> torch.Tensor:
+    tokens = part.new_empty(tensor.size * part.shape[1], part.shape[2])
+    distributed.all_gather_into_tensor(tokens, part[0].contiguous(), group=tensor.group)
+    return tokens[: shape.numel()].view(*shape, -1)
+
+
+def _scatter(share: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+    tokens = _filled_up(share, tensor)
+    part = tokens.new_empty(1, len(tokens) // tensor.size, tokens.shape[1])
+    distributed.reduce_scatter_tensor(part[0], tokens, group=tensor.group)
+    return part
+
+
+class TokenParts:
+    """Which tokens of the micro-batch that passes through this rank has.
+
+    Tokens are counted through all rows, (B, T, H) as (B x T, H), and filled up to a multiple of the ranks: a part is
+    contiguous, and has the shape (1, B x T / ranks, H).
+    """
+
+    def __init__(self, tensor: TensorGroup):
+        self.tensor = tensor
+        self._shape: torch.Size | None = None  # (B, T); None: every rank has all tokens
+        self._incoming = self._outgoing = None  # between the stages of a pipeline
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part of hidden states (B, T, H) that all ranks have, or the part that `receive` was given."""
+        self._shape = hidden.shape[:2] if torch.is_grad_enabled() else None
+        if self._shape is None:
+            return hidden
+        received, self._incoming = self._incoming, None
+        if received is not None:
+            return received
+        return Exchange.apply(hidden, self._own, partial(_gather, shape=self._shape, tensor=self.tensor))
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        return _filled_up(whole, self.tensor).chunk(self.tensor.size)[self.tensor.rank].unsqueeze(0).clone()
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """All tokens (B, T, H), to be read by layers that are cut: the gradients of their shares add up."""
+        if self._shape is None:
+            return part
+        join = partial(_gather, shape=self._shape, tensor=self.tensor)
+        return Exchange.apply(part, join, partial(_scatter, tensor=self.tensor))
+
+    def add_up(self, share: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """This rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
+        if self._shape is not None:
+            return Scattered.apply(share, bias, self.tensor)
+        whole = total(share, self.tensor.group)
+        return whole if bias is None else whole + bias
+
+    def leave(self, module: nn.Module, args: tuple, hidden: torch.Tensor) -> torch.Tensor:
+        """All tokens behind the last norm, as a hook of it. Where a later stage of a pipeline has the norm, the part
+        is for `send`, and the model's code goes on with something of its shape."""
+        if self._shape is None:
+            return hidden
+        if hidden.requires_grad:  # what is recomputed then is of this micro-batch, and others may have come between
+            hidden.register_hook(partial(self._return_to, self._shape))
+        if not isinstance(module, IdentityLayer):
+            return self.join(hidden)
+        self._outgoing = hidden
+        return self._placeholder(hidden, self._shape)
+
+    def receive(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """What the model's code is given in place of a part that comes from the stage before.
+
+        Args:
+            shape: (B, T).
+        """
+        if not torch.is_grad_enabled():
+            return part
+        self._incoming = part
+        return self._placeholder(part, shape)
+
+    def send(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the next stage is sent in place of the model's hidden states."""
+        outgoing, self._outgoing = self._outgoing, None
+        return hidden if outgoing is None else outgoing
+
+    def _placeholder(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return part.new_zeros(()).expand(*shape, part.shape[-1])
+
+    def _return_to(self, shape: torch.Size, gradient: torch.Tensor) -> None:
+        self._shape = shape
+
+
+# ------------------------------------------------------------------------------------------- layers that are cut
 
 
 class RowLinear(nn.Module):
@@ -75,7 +207,7 @@ class SharedNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         wide, group = hidden.float(), self.tensor.group
-        squares = Copied.apply(Summed.apply(wide.pow(2).sum(-1, keepdim=True), group), group)
+        squares = copied(summed(wide.pow(2).sum(-1, keepdim=True), group), group)
         return (self.weight * (wide * torch.rsqrt(squares / self.channels + self.eps))).to(hidden.dtype)
 
 
@@ -110,6 +242,16 @@ class VocabularyShare:
         """The sum of all ranks' tensors."""
         return total(tensor, self.tensor.group)
 
+    def join(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns side by side, on every rank; the gradient of each share is its part of the whole one."""
+        return Exchange.apply(own, self._all_columns, lambda gradient: gradient[..., self.start : self.stop])
+
+    def _all_columns(self, own: torch.Tensor) -> torch.Tensor:
+        own = F.pad(own, (0, max(self.sizes) - own.shape[-1])).contiguous()
+        parts = [torch.empty_like(own) for _ in self.sizes]
+        distributed.all_gather(parts, own, group=self.tensor.group)
+        return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes)], dim=-1)
+
 
 class VocabularyEmbedding(nn.Embedding):
     """A lookup table that is cut by its rows.
@@ -126,23 +268,7 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, ids):
         rows, is_own = self.share.own(ids)
         embedded = super().forward(rows).masked_fill(~is_own.unsqueeze(-1), 0)
-        return Summed.apply(embedded, self.share.tensor.group)
-
-
-class Joined(torch.autograd.Function):
-    """All ranks' columns side by side, on every rank; the gradient of each share is its part of the whole one."""
-
-    @staticmethod
-    def forward(ctx, tensor, share):
-        ctx.share = share
-        own = F.pad(tensor, (0, max(share.sizes) - tensor.shape[-1])).contiguous()
-        parts = [torch.empty_like(own) for _ in share.sizes]
-        distributed.all_gather(parts, own, group=share.tensor.group)
-        return torch.cat([part[..., :size] for part, size in zip(parts, share.sizes)], dim=-1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient[..., ctx.share.start : ctx.share.stop], None
+        return summed(embedded, self.share.tensor.group)
 
 
 class VocabularyHead(nn.Module):
@@ -158,4 +284,97 @@ class VocabularyHead(nn.Module):
         self.share = VocabularyShare(tensor, vocab_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return Joined.apply(F.linear(hidden, self.weight, self.bias), self.share)
+        return self.share.join(F.linear(hidden, self.weight, self.bias))
+
+
+# ------------------------------------------------------------------------------------------------- a model that is cut
+
+
+def check_split(config, size: int, source: str) -> None:
+    """Check that so many ranks can share the layers of a model, as a pair says.
+
+    Raises:
+        UserError: its family has no plan, or the number divides its heads or its MLP's channels not evenly.
+    """
+    plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
+    otherwise = "Use a pair without it, such as zero3"
+    if plan is None:
+        raise UserError(f"{degree}: tensor parallelism does not support {config.model_type}. {otherwise}")
+    # GPT-2's n_inner may be None: then it is four times the hidden size
+    widths = {name: getattr(config, name) or 4 * config.hidden_size for name in plan.widths}
+    uneven = {name: width for name, width in widths.items() if width % size}
+    if not uneven:
+        return
+    degrees = [
+        str(each) for each in range(2, min(widths.values()) + 1) if all(width % each == 0 for width in widths.values())
+    ]
+    remedy = f"Possible: {', '.join(degrees)}" if degrees else otherwise
+    listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
+    raise UserError(f"{degree} does not divide the model's {listed}. {remedy}")
+
+
+def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:
+    """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group; between the
+    layers that are cut, the ranks share the tokens of its `token_parts`."""
+    plan, parts = family_of(model.config).tensor_plan, TokenParts(tensor)
+    model.token_parts, readers = parts, set()
+    for path, layer in list(model.named_modules()):
+        owner, _, name = path.rpartition(".")
+        if name in plan.columns:
+            _cut_columns(layer, tensor, plan.columns[name])
+            readers.add(owner)
+        elif name in plan.rows:
+            weight = layer.weight
+            cut_parameter(weight, cut_for(weight.shape, 0 if is_transposed(layer) else 1, tensor.rank, tensor.size))
+            setattr(model.get_submodule(owner), name, RowLinear(layer, parts))
+        elif name in plan.norms:
+            cut_parameter(layer.weight, cut_for(layer.weight.shape, 0, tensor.rank, tensor.size))
+            setattr(model.get_submodule(owner), name, SharedNorm(layer, tensor))
+        for attribute in plan.own_widths:
+            if hasattr(layer, attribute):
+                setattr(layer, attribute, getattr(layer, attribute) // tensor.size)
+    for owner in readers:
+        model.get_submodule(owner).register_forward_pre_hook(partial(_join_input, parts), with_kwargs=True)
+    _share_tokens(model, parts)
+    _split_vocabulary(model, tensor)
+
+
+def _cut_columns(layer: torch.nn.Module, tensor: TensorGroup, parts: int) -> None:
+    for parameter, dim in ((layer.weight, 1 if is_transposed(layer) else 0), (layer.bias, 0)):
+        if parameter is not None:
+            cut_parameter(parameter, cut_for(parameter.shape, dim, tensor.rank, tensor.size, parts))
+    width = "nf" if is_transposed(layer) else "out_features"
+    setattr(layer, width, getattr(layer, width) // tensor.size)
+
+
+def _join_input(parts: TokenParts, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    if "hidden_states" in kwargs:
+        return args, {**kwargs, "hidden_states": parts.join(kwargs["hidden_states"])}
+    return (parts.join(args[0]), *args[1:]), kwargs
+
+
+def _share_tokens(model: torch.nn.Module, parts: TokenParts) -> None:
+    """From the dropout of the embeddings, or the first layer, to the last norm each rank has a part of the tokens. Of
+    a norm's weights it finds a part of the gradients, which add up."""
+    body, plan = model.base_model, family_of(model.config).stage_plan
+    layers, last = getattr(body, plan.layers), getattr(body, plan.after[-1])
+    dropouts = [module for name in plan.before if isinstance(module := getattr(body, name), torch.nn.Dropout)]
+    first = dropouts[0] if dropouts else layers[0]
+    first.register_forward_pre_hook(lambda module, args: (parts.enter(args[0]), *args[1:]))
+    last.register_forward_hook(parts.leave)
+    norms = (module for module in (*layers.modules(), last) if not isinstance(module, RowLinear))
+    for parameter in (each for module in norms for each in module.parameters(recurse=False)):
+        if parameter.requires_grad and not hasattr(parameter, "cut"):
+            parameter.register_hook(partial(total, group=parts.tensor.group))
+
+
+def _split_vocabulary(model: torch.nn.Module, tensor: TensorGroup) -> None:
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    rows = model.config.vocab_size
+    over_tokens = {id(each): each for module in (table, head) for each in module.parameters()}
+    for parameter in over_tokens.values():  # tied ones once
+        cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
+    if hasattr(table, "weight"):  # else it is of another stage of a pipeline
+        model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
+    if hasattr(head, "weight"):
+        model.set_output_embeddings(VocabularyHead(head, tensor, rows))
