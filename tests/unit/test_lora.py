@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import check_refusal, refusal, tiny_model
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from zerofit.model.adapter_folder import open_adapter
@@ -178,33 +178,6 @@ def test_what_was_trained_is_read_by_plain_peft_and_put_on_its_base_again(bases,
     torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path)), trained, rtol=1e-6, atol=1e-6)
     inject_adapter(open_adapter(str(tmp_path)), again, bases[family], NOT_SHARDED, quantised=False)
     torch.testing.assert_close(answer(again), trained, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("family", "spoil", "words"), [
-    ("gpt2", lambda tensors: tensors.popitem(), "no weights for transformer.h.1.attn.c_attn.lora_"),
-    ("gpt2", lambda tensors: tensors.update({"base_model.model.other.lora_A.weight": torch.ones(2, 2)}),
-     "no place for other.lora_A.weight"),
-    ("llama", None, "target modules"),
-])  # fmt: skip
-def test_an_adapter_is_not_put_on_another_base(bases, tmp_path, family, spoil, words):
-    model, adapter = adapted(bases["gpt2"], "gpt2")
-    adapter.save(model, moved(model), MagicMock(), tmp_path)
-    if spoil:
-        tensors = dict(sorted(load_file(tmp_path / "adapter_model.safetensors").items()))
-        spoil(tensors)
-        save_file(tensors, tmp_path / "adapter_model.safetensors")
-    base = FAMILIES[family][1].from_pretrained(bases[family])
-    message = refusal(inject_adapter, open_adapter(str(tmp_path)), base, bases[family], NOT_SHARDED, quantised=False)
-    assert "is for another base than" in message
-    assert words.lower() in message.lower()
-
-
-def test_the_base_of_an_adapter_is_known_by_its_weights(bases, tmp_path):
-    model, adapter = adapted(bases["gpt2"], "gpt2")
-    adapter.save(model, moved(model), MagicMock(), tmp_path)
-    other = CAUSAL.from_config(AutoConfig.from_pretrained(bases["gpt2"]))
-    message = refusal(inject_adapter, open_adapter(str(tmp_path)), other, "other", NOT_SHARDED, quantised=False)
-    assert "has other weights" in message
 
 
 @pytest.mark.parametrize("family", ["llama", "deberta-v2", "blenderbot"])

@@ -336,7 +336,7 @@ NAN = float("nan")
         (weights(lambda of: [tensor.fill_(NAN) for tensor in of.values()]), ["diverged"]),
         (weights(lambda of: of.pop(first(of, "lora_A"))), ["no weights", "lora_A"]),
         (base(num_hidden_layers=1), ["another base", "no place for model.layers.1."]),
-        (base(num_hidden_layers=3), ["another base", "no weights: model.layers.2."]),
+        (base(num_hidden_layers=3), ["another base", "no weights for model.layers.2."]),
         (base(hidden_size=48), ["another base", "has the shape"]),
         (without_tokenizer, ["no tokenizer"]),
     ],

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.model.configuration import STORED_ROWS, load_configuration, override
+from zerofit.model.configuration import STORED_ROWS, check_quantiser, load_configuration, override
 from zerofit.model.families import family_of
 from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
 from zerofit.model.pretrained_io import read_config
@@ -217,10 +217,13 @@ def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
         if kind and task and TASK_TYPES[kind][0] != kind_of(task):
             raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{TASK_TYPES[kind][0]}.py")
         _check_trainable(folder, f"model_name_or_path = {name!r}")
-        _, base, config = find_base(
+        option, base, config = find_base(
             folder, named_with="base_model_name_or_path in that file", trust_remote_code=recipe.trust_remote_code
         )
-        _check_quantised_base(folder, base, config)
+        try:
+            check_quantiser(option, base, config, on_gpu=True)
+        except UserError as error:
+            raise UserError(f"{error}, as base_model_name_or_path there, or below with --base") from None
     except UserError as error:
         remedy = f"To train on base and adapter as one model: {merge_command(name)}"
         raise UserError([*error.problems[:-1], f"{error.problems[-1].rstrip('.')}. {remedy}"]) from None
@@ -276,26 +279,6 @@ def check_resized(folder: AdapterFolder, config: Any) -> None:
         raise UserError(
             f"resize_embeddings: the adapter {str(folder.path)!r} has embeddings of its own, of {_num_rows(folder):,} "
             f"rows. Make a full model of it, and train that: {merge_command(str(folder.path))}"
-        )
-
-
-def _check_quantised_base(folder: AdapterFolder, base: str, config: Any) -> None:
-    """Raises UserError if the base is quantised and cannot be used here."""
-    import torch
-    from transformers.utils import is_bitsandbytes_available
-
-    method = getattr(config, "quantization_config", None) or {}
-    method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", "")
-    method = str(getattr(method, "value", method) or "")
-    if not method:
-        return
-    lacks = "a GPU" if not torch.accelerator.is_available() else ""
-    if not lacks and "bitsandbytes" in method and not is_bitsandbytes_available():
-        lacks = "bitsandbytes (pip install '.[qlora]')"
-    if lacks:
-        raise UserError(
-            f"{str(folder.path)!r} names the quantised base {base!r} ({method}), which needs {lacks}. Name its "
-            "original as base_model_name_or_path in adapter_config.json, or below with --base"
         )
 
 

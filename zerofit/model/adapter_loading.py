@@ -5,14 +5,15 @@ peft itself silently skips adapter weights that have no place in the base, and o
 ones at random. Here both are errors, and so is a base with the right shapes and other weights.
 """
 
-import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from zerofit.model.adapter_folder import (
-    ADAPTER_PREFIX,
     CLASSIFIERS,
     TASK_TYPES,
     AdapterFolder,
@@ -23,14 +24,29 @@ from zerofit.model.adapter_folder import (
     name_some,
     trained_config,
 )
-from zerofit.model.configuration import has_head
-from zerofit.model.lora import Adapter, base_sample, check_expert_targets, published_base, trained_in_full, with_tied
+from zerofit.model.configuration import has_head, has_model
+from zerofit.model.lora import (
+    Adapter,
+    base_sample,
+    check_expert_targets,
+    inside_of,
+    published_base,
+    trained_in_full,
+    with_tied,
+)
 from zerofit.model.parameters import true_shape
 from zerofit.model.pretrained_io import read_model
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.model_options import merge_command
 
 NAME = "default"  # peft's name for the only adapter
+ALONE = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and weights keep their precision
+    deepspeed={},
+    shards_parameters=False,
+    fully_shards=False,
+    gathered=lambda *args, **kwargs: nullcontext(),
+    read_from_outside=lambda *args: None,
+)
 
 
 @dataclass
@@ -78,7 +94,7 @@ def load_with_adapter(
     config, notes = trained_config(folder, config, where, name)
     _, head = TASK_TYPES[folder.settings.get("task_type") or _task_type(config)]
     auto_class = getattr(transformers, f"AutoModelFor{head}")
-    if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
+    if not has_model(auto_class, config):
         raise UserError(f"{where}: {name!r} is a {config.model_type}, and there is no {auto_class.__name__} for it")
     model, missing = read_model(
         auto_class,
@@ -92,9 +108,16 @@ def load_with_adapter(
     _check_complete(missing, folder, where, name)
     if is_quantised and quantised == "dequantize":
         model = _dequantize(model, option, name)
-    adapted = _attach(model, folder, where, name)
-    notes += check_base_weights(adapted.get_base_model(), folder.path, where, name, is_quantised)
-    return AdaptedModel(adapted.eval(), name, auto_class, notes)
+    settings = adapter_settings(folder, where)
+    for tied in trained_apart(folder.tensors(), model, settings):
+        for weight in tied[1:]:
+            owner, _, attribute = weight.rpartition(".")
+            own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
+            setattr(model.get_submodule(owner), attribute, own)
+        model.config.tie_word_embeddings = False
+    saved = _saved_modules(folder, model, settings)
+    adapted, more = _inject(folder, model, name, ALONE, is_quantised, settings, saved, where)
+    return AdaptedModel(adapted.eval(), name, auto_class, [*notes, *more])
 
 
 def _task_type(config) -> str:
@@ -129,49 +152,6 @@ def _quantises(step) -> bool:
     return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
 
 
-def _attach(model, folder: AdapterFolder, where: str, name: str):
-    """The PeftModel of base and adapter, with all weights of the adapter's file and no random ones."""
-    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel, set_peft_model_state_dict
-
-    refusal, settings = f"{where} is for another base than {name!r}", adapter_settings(folder, where)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on tied embeddings, which zerofit merge unties
-        try:
-            peft_class = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(settings.task_type, PeftModel)
-            adapted = peft_class(model, settings, NAME)
-        except ValueError as error:  # nothing matches target_modules
-            raise UserError(f"{refusal}: {first_line(error)}") from None
-        tensors = {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in folder.tensors().items()}
-        try:
-            result = set_peft_model_state_dict(adapted, tensors, NAME)
-        except (KeyError, RuntimeError) as error:
-            raise UserError(f"{refusal}{_mismatch(adapted, folder) or f': {first_line(error)}'}") from None
-    missing = [name for name in result.missing_keys if "lora_" in name and f".{NAME}" in name]
-    unmatched = [*missing, *result.unexpected_keys]
-    if unmatched:
-        raise UserError(f"{refusal}{_mismatch(adapted, folder) or f': no place for {name_some(unmatched)}'}")
-    return adapted
-
-
-def _mismatch(adapted, folder: AdapterFolder) -> str | None:
-    """How the adapter's tensors differ from the layers that peft added to the base; None where they agree."""
-    from peft import get_peft_model_state_dict
-
-    added = get_peft_model_state_dict(adapted, adapter_name=NAME, save_embedding_layers=False)
-    expected = {key.removeprefix(ADAPTER_PREFIX): tuple(tensor.shape) for key, tensor in added.items()}
-    in_base = {key: tuple(tensor.shape) for key, tensor in adapted.get_base_model().state_dict().items()}
-    unplaced = [key for key in folder.shapes if key not in expected and in_base.get(key) != folder.shapes[key]]
-    if unplaced:
-        return f", which has no place for {name_some(unplaced)}"
-    unfilled = [key for key in expected if key not in folder.shapes]
-    if unfilled:
-        return f": that one has modules for which the adapter has no weights: {name_some(unfilled)}"
-    for key, shape in expected.items():
-        if folder.shapes[key] != shape:
-            return f": {key} has the shape {folder.shapes[key]}, and that one takes {shape}"
-    return None
-
-
 def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, strategy, quantised: bool) -> list[str]:
     """Inject an adapter's layers into the model, as training does, and load its weights into them.
 
@@ -186,7 +166,7 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
         UserError: the adapter is for another base.
     """
     settings = adapter_settings(folder, _where(folder))
-    return _inject(folder, model, name, strategy, quantised, settings, _saved_modules(folder, model, settings))
+    return _inject(folder, model, name, strategy, quantised, settings, _saved_modules(folder, model, settings))[1]
 
 
 def continue_adapter(folder: AdapterFolder, model: torch.nn.Module, recipe, strategy) -> Adapter:
@@ -206,7 +186,7 @@ def continue_adapter(folder: AdapterFolder, model: torch.nn.Module, recipe, stra
     saved = with_tied(model, [*_saved_modules(folder, model, settings), *fresh])
     base, quantised = recipe.model_name_or_path, recipe.quantised is not None
     torch.manual_seed(recipe.seed)
-    notes = _inject(folder, model, base, strategy, quantised, settings, saved)
+    _, notes = _inject(folder, model, base, strategy, quantised, settings, saved)
     trained_in_full(model, saved, strategy)
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     written = replace(
@@ -239,16 +219,22 @@ def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings) -> l
     return list(dict.fromkeys([*names, *(owner for owner in has_weight if owner in inside)]))
 
 
-def _inject(folder, model, name: str, strategy, quantised: bool, settings, saved: list[str]) -> list[str]:
-    from peft import get_peft_model_state_dict, inject_adapter_in_model
+def _inject(
+    folder, model, name: str, strategy, quantised: bool, settings, saved: list[str], where: str | None = None
+) -> tuple[Any, list[str]]:
+    """Inject the adapter's layers, and load all weights of its file into them and into the modules that it has in
+    full; no weight of a layer stays random. Returns the PeftModel of a tool, which says `where`, and notes."""
+    from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 
-    where = _where(folder)
+    wrap = PeftModel if where else lambda model, settings, name: inject_adapter_in_model(settings, model, name)
+    where = where or _where(folder)
     refusal = f"{where} is for another base than {name!r}"
-    inside = [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
-    settings = replace(settings, modules_to_save=None, exclude_modules=inside or settings.exclude_modules)
+    settings = replace(
+        settings, modules_to_save=None, exclude_modules=inside_of(model, saved) or settings.exclude_modules
+    )
     check_expert_targets(sorted(settings.target_parameters or ()), strategy)
     try:
-        inject_adapter_in_model(settings, model)
+        adapted = wrap(model, settings, NAME)
     except ValueError as error:  # nothing matches target_modules
         raise UserError(f"{refusal}: {first_line(error)}") from None
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -259,7 +245,11 @@ def _inject(folder, model, name: str, strategy, quantised: bool, settings, saved
     if unplaced or unfilled:
         problem = f"no place for {name_some(unplaced)}" if unplaced else f"no weights for {name_some(unfilled)}"
         raise UserError(f"{refusal}: {problem}")
-    _check_ties(folder, tensors, parameters, name, settings.ensure_weight_tying)
+    for tied in trained_apart(tensors, model, settings):
+        raise UserError(
+            f"{where}: {tied[0]} and {tied[-1]} are one weight in {name!r}, and the adapter trained them apart. "
+            f"Make a full model of it: {merge_command(str(folder.path))}"
+        )
     for key, tensor in tensors.items():
         parameter = adapter_parameters.get(key, parameters.get(key))
         if true_shape(parameter) != tensor.shape:
@@ -272,21 +262,20 @@ def _inject(folder, model, name: str, strategy, quantised: bool, settings, saved
     for layer in model.modules():
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
             strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
-    return check_base_weights(
-        model, folder.path, where, name, quantised, lambda weight: strategy.gathered(weight, written=False)
-    )
+    gathered = partial(strategy.gathered, written=False)
+    return adapted, check_base_weights(model, folder.path, where, name, quantised, gathered)
 
 
-def _check_ties(folder: AdapterFolder, tensors, parameters, name: str, ties: bool) -> None:
-    """Raises UserError where the base uses one weight twice (its embeddings, as the head), and the adapter has two."""
+def trained_apart(tensors: dict[str, torch.Tensor], model: torch.nn.Module, settings) -> list[list[str]]:
+    """Names of each weight that the base uses twice (its embeddings, as the head) and the adapter trained apart."""
+    tensors = {key.replace(".base_layer.", "."): tensor for key, tensor in tensors.items()}  # below an adapter
     names: dict[int, list[str]] = {}
-    for key, parameter in parameters.items():
-        names.setdefault(id(parameter), []).append(key)
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(key.replace(".base_layer.", "."))
+    found = []
     for tied in names.values():
         own = [tensors[key] for key in tied if key in tensors]
-        apart = (len(own) != len(tied) and not ties) or any(not torch.equal(own[0], other) for other in own[1:])
-        if own and apart:
-            raise UserError(
-                f"{_where(folder)}: {tied[0]} and {tied[-1]} are one weight in {name!r}, and the adapter trained "
-                f"them apart. Make a full model of it: {merge_command(str(folder.path))}"
-            )
+        lacks_one = len(own) != len(tied) and not settings.ensure_weight_tying
+        if own and (lacks_one or any(not torch.equal(own[0], other) for other in own[1:])):
+            found.append(tied)
+    return found

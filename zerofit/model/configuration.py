@@ -22,6 +22,13 @@ from zerofit.recipe.paths import is_missing_folder, why_no_model
 OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
 ARCHITECTURES = Path(__file__).parent / "architectures"
 STORED_ROWS = "stored_vocab_size"  # of a configuration whose embeddings are resized: the rows of the stored weights
+AUTO_CLASSES = {  # AutoModelFor...: what transformers calls the task in the name of its table of models
+    "CausalLM": "CAUSAL_LM",
+    "Seq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
+    "SequenceClassification": "SEQUENCE_CLASSIFICATION",
+    "TokenClassification": "TOKEN_CLASSIFICATION",
+    "MultipleChoice": "MULTIPLE_CHOICE",
+}
 # What a config.json may name: other names are repositories of the hub, whose code transformers would run.
 ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 
@@ -89,12 +96,20 @@ def check_auxiliary_loss(config) -> None:
 
 def check_task(recipe: ModelOptions, config, auto_class) -> None:
     """Raises UserError if transformers has no model of this architecture for the task."""
-    if type(config) not in auto_class._model_mapping and not hasattr(config, "auto_map"):
+    if not has_model(auto_class, config):
         option = next(name for name in ("model_name_or_path", "config_name", "model_type") if getattr(recipe, name))
         raise UserError(
             f"{option} = {getattr(recipe, option)!r}: a {config.model_type} has no {auto_class.__name__}. For text "
             "use train/clm.py, for classes train/cls.py, for encoder-decoders train/seq2seq.py"
         )
+
+
+def has_model(auto_class, config) -> bool:
+    """Return whether transformers may have a model of this architecture for the task: one with own code may be one."""
+    import transformers
+
+    task = AUTO_CLASSES[auto_class.__name__.removeprefix("AutoModelFor")]
+    return type(config) in getattr(transformers, f"MODEL_FOR_{task}_MAPPING") or hasattr(config, "auto_map")
 
 
 def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
@@ -159,12 +174,16 @@ def unknown_family(model_type: str) -> str:
     )
 
 
-def check_quantiser(option: str, name: str, config: Any) -> None:
+def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -> None:
     """Check that quantised weights can be read here, before data or weights are read.
+
+    Args:
+        on_gpu: they are trained on, which is done on a GPU alone.
 
     Raises:
         UserError: transformers knows no such method, its package is missing, or it needs another device.
     """
+    import torch
     from transformers.quantizers import AutoHfQuantizer
 
     settings = getattr(config, "quantization_config", None)
@@ -172,6 +191,8 @@ def check_quantiser(option: str, name: str, config: Any) -> None:
         return
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     stated = f"{option} = {name!r} is quantised (quant_method {getattr(method, 'value', method)})"
+    if on_gpu and not torch.accelerator.is_available():
+        raise UserError(f"{stated}, which needs a GPU. Name weights that are not quantised")
     try:
         quantiser = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
         quantiser.validate_environment(device_map=None)

@@ -134,7 +134,7 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
         use_rslora=recipe.use_rslora,
         target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else modules,
         target_parameters=of_experts or None,
-        exclude_modules=_inside(model, saved) or None,
+        exclude_modules=inside_of(model, saved) or None,
         base_model_name_or_path=published_base(recipe.model_name_or_path),
         fan_in_fan_out=_is_conv1d(model, targets),
     )
@@ -299,8 +299,8 @@ def _is_conv1d(model: torch.nn.Module, targets: tuple[str, ...]) -> bool:
     return any(isinstance(module, Conv1D) and name.endswith(ends) for name, module in model.named_modules())
 
 
-def _inside(model: torch.nn.Module, saved: list[str]) -> list[str]:
-    """The modules to save and all modules inside them: fully trained modules get no adapter."""
+def inside_of(model: torch.nn.Module, saved: list[str]) -> list[str]:
+    """Modules that are fully trained, and all modules inside them: they get no adapter."""
     return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationConfig,
@@ -14,6 +12,7 @@ from transformers import (
 
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
+from zerofit.model.configuration import has_model
 from zerofit.model.folders import is_adapter, model_folder
 from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
@@ -106,12 +105,9 @@ def _read(source: ModelSource, **how):
 
 def _auto_class(config, name: str):
     """The transformers class for a model that writes. Raises UserError if this one does not."""
-    auto_class, writers = AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
-    if config.is_encoder_decoder:
-        auto_class, writers = AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
-    unknown = type(config) not in writers and not hasattr(config, "auto_map")
-    if non_writers or unknown:
+    if non_writers or not has_model(auto_class, config):
         kind = non_writers[0] if non_writers else config.model_type
         raise UserError(f"model = {name!r} is a {kind}, which writes no text. Name one for CAUSAL_LM or SEQ_2_SEQ_LM")
     return auto_class
