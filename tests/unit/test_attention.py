@@ -102,15 +102,6 @@ def loss_and_gradients(model, flatten: bool) -> tuple[torch.Tensor, list[torch.T
     return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
 
-def test_a_flattened_batch_says_where_its_documents_end():
-    inputs = CausalCollator(0, flatten=True)(samples()).inputs
-    assert inputs["input_ids"].shape == (1, 16)
-    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 5, 8, 9, 10, 16]
-    assert inputs["cu_seq_lens_q"].dtype == torch.int32
-    assert (inputs["max_length_q"], inputs["max_length_k"]) == (6, 6)
-    assert "cu_seq_lens_q" not in CausalCollator(0)(samples()).inputs
-
-
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("kernel", [HUB, VARLEN])
 def test_two_packed_rows_through_a_flash_kernel(flash, family, kernel):
@@ -175,16 +166,6 @@ def test_the_check_goes_through_the_collator_with_two_rows(flash):
     assert all(told == [0, 8, 16, 24, 32] for told in flash.told)
 
 
-def test_rows_that_are_not_flattened_are_found_out(flash, monkeypatch):
-    """As it was for hub kernels: two rows, and nothing that says where documents end."""
-    monkeypatch.setattr("zerofit.model.preflight.takes_lengths", lambda config: False)
-    said = refusal(
-        check_packing, engine(tiny_model("llama", HUB)), ClmRecipe(attn_implementation=HUB), CausalCollator(0)
-    )
-    assert "mixes them" in said
-    assert "rows" in flash.told
-
-
 def test_a_kernel_that_nobody_asked_for_is_given_up_where_the_model_does_not_tell_it(flash):
     model = tiny_model("llama", VARLEN)
     original = model.forward
@@ -220,15 +201,6 @@ def test_torch_s_own_kernel_where_there_is_no_other(gpu):
     )
     assert model.model.config._attn_implementation == VARLEN
     assert model.config.to_dict().get("_attn_implementation") is None  # the exported model says nothing of it
-
-
-def test_an_installed_package_comes_first(gpu, monkeypatch):
-    monkeypatch.setattr(transformers.utils, "is_flash_attn_2_available", lambda: True)
-    chosen = []
-    model = tiny_model("gpt2", None, attn_pdrop=0.1)
-    monkeypatch.setattr(model, "set_attn_implementation", chosen.append)
-    assert "flash-attn package, version 2" in choose_attention(model, None, "fp16", gpu)
-    assert chosen == ["flash_attention_2"]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.data.collate import Batch
 from zerofit.estimate.read_model import read_planned_model
-from zerofit.model.chunked_loss import TokenLoss
-from zerofit.model.distillation import Distillation
+from zerofit.model.chunked_loss import Distillation, TokenLoss
 from zerofit.model.loss import install_loss
 from zerofit.recipe.errors import UserError
 from zerofit.training.configuration import check_teacher

@@ -29,7 +29,6 @@ from zerofit.model.parameters import (
     count_parameters,
     decay_groups,
     flops_per_token,
-    true_shape,
 )
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
@@ -207,14 +206,6 @@ def test_decay_goes_by_dimension(family):
     assert {parameter.ndim for parameter in matrices["params"]} == {2}
     assert {parameter.ndim for parameter in vectors["params"]} == {1}
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
-
-
-def test_decay_sees_through_a_partitioned_parameter():
-    partitioned = torch.nn.Parameter(torch.empty(0))
-    partitioned.ds_shape = torch.Size((4, 3))
-    assert true_shape(partitioned) == (4, 3)
-    assert len(decay_groups([partitioned], 0.1)[0]["params"]) == 1
-    assert decay_groups([partitioned], 0.1)[0]["weight_decay"] == 0.1
 
 
 def test_flops_of_a_token_by_hand():

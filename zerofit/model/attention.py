@@ -26,13 +26,17 @@ HALF = ("bf16", "fp16")
 AMPERE = (8, 0)  # compute capability: flash kernels need it
 
 
-def choose_attention(model, requested: str | None, precision: str, device: torch.device) -> str:
+def choose_attention(model, requested: str | None, precision: str, device: torch.device | None = None) -> str:
     """Before the model is prepared: choose the kernel for packed documents. Returns a line for the log.
 
     Args:
         requested: attn_implementation of the recipe, which is not changed; None: choose.
         precision: fp32, bf16 or fp16, of the computation.
+        device: that the model will run on; None: the accelerator, where there is one.
     """
+    if device is None:
+        on_gpu = torch.accelerator.is_available()
+        device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
     config, reason = model.config, "as the recipe says"
     if not requested:
         reason = _why_no_flash(model, precision, device) or _use_flash(model, precision, device)
@@ -70,11 +74,6 @@ def takes_lengths(config) -> bool:
     from transformers.utils.generic import is_flash_attention_requested
 
     return is_flash_attention_requested(config) or config._attn_implementation == VARLEN
-
-
-def use_masks(model) -> None:
-    """Return to sdpa from a kernel that the recipe did not name."""
-    model.set_attn_implementation("sdpa")
 
 
 def _why_no_flash(model, precision: str, device: torch.device) -> str:
@@ -215,26 +214,18 @@ def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, 
 def _trial(device: torch.device, dtype: torch.dtype) -> str:
     """Why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
     generator = torch.Generator().manual_seed(0)
-    lengths, heads = (5, 11), (4, 2)
     parts = [
-        torch.randn(1, count, sum(lengths), 16, generator=generator).to(device, dtype).requires_grad_()
-        for count in (heads[0], heads[1], heads[1])
+        torch.randn(1, heads, 16, 16, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)
     ]
-    ends = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+    ends = torch.tensor([0, 5, 16], dtype=torch.int32, device=device)  # of two documents
+    is_second = torch.arange(16, device=device) >= 5
+    seen = (is_second[:, None] == is_second).tril()
     try:
-        boundaries = {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
-        }
-        output, _ = varlen_attention(None, *parts, None, **boundaries)
+        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
+        output, _ = varlen_attention(None, *parts, None, **lengths)
         gradients = torch.autograd.grad(output.float().square().sum(), parts)
-        pieces = [
-            F.scaled_dot_product_attention(*piece, is_causal=True, enable_gqa=True)
-            for piece in zip(*(part.float().split(lengths, dim=2) for part in parts))
-        ]
-        expected = torch.cat(pieces, dim=2).transpose(1, 2)
+        wide = [part.float() for part in parts]
+        expected = F.scaled_dot_product_attention(*wide, attn_mask=seen, enable_gqa=True).transpose(1, 2)
         expected_gradients = torch.autograd.grad(expected.square().sum(), parts)
         pairs = zip((output, *gradients), (expected, *expected_gradients))
         error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)

@@ -2,18 +2,58 @@
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from zerofit.model.distillation import Distillation, TeacherStates
 from zerofit.recipe.tasks import LossOptions
 
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
 GPU_CHUNK_BYTES, GPU_CHUNK_ROWS = 2**30, (1024, 2048)  # with each chunk the head's whole gradient is read and written
+
+
+class Distillation(NamedTuple):
+    """How far a student's next-token distribution is from a teacher's, and what that weighs in the loss of a token,
+
+        (1 - a) hard + a T^2 KL        forward: KL(teacher || student), reverse: KL(student || teacher)
+
+    with `weight` a and `temperature` T, as in Hinton et al. 2015 (arXiv:1503.02531) and Gu et al. 2023 (MiniLLM,
+    arXiv:2306.08543). Both distributions are softmax(log p / T), over the whole vocabulary. `head` is the teacher's,
+    where it is held beside the student.
+    """
+
+    weight: float
+    temperature: float = 1.0
+    reverse: bool = False
+    head: Any = None
+
+    def losses(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        """(N,) T^2 KL of log-probabilities (N, V)."""
+        of_student, of_teacher = (F.log_softmax(each / self.temperature, dim=-1) for each in (student, teacher))
+        target, other = (of_student, of_teacher) if self.reverse else (of_teacher, of_student)
+        return self.temperature**2 * (target.exp() * (target - other)).sum(dim=-1)
+
+    def with_gradient(self, student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(losses (N,), their gradient (N, V) with regard to `student`), where autograd is switched off."""
+        with torch.enable_grad():
+            student = student.detach().requires_grad_()
+            losses = self.losses(student, teacher)
+            (gradient,) = torch.autograd.grad(losses.sum(), student)
+        return losses.detach(), gradient
+
+
+class TeacherStates(NamedTuple):
+    """A teacher's last hidden states (N, H) and its head; its logits are made for some tokens at a time."""
+
+    hidden: torch.Tensor
+    head: Any
+
+    def log_probabilities(self, start: int, stop: int) -> torch.Tensor:
+        """(stop - start, V) fp32."""
+        return self.head(self.hidden[start:stop]).float().log_softmax(-1)
 
 
 class TokenLoss(NamedTuple):

@@ -163,20 +163,18 @@ def drop_invalid_settings(generation: GenerationConfig) -> dict[str, Any]:
 
 
 def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """(the valid ones of a stored model's generation settings, the others), where transformers refuses to read its
-    file; else (None, {})."""
+    """(a stored model's generation settings, None without a file; {name: value} of those that are left out, where
+    transformers refuses to read the file)."""
     try:
-        GenerationConfig.from_pretrained(name)
+        return GenerationConfig.from_pretrained(name), {}
     except OSError:  # there is none
         return None, {}
     except Exception:  # ValueError, TypeError, ...: as a value is checked
         try:
-            text = Path(cached_file(name, GENERATION_CONFIG_NAME)).read_text(encoding="utf-8")
-            stored = json.loads(text)
+            stored = json.loads(Path(cached_file(name, GENERATION_CONFIG_NAME)).read_text(encoding="utf-8"))
         except Exception:  # the model's name is wrong, which loading it reports
             return None, {}
         return _valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
-    return None, {}
 
 
 def _valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:

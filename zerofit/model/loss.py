@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from zerofit.model.attention import packed_rows
-from zerofit.model.chunked_loss import IGNORE, PLAIN, TokenLoss, chunked_loss, chunked_token_losses
-from zerofit.model.distillation import TeacherStates
+from zerofit.model.chunked_loss import IGNORE, PLAIN, TeacherStates, TokenLoss, chunked_loss, chunked_token_losses
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from zerofit.model.attention import choose_attention, takes_lengths, use_masks
+from zerofit.model.attention import takes_lengths
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.compilation import uncompiled
 from zerofit.model.families import family_of
@@ -44,11 +44,6 @@ def safe_precision(strategy, config) -> tuple[str, str | None]:
 def install_chosen_loss(model, recipe: LossOptions) -> None:
     """Install the loss that the recipe names and the model can have."""
     install_loss(model, _choose(model, recipe)[0], terms_of(recipe))
-
-
-def choose_packed_attention(model, recipe: ModelOptions, precision: str) -> str:
-    """Choose the attention kernel for documents packed into one block. Returns a line for the log."""
-    return choose_attention(model, recipe.attn_implementation, precision, _device())
 
 
 # ----------------------------------------------------------------------------------------------- of the prepared model
@@ -93,7 +88,7 @@ def check_packing(engine, recipe: ModelOptions, collate) -> str:
     collate.flatten = takes_lengths(config)
     leak = _leaks(engine, collate)
     if leak and collate.flatten and not recipe.attn_implementation:  # the recipe did not name this kernel
-        use_masks(engine.module)
+        engine.module.set_attn_implementation("sdpa")
         collate.flatten = False
         note = f"attention sdpa: a {config.model_type} does not tell its attention how long documents are"
         leak = _leaks(engine, collate)
@@ -221,11 +216,6 @@ def _choose(model, recipe: LossOptions) -> tuple[str, str]:
     if recipe.loss == "full":
         return "full", "full: all logits are held, as the recipe says"
     return "chunked", "chunked: logits are never held all at once, and their sums are in fp32"
-
-
-def _device() -> torch.device:
-    """The device that the model will run on."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def _sizes(engine) -> tuple[int, torch.device, int]:

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from zerofit.data.collate import Batch
 from zerofit.data.lengths import choose_length
 from zerofit.data.pack import TextData
-from zerofit.model.attention import packed_rows
+from zerofit.model.attention import choose_attention, packed_rows
 from zerofit.model.loss import HIDDEN, has_separate_body, model_loss
-from zerofit.model.preflight import choose_packed_attention, documents_leak, random_tokens
+from zerofit.model.preflight import documents_leak, random_tokens
 from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
 
@@ -67,7 +67,7 @@ def load_teacher(run: "Run", student: Any, data: TextData, collate: Any) -> Teac
     if missing:
         raise UserError(f"{stated} lacks {len(missing)} weights, such as {missing[0]}. Name a folder with all of them")
     if recipe.is_packed:
-        choose_packed_attention(model, recipe, precision)
+        choose_attention(model, recipe.attn_implementation, precision)
     teacher = Teacher(model.to(device))
     if not has_separate_body(model) or not _makes_logits_of_its_head(teacher, random_tokens(rows, device)):
         raise UserError(f"{stated}: a {config.model_type} changes its logits after the head. {ANOTHER}")
