@@ -443,7 +443,7 @@ def adapted_weight(layer) -> "torch.Tensor":
 
 
 def differs(recorded: Sequence[float], sample: Sequence[float]) -> bool:
-    """Whether the two samples come from different weights; each may have been rounded to bf16 or fp16."""
+    """Return whether two samples come from different weights; each may have been rounded to bf16 or fp16."""
     if len(recorded) != len(sample):
         return True
     differing = sum(not math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for a, b in zip(recorded, sample))

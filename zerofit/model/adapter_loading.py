@@ -148,7 +148,7 @@ def _dequantize(model, option: str, name: str):
 
 
 def _quantises(step) -> bool:
-    """Whether a step of transformers' weight loading makes quantised weights."""
+    """Return whether a step of transformers' weight loading makes quantised weights."""
     return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
 
 

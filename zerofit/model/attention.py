@@ -70,7 +70,7 @@ def check_installed(requested: str | None) -> None:
 
 
 def takes_lengths(config) -> bool:
-    """Whether the attention takes the lengths of packed documents, and no mask."""
+    """Return whether the attention takes the lengths of packed documents, and no mask."""
     from transformers.utils.generic import is_flash_attention_requested
 
     return is_flash_attention_requested(config) or config._attn_implementation == VARLEN
@@ -115,7 +115,7 @@ def _use_flash(model, precision: str, device: torch.device) -> str:
 
 
 def has_attention_dropout(config) -> bool:
-    """Whether there is dropout on attention weights, by the names that configurations have for it."""
+    """Return whether there is dropout on attention weights, by the names that configurations have for it."""
     return any(
         getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     )

@@ -191,8 +191,8 @@ def unread_keys(tokenizer, messages: list[Message], text: str | None = None) -> 
 
 
 def _given_to(tokenizer, messages: list[Message]) -> dict[str, Any]:
-    """What a template gets beside the messages: what the record gives, and the tools of a message, unless the template
-    looks for them there."""
+    """The arguments of a template beside the messages: what the record gives, and the tools of a message, unless the
+    template looks for them there."""
     given = dict(getattr(messages, "given", {}))
     for message in messages if "tools" not in given else ():
         for name in ("tools", "functions"):
@@ -245,7 +245,8 @@ def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -
 
 
 def _writes(tokenizer, conversation: Conversation, probe: Any) -> bool:
-    """Whether the template writes arguments of this form as an object: neither encoded twice nor as Python would."""
+    """Return whether the template writes arguments of this form as an object: neither encoded twice nor as Python
+    would."""
     try:
         text = apply_template(tokenizer, _with_arguments(conversation, lambda _: probe), given=conversation.given)
     except BadTemplate:
@@ -330,7 +331,7 @@ def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
 
 
 def _added_calls(tokenizer, messages: Conversation, turn: int, prompt: str) -> str | None:
-    """What a turn with calls of tools adds to its prompt, up to and including its last end-of-text token."""
+    """The text that a turn with calls of tools adds to its prompt, up to and including its last end-of-text token."""
     so_far = apply_template(tokenizer, messages[: turn + 1], given=messages.given)
     body, mark, _ = so_far[len(prompt) :].rpartition(tokenizer.eos_token)
     return (body + mark or so_far[len(prompt) :].rstrip()) if so_far.startswith(prompt) else None
@@ -367,7 +368,7 @@ def _place_in(text: str, tokenizer, messages: Conversation, turn: int, prompt: s
 
 
 def _ends_with(written: str, message: Message) -> bool:
-    """Whether what a template wrote ends with an answer, or with what follows its reasoning."""
+    """Return whether what a template wrote ends with an answer, or with what follows its reasoning."""
     answer, written = message["content"].rstrip(), written.rstrip()
     if "tool_calls" in message or not answer:
         return True

@@ -16,7 +16,7 @@ GPU_CHUNK_BYTES, GPU_CHUNK_ROWS = 2**30, (1024, 2048)  # with each chunk the hea
 
 
 class Distillation(NamedTuple):
-    """How far a student's next-token distribution is from a teacher's, and what that weighs in the loss of a token,
+    """The distance of a student's next-token distribution from a teacher's, as a part of the loss of a token,
 
         (1 - a) hard + a T^2 KL        forward: KL(teacher || student), reverse: KL(student || teacher)
 
@@ -57,7 +57,7 @@ class TeacherStates(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """What is added to the cross entropy of a token where a model is trained.
+    """Terms that are added to the cross entropy of a token where a model is trained.
 
     Args:
         label_smoothing: this part of the target is divided among the whole vocabulary.
@@ -71,7 +71,7 @@ class TokenLoss(NamedTuple):
 
     @property
     def hard_weight(self) -> float:
-        """What the loss of the next token itself is multiplied by."""
+        """The factor of the loss of the next token itself."""
         return 1.0 if self.distillation is None else 1 - self.distillation.weight
 
 
@@ -79,7 +79,7 @@ PLAIN = TokenLoss()
 
 
 def terms_of(recipe: LossOptions) -> TokenLoss:
-    """What the recipe adds to the cross entropy of tokens."""
+    """The terms that a recipe adds to the cross entropy of tokens."""
     divergence = getattr(recipe, "distill_divergence", None)  # of train/clm.py
     distillation = None
     if divergence:
@@ -293,8 +293,8 @@ def _gradient_of_logits(
 
 @functools.cache
 def has_half_matmul(device: torch.device) -> bool:
-    """Whether a device multiplies half-precision matrices with sums in fp32; asked of torch, but of a CPU, where this
-    may be slow."""
+    """Return whether a device multiplies half-precision matrices with sums in fp32; asked of torch, but of a CPU,
+    where this may be slow."""
     if device.type == "cpu":
         return False
     one = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
@@ -307,7 +307,7 @@ def has_half_matmul(device: torch.device) -> bool:
 
 @functools.cache
 def adds_half_products(device: torch.device) -> bool:
-    """Whether a device adds products of half-precision matrices to a matrix in fp32, in place (torch before
+    """Return whether a device adds products of half-precision matrices to a matrix in fp32, in place (torch before
     pytorch/pytorch#167931 did not)."""
     total, half = torch.ones(8, 8, device=device), torch.ones(8, 8, dtype=torch.bfloat16, device=device)
     try:

@@ -155,7 +155,7 @@ def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
 
 
 def missing_package(error: ImportError) -> str:
-    """What an ImportError of a `from_pretrained` says, as the end of a sentence, with the package to install."""
+    """The end of a sentence about an ImportError of a `from_pretrained`: its reason, and the package to install."""
     reason = " ".join(str(error).split())[:300].rstrip(".")
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     remedy = f": pip install {package}" if package and "pip install" not in reason else ""
@@ -302,5 +302,5 @@ def usable_positions(config) -> int | None:
 
 
 def has_head(config: Any, head: str) -> bool:
-    """Whether the weights have this head: SequenceClassification, TokenClassification, MultipleChoice."""
+    """Return whether the weights have this head: SequenceClassification, TokenClassification, MultipleChoice."""
     return any(head in name for name in config.architectures or ())

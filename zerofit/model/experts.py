@@ -18,7 +18,7 @@ import torch
 
 
 class RoutingFigures(NamedTuple):
-    """What metrics.jsonl says of the routers."""
+    """The routers' figures in metrics.jsonl."""
 
     aux_loss: float | None
     expert_load_max: float
@@ -26,7 +26,7 @@ class RoutingFigures(NamedTuple):
 
 
 class Routing:
-    """What the routers of a model chose in the micro-batches of an update, on this rank.
+    """Counts the choices of a model's routers in the micro-batches of an update, on this rank.
 
     Args:
         model: a causal model with experts. Its auxiliary loss counts if its configuration has output_router_logits.
@@ -114,12 +114,18 @@ class Routing:
 
     @property
     def sums(self) -> list[float]:
-        """What is summed over ranks: the auxiliary loss, and how often each expert of each layer was chosen."""
+        """The numbers that ranks add up: the auxiliary loss, and how often each expert of each layer was chosen."""
         return [float(self._auxiliary), *self._choices.flatten().tolist()]
 
+<<<<<<< HEAD
     def figures(self, sums: list[float], targets: float = 0.0, tokens: float = 1.0) -> RoutingFigures:
         """Those of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even; the largest
         and the smallest of all layers.
+=======
+    def figures(self, sums: list[float], tokens: float) -> RoutingFigures:
+        """Compute the figures of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even;
+        the largest and the smallest of all layers.
+>>>>>>> a0ee31c1 (model: docstrings that say in whole words what a thing is)
 
         Args:
             sums: of all ranks together.

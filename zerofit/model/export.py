@@ -59,8 +59,8 @@ def write_beside(files: dict[str, Callable[[], object]]) -> dict[str, Exception]
 
 
 def tokenizer_files(tokenizer, config, folder: Path) -> dict[str, Callable[[], object]]:
-    """What writes the tokenizer, for `write_beside`. Without a limit of its own it gets the model's: with none
-    truncation=True would cut nothing."""
+    """The functions that write the tokenizer, for `write_beside`. Without a limit of its own it gets the model's: with
+    none truncation=True would cut nothing."""
     positions = usable_positions(config)
     if positions and tokenizer.model_max_length > 10**9:
         tokenizer.model_max_length = positions

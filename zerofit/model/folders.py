@@ -1,4 +1,4 @@
-"""What lies in a model's folder: read without transformers and torch."""
+"""A model's folder and its files, read without transformers and torch."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ def model_folder(name: str) -> str:
 
 
 def weights_key(name: str, config: Any = None) -> Any:
-    """What tells a model's weights from others: the files of its folder; of a hub name its commit in `config`."""
+    """A key that tells a model's weights from others: the files of its folder; of a hub name its commit in
+    `config`."""
     if not (folder := Path(model_folder(name))).is_dir():
         return name, getattr(config, "_commit_hash", None)
     stats = ((file.name, file.stat()) for pattern in WEIGHTS for file in folder.glob(pattern))

@@ -96,7 +96,7 @@ def describe_languages(tokenizer) -> list[str]:
 
 
 def _marks_texts(tokenizer) -> bool:
-    """Whether the tokenizer itself adds the token of a language to each text."""
+    """Return whether the tokenizer itself adds the token of a language to each text."""
     return hasattr(tokenizer, "set_tgt_lang_special_tokens")
 
 

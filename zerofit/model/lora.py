@@ -294,7 +294,7 @@ def _linear_names(model: torch.nn.Module) -> list[str]:
 
 
 def _is_conv1d(model: torch.nn.Module, targets: tuple[str, ...]) -> bool:
-    """Whether the targets store their weights transposed."""
+    """Return whether the targets store their weights transposed."""
     ends = tuple(f".{target}" for target in targets)
     return any(isinstance(module, Conv1D) and name.endswith(ends) for name, module in model.named_modules())
 
@@ -315,7 +315,7 @@ def published_base(name: str | None) -> str | None:
 
 
 def base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list[float]]:
-    """Some frozen weights of the first and the last adapted module."""
+    """Samples of the frozen weights of the first and the last adapted module."""
     sample = {}
     names = list(layers)
     for name in (names[0], names[-1]):

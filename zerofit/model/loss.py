@@ -116,7 +116,7 @@ def model_loss(model, batch) -> torch.Tensor:
 
 
 def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:
-    """What the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
+    """The ids that the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
     start, padding = model.config.decoder_start_token_id, model.config.pad_token_id
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # some families begin differently
         empty = (labels == IGNORE).all(dim=1, keepdim=True)  # a row that fills a batch up: mBART wants a last token
@@ -125,7 +125,8 @@ def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:
 
 
 def has_separate_body(model: torch.nn.Module) -> bool:
-    """Whether the model's body can be called without its head, as the losses that do not hold all logits need it."""
+    """Return whether the model's body can be called without its head, as the losses that do not hold all logits need
+    it."""
     return model.base_model is not model
 
 

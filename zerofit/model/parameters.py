@@ -108,7 +108,8 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
 
 
 def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_length: float) -> float:
-    """The same for an encoder-decoder model: the mean over the tokens of a source and its target.
+    """Floating-point operations of one trained token of an encoder-decoder model: the mean over the tokens of a source
+    and its target.
 
     Source tokens pass through the encoder and the decoder's keys and values of the source, target tokens through the
     rest of the decoder and the head.

@@ -39,7 +39,7 @@ def without_dropout(model: torch.nn.Module) -> None:
 
 
 class PreferenceFigures(NamedTuple):
-    """What metrics.jsonl says of an update's pairs.
+    """The figures of an update's pairs in metrics.jsonl.
 
     A reward is beta times what the answer's log-probability has gained on the reference (ipo, simpo, orpo: its mean
     over the tokens, and of the two last without a reference).
@@ -83,11 +83,16 @@ class PreferenceLoss:
 
     @property
     def sums(self) -> list[float]:
-        """What is summed over ranks: pairs that are ranked right (a tie is half a pair), and both rewards."""
+        """The numbers that ranks add up: pairs that are ranked right (a tie is half a pair), and both rewards."""
         return [0.0] * 3 if self._sums is None else [float(each) for each in self._sums]
 
+<<<<<<< HEAD
     def figures(self, sums: list[float], pairs: float, tokens: float = 0.0) -> PreferenceFigures:
         """Those of metrics.jsonl.
+=======
+    def figures(self, sums: list[float], pairs: float) -> PreferenceFigures:
+        """Compute the figures of metrics.jsonl.
+>>>>>>> a0ee31c1 (model: docstrings that say in whole words what a thing is)
 
         Args:
             sums: of all ranks together.

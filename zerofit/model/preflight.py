@@ -157,7 +157,7 @@ def check_mask_support(engine) -> None:
 def documents_leak(
     call: Callable, collate: Callable, vocab_size: int, device: torch.device, length: int = DOCUMENT_TOKENS
 ) -> bool:
-    """Whether the second documents' logits change when the first documents of two packed rows are replaced.
+    """Return whether the second documents' logits change when the first documents of two packed rows are replaced.
 
     Args:
         call: the model, ready to be called with what `collate` returns.

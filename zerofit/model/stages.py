@@ -94,7 +94,7 @@ def whole_model(model: nn.Module) -> nn.Module:
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether the head of a causal model is its table of embeddings."""
+    """Return whether the head of a causal model is its table of embeddings."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 

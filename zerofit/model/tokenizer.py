@@ -36,7 +36,7 @@ PAIR_TOKENS = {
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """Which tokenizer to use.
+    """The tokenizer that a recipe asks for.
 
     Args:
         name: a folder or a name of the hub, of the option `option`.

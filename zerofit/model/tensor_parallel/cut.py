@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds, and where its elements are in the whole parameter."""
+"""The part of a parameter that a rank holds, and the places of its elements in the whole parameter."""
 
 import math
 from collections.abc import Sequence

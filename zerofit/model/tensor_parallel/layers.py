@@ -28,7 +28,7 @@ from zerofit.recipe.errors import UserError
 
 
 class Exchange(torch.autograd.Function):
-    """What ranks do with a tensor in the forward pass, and with its gradient in the backward pass."""
+    """Exchange a tensor between ranks in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx, tensor, forward, backward):
@@ -52,7 +52,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor, group) -> torch.Tensor:
-    """The same tensor for every rank's share of a layer; the gradients of the shares add up."""
+    """Hand one tensor to every rank's share of a layer; the gradients of the shares add up."""
     return Exchange.apply(tensor, _same, partial(total, group=group))
 
 
@@ -96,7 +96,7 @@ def _scatter(share: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
 
 
 class TokenParts:
-    """Which tokens of the micro-batch that passes through this rank has.
+    """The part of a micro-batch's tokens that this rank has.
 
     Tokens are counted through all rows, (B, T, H) as (B x T, H), and filled up to a multiple of the ranks: a part is
     contiguous, and has the shape (1, B x T / ranks, H).
@@ -147,7 +147,7 @@ class TokenParts:
         return self._placeholder(hidden, self._shape)
 
     def receive(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """What the model's code is given in place of a part that comes from the stage before.
+        """Return a stand-in for the model's code, in place of a part that comes from the stage before.
 
         Args:
             shape: (B, T).
@@ -158,7 +158,7 @@ class TokenParts:
         return self._placeholder(part, shape)
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the next stage is sent in place of the model's hidden states."""
+        """Return what the next stage is sent in place of the model's hidden states."""
         outgoing, self._outgoing = self._outgoing, None
         return hidden if outgoing is None else outgoing
 
@@ -212,7 +212,7 @@ class SharedNorm(nn.Module):
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as GPT-2 has it, and not (outputs, inputs)."""
+    """Return whether the weight is (inputs, outputs), as GPT-2 has it, and not (outputs, inputs)."""
     return type(layer).__name__ == "Conv1D"
 
 
