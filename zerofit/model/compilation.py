@@ -1,4 +1,4 @@
-"""torch.compile of a model, or of each of its blocks by itself.
+"""How a model's blocks are computed: torch.compile of the model, or of each block by itself; and GELU as one kernel.
 
 Blocks of one class share their code, and torch looks for a graph by code: the first block is compiled, the others run
 its graph, so the time of compiling does not grow with depth. A graph is made for passes with and without gradients,
@@ -11,8 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from transformers.activations import ACT2FN, GELUTanh
 
 from zerofit.recipe.errors import UserError
+
+# transformers computes "gelu_new", of GPT-2 and its kin, in eight operations that keep five tensors of the widest
+# layer for the backward pass. torch.nn.functional.gelu(approximate="tanh") is the same function (Hendrycks and Gimpel
+# 2016), keeps its input alone, and differs by rounding. Stored configurations keep the name.
+ACT2FN["gelu_new"] = GELUTanh
 
 GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
 

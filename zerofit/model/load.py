@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-import zerofit.model.activations  # noqa: F401
 from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, missing_package
 from zerofit.model.export import drop_invalid_settings, read_generation_settings
 from zerofit.model.lora import quantisation

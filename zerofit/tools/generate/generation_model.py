@@ -4,11 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
