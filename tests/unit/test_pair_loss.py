@@ -210,12 +210,3 @@ def test_the_focal_loss(gamma):
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
     (gradient,), (right,) = (torch.autograd.grad(each, logits) for each in (loss, exact))
     torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", CLASSIFIERS)
-def test_padding_changes_no_answer(family):
-    """A Llama answers at the last token that is no padding: it must know which token that is."""
-    model, inputs = classifier(family).eval(), batch()
-    both = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-    alone = model(input_ids=inputs["input_ids"][1:2, :6], attention_mask=inputs["attention_mask"][1:2, :6]).logits
-    torch.testing.assert_close(alone[0], both[1], rtol=1e-4, atol=1e-5)
