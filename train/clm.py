@@ -41,64 +41,10 @@ def main(start: Start) -> int:
     run.note(*fit_vocabulary(config, data.tokenizer, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
-<<<<<<< HEAD
     # The model: the same weights under every strategy.
     model = build_model(AutoModelForCausalLM, config, run)
     add_lora(model, run)  # if the recipe says so; everything else is frozen then
     choose_loss_and_attention(model, run)
-=======
-    from transformers import AutoModelForCausalLM
-
-    from zerofit.data.causal import prepare_causal_data
-    from zerofit.data.collate import CausalCollator, PreferenceCollator, PromptCollator, multiple_for
-    from zerofit.data.lengths import growing_blocks
-    from zerofit.data.token_updates import updates_by_tokens
-    from zerofit.model.attention import choose_attention
-    from zerofit.model.loss import model_loss
-    from zerofit.model.parameters import flops_per_token
-    from zerofit.model.preference import without_dropout
-    from zerofit.model.preflight import (
-        check_loss,
-        check_mask_support,
-        check_packing,
-        check_split_rows,
-        install_chosen_loss,
-    )
-    from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
-    from zerofit.record.meters import make_meter
-    from zerofit.record.terminal import screen_width, table
-    from zerofit.training.evaluation import eval_batches, held_out_loss
-    from zerofit.training.fit import answer, export, finish, fit
-    from zerofit.training.generation import predict_texts, writing_settings
-    from zerofit.training.preferences import held_out_pairs, measure_reference, preference_loss
-    from zerofit.training.prepare import prepare, start
-    from zerofit.training.task import Task
-    from zerofit.training.teacher import load_teacher
-
-    timeline.mark("imports")
-
-    # Text, chats or a tokenised corpus -> documents -> token ids -> blocks. No process group exists yet that could
-    # time out meanwhile.
-    config = session.model_configuration(AutoModelForCausalLM)
-    data = prepare_causal_data(recipe, config, session.strategy.batches.consumed)
-    notes = [*data.notes, check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe)]
-    timeline.mark("data")
-
-    # The model: the same weights under every strategy, then sharded and placed as the strategy says.
-    by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
-    started = start(session, data.samples_per_epoch, by_tokens)
-    model, adapter = started.load(AutoModelForCausalLM, config)
-    install_chosen_loss(model, recipe)
-    if recipe.preference_loss:
-        without_dropout(model)
-    if recipe.is_packed:
-        notes.append(choose_attention(model, recipe.attn_implementation, session.strategy.precision))
-    timeline.mark("model")
-    prepared = prepare(started, model, adapter)
-    engine = prepared.engine
-    routing = model.routing
-    notes += routing.describe(session.strategy.autocasts and not recipe.lora) if routing else []
->>>>>>> ce3a6aab (model: distillation beside the loss that it enters; the trial of torch's flash kernel in fewer lines; generation settings are read once)
     collate = CausalCollator(
         padding_token(data.tokenizer), multiple=multiple_for(run.device), marks_filling=model.routing is not None
     )

@@ -117,15 +117,9 @@ class Routing:
         """The numbers that ranks add up: the auxiliary loss, and how often each expert of each layer was chosen."""
         return [float(self._auxiliary), *self._choices.flatten().tolist()]
 
-<<<<<<< HEAD
     def figures(self, sums: list[float], targets: float = 0.0, tokens: float = 1.0) -> RoutingFigures:
-        """Those of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even; the largest
-        and the smallest of all layers.
-=======
-    def figures(self, sums: list[float], tokens: float) -> RoutingFigures:
         """Compute the figures of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even;
         the largest and the smallest of all layers.
->>>>>>> a0ee31c1 (model: docstrings that say in whole words what a thing is)
 
         Args:
             sums: of all ranks together.

@@ -86,13 +86,8 @@ class PreferenceLoss:
         """The numbers that ranks add up: pairs that are ranked right (a tie is half a pair), and both rewards."""
         return [0.0] * 3 if self._sums is None else [float(each) for each in self._sums]
 
-<<<<<<< HEAD
     def figures(self, sums: list[float], pairs: float, tokens: float = 0.0) -> PreferenceFigures:
-        """Those of metrics.jsonl.
-=======
-    def figures(self, sums: list[float], pairs: float) -> PreferenceFigures:
         """Compute the figures of metrics.jsonl.
->>>>>>> a0ee31c1 (model: docstrings that say in whole words what a thing is)
 
         Args:
             sums: of all ranks together.

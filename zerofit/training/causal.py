@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from zerofit.model.attention import choose_attention
 from zerofit.model.preflight import (
     check_loss,
     check_mask_support,
     check_packing,
     check_split_rows,
-    choose_packed_attention,
     install_chosen_loss,
 )
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary
@@ -31,7 +31,7 @@ def choose_loss_and_attention(model: Any, run: Run) -> None:
     recipe: Any = run.recipe  # a ClmRecipe
     install_chosen_loss(model, recipe)
     if recipe.is_packed:
-        run.note(choose_packed_attention(model, recipe, run.strategy.precision))
+        run.note(choose_attention(model, recipe.attn_implementation, run.strategy.precision))
 
 
 def check_rows(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:
