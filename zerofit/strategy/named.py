@@ -14,7 +14,7 @@ from typing import Any
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.parsing import read_yaml
-from zerofit.recipe.places import CONFIGS, configs
+from zerofit.recipe.places import configs
 from zerofit.strategy.fsdp import variables_of
 
 OPTIONS = ("strategy", "deepspeed_config")
@@ -197,27 +197,23 @@ def _why_not(kind: str) -> list[str]:
 
 
 def find_strategies(names: list[str]) -> dict[str, Path]:
-    """{name: accelerate YAML}. A name is one in accelerate_configs/, or a .yaml file.
+    """Find the accelerate YAML of each name: one in accelerate_configs/, or a .yaml file.
 
     Raises:
         UserError: there is no such file, or it is no strategy here.
     """
     folder = configs()
     files = {name: Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml" for name in names}
-    missing = [name for name, path in files.items() if not path.is_file()]
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    missing = []
+    for name, path in files.items():
+        if not path.is_file():
+            close = nearest(name, known)
+            remedy = f"{f'Did you mean {close}? ' if close else ''}There are {', '.join(known)}"
+            missing.append(f"strategy {name!r}: there is no file {path}. {remedy}")
     if missing:
-        known = sorted(path.stem for path in folder.glob("*.yaml"))
-        raise UserError(
-            [f"strategy {name!r}: there is no file {files[name]}. {_remedy(name, known)}" for name in missing]
-        )
+        raise UserError(missing)
     problems = [each for path in files.values() for each in problems_of_yaml(read_yaml(path), str(path))]
     if problems:
         raise UserError(problems)
     return files
-
-
-def _remedy(name: str, known: list[str]) -> str:
-    if not known:
-        return f"Start it where the folder {CONFIGS}/ is, or name .yaml files"
-    close = nearest(name, known)
-    return f"{f'Did you mean {close}? ' if close else ''}There are {', '.join(known)}"
