@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 4027,  # 2,700
     "zerofit/model": 5960,  # 4,700
     "zerofit/data": 7655,  # 6,000
-    "zerofit/strategy": 5260,  # 4,800
+    "zerofit/strategy": 5365,  # 4,800
     "zerofit/estimate": 4955,  # 4,700
     "zerofit/record": 1645,  # 4,300 with health and checkpoint
     "zerofit/health": 1560,
@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/training": 3430,  # 2,000
     "zerofit/launch": 1755,  # 1,300
     "zerofit/tools": 12296,  # 10,600
-    "benchmarks": 1770,  # 1,800
+    "benchmarks": 1775,  # 1,800
     "tests": 30160,  # 21,500
 }
 
