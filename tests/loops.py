@@ -32,6 +32,7 @@ def bare_run(recipe, engine, length, **parts: Any) -> Run:
             save=lambda *_: None,
             finish=lambda after_anomaly: None,
             is_due_by_clock=lambda: False,
+            resumed_at=-1,
             last_failed=False,
             rewind=lambda anomaly: False,
             writer=SimpleNamespace(has_failed=False),

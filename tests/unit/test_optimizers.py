@@ -16,6 +16,7 @@ from zerofit.strategy.optimizers import (
     KEPT,
     SHARDED,
     ReplicatedOptimizerState,
+    check_kept,
     check_optimizer,
     make_optimizer,
     state_bytes,
@@ -158,3 +159,15 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     assert "one optimizer cannot read what another has kept" in refusal(
         differences_from, named, 8, identity(recipe(), 8)
     )
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("AdamW", ""), ("RAdam", ""), ("NAdam", "mu_product"), ("SGD", "")])
+def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    if refused:
+        assert refused in refusal(check_kept, optimizer)
+    else:
+        check_kept(optimizer)

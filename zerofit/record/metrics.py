@@ -70,6 +70,7 @@ class UpdateMetrics:
     anomaly: str | None = described("why the update was not applied to the weights")
     skipped: bool | None = described("true: not computed, after a rewind from an anomaly in it")
     held_out: Mapping[str, float] | None = described("figures of the evaluation after it, as `eval_<figure>`")
+    own: Mapping[str, float] | None = described("figures that a script of your own gives to `run.log`, by their names")
     evaluation_seconds: float | None = described("time of that evaluation, of the slowest rank")
     evaluation_samples_per_s: float | None = described("held-out samples a second, all ranks together")
 
@@ -88,7 +89,7 @@ class UpdateMetrics:
     def to_line(self) -> dict[str, Any]:
         """The JSON object of the line."""
         line = {each.name: getattr(self, each.name) for each in fields(self)}
-        line |= line.pop("held_out") or {}
+        line |= (line.pop("held_out") or {}) | (line.pop("own") or {})
         return {name: value for name, value in line.items() if value is not None}
 
 
@@ -109,5 +110,6 @@ def line_of_metrics(text: bytes) -> dict[str, Any] | None:
 def fields_table() -> str:
     """The table of docs/run-folder.md."""
     rows = ((each.name, each.metadata["meaning"]) for each in fields(UpdateMetrics))
-    rows = (("eval_...", meaning) if name == "held_out" else (name, meaning) for name, meaning in rows)
+    named = {"held_out": "eval_...", "own": "..."}
+    rows = ((named.get(name, name), meaning) for name, meaning in rows)
     return "\n".join(["| field | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows)])

@@ -82,6 +82,19 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
     )
 
 
+def check_kept(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError where an optimizer of torch that a script has chosen keeps what no checkpoint would have."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    kept = {name for state in optimizer.state.values() for name in state}
+    if unknown := sorted(kept - {"step", *KEPT["adamw"]}):
+        raise UserError(
+            f"the optimizer {type(optimizer).__name__} keeps {', '.join(unknown)} of each weight, and checkpoints have "
+            "no place for it: a resumed run would be another one. Say --save_strategy no, or choose an optimizer that "
+            "keeps exp_avg and exp_avg_sq"
+        )
+
+
 def state_bytes(optim: str, shape: Sequence[int]) -> int:
     """Bytes that an optimizer keeps of a parameter of this shape, whose gradient is fp32; without constants, and
     counts of steps."""

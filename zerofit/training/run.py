@@ -7,7 +7,7 @@ knows the strategy, the folder, checkpoints, the record, signals and anomalies. 
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import say
 from zerofit.strategy.devices import synchronise
 from zerofit.strategy.engine import Bounds, Engine, Outcome
+from zerofit.strategy.optimizers import check_kept
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
@@ -355,9 +356,9 @@ class Run:
         assert self._totals is not None, "of the update that was given last"
         return replace(self.detector.bounds(self._totals.targets or 1.0), report=own)
 
-    def log(self, update: Update, outcome: Outcome) -> None:
+    def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
         """Take down what became of an update: metrics.jsonl, the terminal, the trackers. Of one that was refused, do
-        what `on_anomaly` says: stop, skip it, or rewind to the last checkpoint."""
+        what `on_anomaly` says: stop, skip it, or rewind to the last checkpoint. `own`: figures of the script's own."""
         if self.measurement:
             self.measurement.log(update, outcome)
             return
@@ -388,6 +389,8 @@ class Run:
             self._totals = Totals.sum(replicas) if self._following else None
             figures |= {"peak_memory_bytes": int(max(rank[0] for rank in ranks))}
         seconds = time.perf_counter() - self._began
+        if number == self.checkpoints.resumed_at + 1 and self.recipe.save_strategy != "no":
+            check_kept(self.engine.torch_optimizer)
         if self.profiler:
             self.profiler.end(number, bool(self._stop_reason))
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if anomaly else 0
@@ -415,6 +418,7 @@ class Run:
             anomaly=anomaly.reason if anomaly else None,
             skipped=outcome.passed_over or None,
             rank_seconds=self.slow_ranks.add(number, seconds_of_ranks),
+            own=own,
             **figures,
             **own_figures,
         )
