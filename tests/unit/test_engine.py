@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from zerofit.model.load import build_model, head_weights
 from zerofit.recipe import ClsRecipe
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
+from zerofit.strategy.engine import Bounds
 from zerofit.strategy.strategy import Strategy
 from zerofit.strategy.torch_engine import TorchEngine, gradient_norm
 
@@ -86,3 +87,61 @@ def test_a_new_head_follows_from_the_seed_alone(three_labels):
     loaded = [name for name in first if name not in head]
     assert len(loaded) > 40
     assert all(torch.equal(first[name], before[name]) for name in loaded)
+
+
+def deciding_engine(max_grad_norm: float) -> TorchEngine:
+    """One process whose AdamW steps, or does not, as the device has found."""
+    torch.manual_seed(0)
+    engine = TorchEngine.__new__(TorchEngine)
+    engine.module = torch.nn.Linear(8, 4)
+    inner = torch.optim.AdamW(engine.module.parameters(), lr=0.1, fused=True)
+    engine.optimizer = SimpleNamespace(optimizer=inner, zero_grad=inner.zero_grad)
+    engine.accelerator = SimpleNamespace(scaler=None, device=torch.device("cpu"))
+    engine.strategy = STRATEGY
+    engine.parameters = [*engine.module.parameters()]
+    engine.ema_decay, engine.max_grad_norm = 0.0, max_grad_norm
+    return engine
+
+
+def backward(engine: TorchEngine, factor: float = 1.0) -> list[torch.Tensor]:
+    loss = factor * engine.module(torch.ones(2, 8)).pow(2).sum()
+    loss.backward()
+    return [loss.detach()]
+
+
+def held(engine: TorchEngine) -> list[torch.Tensor]:
+    state = engine.torch_optimizer.state
+    return [each.clone() for p in engine.parameters for each in (p, *state[p].values())]
+
+
+@pytest.mark.parametrize(("factor", "bounds"), [
+    (float("nan"), Bounds()), (float("inf"), Bounds()), (1.0, Bounds(loss_sum=0.1)), (1.0, Bounds(grad_norm=0.1)),
+])  # fmt: skip
+def test_a_refused_update_leaves_every_bit(factor, bounds):
+    engine = deciding_engine(1.0)
+    assert not engine.step(backward(engine), Bounds()).refused
+    before = held(engine)
+    outcome = engine.step(backward(engine, factor), replace(bounds, report=(3.0,)))
+    assert outcome.refused
+    assert outcome.ranks == [[3.0]]
+    assert all(torch.equal(one, other) for one, other in zip(held(engine), before, strict=True))
+    assert not engine.step(backward(engine), Bounds()).refused
+    assert not all(torch.equal(one, other) for one, other in zip(held(engine), before))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
+def test_the_device_steps_as_the_host_does(max_grad_norm):
+    """Clipping within the step: each gradient is divided where torch's clip_grad_norm_ multiplies it."""
+    ours, theirs = deciding_engine(max_grad_norm), deciding_engine(max_grad_norm)
+    assert ours._decides_on_device
+    for _ in range(3):
+        outcome = ours.step(backward(ours), Bounds())
+        losses = backward(theirs)
+        norm = gradient_norm([p.grad for p in theirs.parameters])
+        if max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(theirs.parameters, max_grad_norm)
+        theirs.torch_optimizer.step()
+        theirs.torch_optimizer.zero_grad()
+        assert (outcome.loss_sum, outcome.grad_norm) == (float(losses[0]), float(norm))
+        for one, other in zip(held(ours), held(theirs), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=3e-8)

@@ -89,9 +89,9 @@ def check_kept(optimizer: torch.optim.Optimizer) -> None:
     kept = {name for state in optimizer.state.values() for name in state}
     if unknown := sorted(kept - {"step", *KEPT["adamw"]}):
         raise UserError(
-            f"the optimizer {type(optimizer).__name__} keeps {', '.join(unknown)} of each weight, and checkpoints have "
-            "no place for it: a resumed run would be another one. Say --save_strategy no, or choose an optimizer that "
-            "keeps exp_avg and exp_avg_sq"
+            f"{type(optimizer).__name__} keeps {', '.join(unknown)} of each weight, for which checkpoints have no "
+            "place: a resumed run would be another one. Say --save_strategy no, or choose an optimizer that keeps "
+            "exp_avg and exp_avg_sq"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.engine import Engine
+from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState
 from zerofit.strategy.state import OptimizerState, ReplicatedState
 
@@ -21,6 +21,37 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     wide = torch.float64 if gradients and gradients[0].device.type == "cpu" else None
     norms = torch._foreach_norm(gradients, 2, wide)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def decide_on_device(
+    engine: Engine, losses: list[torch.Tensor], norm: torch.Tensor, bounds: Bounds
+) -> tuple[Outcome, torch.Tensor, torch.Tensor | None]:
+    """Decide about an update without a wait for the device: loss, norm and verdict are read while it steps.
+
+    Args:
+        norm: of all gradients, a scalar on the device, the same on all ranks.
+
+    Returns: what became of the update; 1.0 if it is refused, else 0.0, an fp32 scalar on the device; what gradients
+        are to be divided by so that they are clipped, likewise (None: they are not).
+    """
+    report = torch.tensor(bounds.report, dtype=torch.float64).to(engine.device, non_blocking=True)
+    row = torch.cat([torch.stack([torch.as_tensor(sum(losses)).double(), norm.double()]), report])
+    rows = row[None] if engine.layout.world_size == 1 else engine.accelerator.gather(row[None])
+    loss, norm = rows[:, 0].sum(), rows[0, 1]  # rank 0's norm, so that all decide alike
+    accepted = loss.isfinite() & norm.isfinite() & (loss <= bounds.loss_sum) & (norm <= bounds.grad_norm)
+    refused = (~accepted).float()
+    scale = ((norm + 1e-6) / engine.max_grad_norm).clamp(min=1.0).float() if engine.max_grad_norm > 0 else None
+    found = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
+    copied = torch.Event(engine.device.type) if engine.device.type != "cpu" else None
+    if copied is not None:
+        copied.record()
+
+    def read() -> tuple[bool, list[list[float]]]:
+        if copied is not None:
+            copied.synchronize()
+        return bool(found[0]), found[1:].view(rows.shape).tolist()
+
+    return Outcome(losses, read, engine.layout.loss_ranks), refused, scale
 
 
 class TorchEngine(Engine):
@@ -55,6 +86,25 @@ class TorchEngine(Engine):
 
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
+
+    def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
+        if not losses or not self._decides_on_device:
+            return super().step(losses, bounds)
+        norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
+        outcome, refused, scale = decide_on_device(self, losses, norm, bounds)
+        optimizer: Any = self.torch_optimizer
+        optimizer.found_inf, optimizer.grad_scale = refused, scale  # what torch.amp.GradScaler gives an optimizer
+        optimizer.step()
+        self._drop_gradients()
+        return outcome
+
+    @property
+    def _decides_on_device(self) -> bool:
+        """Whether the step itself leaves out a refused update: torch's fused AdamW does."""
+        optimizer = self.torch_optimizer
+        fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
+        has_fp64 = self.device.type not in ("mps", "hpu")
+        return bool(fused and has_fp64 and self.accelerator.scaler is None and not self.ema_decay)
 
     def gradient_norm(self) -> float:
         self.accelerator.unscale_gradients()
