@@ -67,15 +67,15 @@ def recorded(run: Path) -> dict:
 
 def at_the_end(monkeypatch, patch) -> None:
     """Apply a patch when training has ended."""
-    from zerofit.training import fit
+    from zerofit.training import export
 
-    true = fit._export_model
+    true = export._export_model
 
-    def export(*args):
+    def patched(*args):
         patch()
         return true(*args)
 
-    monkeypatch.setattr(fit, "_export_model", export)
+    monkeypatch.setattr(export, "_export_model", patched)
 
 
 @pytest.mark.parametrize("name", [name if name in CENTRAL else pytest.param(name, marks=LONG) for name in FAILURES])
