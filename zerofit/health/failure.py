@@ -54,7 +54,8 @@ def explain_failure(
     """
     phase, update = at
     if is_out_of_memory(error):
-        if phase == "forward" and any("cross_entropy" in name for name in functions_of(error)):
+        frames = traceback.extract_tb(error.__traceback__)
+        if phase == "forward" and any("cross_entropy" in frame.name for frame in frames):
             phase = "loss"
         text = explain(error, phase, update, task, recipe, facts)
         print_last(printable(f"\n{text}"))
@@ -67,11 +68,6 @@ def explain_failure(
         print(printable(f"\n{said}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None
-
-
-def functions_of(error: BaseException) -> list[str]:
-    """The names of the functions through which an error came."""
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def died_elsewhere(error: BaseException) -> bool:
