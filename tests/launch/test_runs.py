@@ -167,20 +167,19 @@ def test_updates_are_profiled(scratch, text, cache, tmp_path):
     output = tmp_path / "run"
     done = completed(
         output, *SCRATCH, "--train_file", text, "--num_train_epochs", "1.5", "--max_train_samples", "12",
-        "--cache_dir", cache, "--profile", "1:2", "--profile_ranks", "1", "--profile_memory", strategy="ddp",
+        "--cache_dir", cache, "--profile", "1:2", strategy="ddp",
         processes=2,
     )  # fmt: skip
-    with gzip.open(output / "profile_rank1.json.gz") as file:
+    with gzip.open(output / "profile_rank0.json.gz") as file:
         events = json.load(file)["traceEvents"]
     steps = [event for event in events if event["name"].startswith("Optimizer.step")]
     assert len(steps) == 2
-    assert [path.name for path in output.glob("*_rank*")] == ["profile_rank1.json.gz"]
-    assert "profile_rank1.json.gz" in json.loads((output / "files.json").read_text())["written"]
+    assert [path.name for path in output.glob("*_rank*")] == ["profile_rank0.json.gz"]
+    assert "profile_rank0.json.gz" in json.loads((output / "files.json").read_text())["written"]
     logged = done.stdout.splitlines()
     header = next(index for index, line in enumerate(logged) if re.match(r" +Name +Self CPU %", line))
     shares = [float(re.search(r"([\d.]+)%", line)[1]) for line in logged[header + 2 : header + 12]]
     assert shares == sorted(shares, reverse=True)
-    assert "profile_memory: a cpu device has no snapshot" in done.stdout
     ours, expected = ([line["loss"] for line in updates(each)] for each in (metrics(output), scratch[1]))
     assert ours == pytest.approx(expected, rel=1e-5)
 

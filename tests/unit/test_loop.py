@@ -11,7 +11,6 @@ from loops import bare_run, train
 
 from zerofit.checkpoint.run_state import RunState
 from zerofit.data.collate import Batch
-from zerofit.health.shutdown import StopReason
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Engine as SharedEngine
@@ -115,17 +114,3 @@ def test_the_counts_are_right_after_updates_that_are_left_out_or_skipped():
     assert alone(trained(engine, on_anomaly="skip")) == alone(whole)
     assert engine.moved == [1, 3, 4, 5]
     assert engine.waits.count("counts") == 1
-
-
-def test_a_save_that_failed_stops_where_it_was_asked_for():
-    """Also one that failed while training paused for it."""
-
-    def reason(action: str, failed: bool, update: int = 3) -> StopReason:
-        recipe = ClmRecipe(max_train_steps=UPDATES, on_save_failure=action)
-        run = bare_run(recipe, Engine(), run_length(recipe, SAMPLES, BatchSizes(2, 2, 2)))
-        run.checkpoints.last_failed = failed
-        return run._reason_to_stop(update)
-
-    assert reason("stop", failed=True) is StopReason.CHECKPOINT_FAILED
-    assert reason("stop", failed=False) is reason("continue", failed=True) is StopReason.NONE
-    assert reason("stop", failed=True, update=UPDATES) is StopReason.NONE

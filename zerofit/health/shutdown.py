@@ -41,7 +41,6 @@ class StopReason(enum.IntEnum):
     CTRL_C = 4
     OUT_OF_TIME = 5
     ANOMALY = 6
-    CHECKPOINT_FAILED = 7
 
     @property
     def text(self) -> str:
@@ -60,7 +59,7 @@ class StopReason(enum.IntEnum):
         """
         if self is StopReason.NONE:
             return 0
-        needs_a_person = not saved or self in (StopReason.ANOMALY, StopReason.CHECKPOINT_FAILED)
+        needs_a_person = not saved or self is StopReason.ANOMALY
         return EXIT_NEEDS_A_PERSON if needs_a_person else EXIT_TO_BE_RESUMED
 
 
@@ -69,7 +68,6 @@ REASONS = {
     StopReason.CTRL_C: "Ctrl-C",
     StopReason.OUT_OF_TIME: "max_hours",
     StopReason.ANOMALY: "an anomaly",
-    StopReason.CHECKPOINT_FAILED: "a checkpoint that failed",
 }
 SIGNALS = {
     signal.SIGHUP: StopReason.SIGHUP,

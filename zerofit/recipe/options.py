@@ -135,24 +135,9 @@ class RunOptions(Recipe, phase="train", identity=False):
         positive=True,
         aliases=("log_interval",),
     )
-    peak_tflops: float | None = option(
-        None,
-        "Peak of one device's matrix products, TFLOP/s (dense, in bf16 or fp16): what MFU and zerofit plan refer to. "
-        "By default that of the table of GPUs.",
-        positive=True,
-    )
     record_samples: bool = option(False, "Write samples.jsonl: the indices of the training samples of each update.")
     profile: str | None = option(
         None, "N:M: write a trace of the updates N to M (torch's profiler), and show the costliest operators."
-    )
-    profile_ranks: list[int] = option(  # noqa: RUF009
-        [0], "The ranks of which there is a trace.", minimum=0, needs="profile", idle=True
-    )
-    profile_memory: bool = option(
-        False,
-        "Profile memory, too: what each operator allocates, and on CUDA a snapshot of all allocations.",
-        needs="profile",
-        idle=True,
     )
 
     @property
@@ -259,9 +244,6 @@ class CheckpointOptions(Recipe, phase="train", identity=False):
     )
     save_async: bool | None = option(
         None, "Write checkpoints while training continues; by default if memory has room for a copy of the state."
-    )
-    on_save_failure: str = option(
-        "continue", "What to do if a checkpoint cannot be written: continue, or stop.", choices=("continue", "stop")
     )
     resume: str = option(
         "auto",

@@ -12,16 +12,14 @@ import torch
 
 from zerofit.record.metrics import EvaluationTime
 from zerofit.strategy.devices import device_name
-from zerofit.strategy.gpu_table import NO_PEAK, TERA, peak_of
+from zerofit.strategy.gpu_table import NO_PEAK, peak_of
 
 
-def peak_flops(device: torch.device, precision: str, peak_tflops: float | None = None) -> float | None:
-    """The device's peak FLOP/s at this precision: what the user states, else what the table of GPUs has.
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's peak FLOP/s at this precision, of the table of GPUs.
 
     None where it is not known (any CPU, fp32, a device not listed).
     """
-    if peak_tflops:
-        return peak_tflops * TERA
     name = device_name(device)
     if not name or precision == "fp32":
         return None
@@ -29,12 +27,12 @@ def peak_flops(device: torch.device, precision: str, peak_tflops: float | None =
     return peak_of(name, getattr(ask(device), "multi_processor_count", None) if ask else None)
 
 
-def without_mfu(device: torch.device, precision: str, peak_tflops: float | None) -> str | None:
+def without_mfu(device: torch.device, precision: str) -> str | None:
     """A sentence on why no MFU is reported of this device; None where it is reported, or would mean nothing."""
     name = device_name(device)
-    if not name or precision == "fp32" or peak_flops(device, precision, peak_tflops):
+    if not name or precision == "fp32" or peak_flops(device, precision):
         return None
-    return f"MFU is not reported, since {NO_PEAK.format(name)}: --peak_tflops"
+    return f"MFU is not reported, since {NO_PEAK.format(name)}"
 
 
 class MemoryMeter:
@@ -61,9 +59,9 @@ class MemoryMeter:
             return peak if sys.platform == "darwin" else peak * 1024
 
 
-def make_meter(engine, flops_per_token: float, peak_tflops: float | None) -> "ThroughputMeter":
+def make_meter(engine, flops_per_token: float) -> "ThroughputMeter":
     """The meter of a run: its peak is that of all devices together."""
-    peak = peak_flops(engine.device, engine.strategy.precision, peak_tflops)
+    peak = peak_flops(engine.device, engine.strategy.precision)
     return ThroughputMeter(flops_per_token, peak and peak * engine.layout.world_size)
 
 

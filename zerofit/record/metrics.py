@@ -57,9 +57,7 @@ class UpdateMetrics:
     samples_per_s: float | None = described("samples a second, all ranks together")
     tokens_per_s: float | None = described("tokens a second without padding, all ranks together")
     flops_per_s: float | None = described("model FLOP/s, all ranks together")
-    mfu: float | None = described(
-        "share of the devices' peak FLOP/s, where that is known (a table of GPUs, or `--peak_tflops`)"
-    )
+    mfu: float | None = described("share of the devices' peak FLOP/s, where a table of GPUs has it")
     peak_memory_bytes: int | None = described(
         "the largest of all ranks: of the device's allocator, or resident memory on a CPU"
     )

@@ -46,7 +46,7 @@ def open_record(run: "Run") -> None:
         flops = flops_per_pair_token(engine.whole, *samples.stats.pair_lengths)
     else:
         flops = flops_per_token(engine.whole, getattr(run.data, "row_length", samples.stats.mean_length))
-    run.throughput = make_meter(engine, flops, recipe.peak_tflops)
+    run.throughput = make_meter(engine, flops)
     bar = Bar(run.num_updates, recipe.logging_steps, engine.is_main)
 
     def preview(index: int) -> str:

@@ -235,7 +235,7 @@ class Run:
             self.notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
         self.notes += prepare_activations(model, recipe, self.device, recipe.trains and strategy.can_compile)
         if recipe.trains:
-            self.notes += filter(None, [without_mfu(self.device, strategy.precision, recipe.peak_tflops)])
+            self.notes += filter(None, [without_mfu(self.device, strategy.precision)])
         self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
         if schedule is not None and schedule.warning:
@@ -535,8 +535,6 @@ class Run:
             self.checkpoints.wait()
         if self.length.is_last(update):
             return StopReason.NONE
-        if self.checkpoints.last_failed and self.recipe.on_save_failure == "stop":
-            return StopReason.CHECKPOINT_FAILED
         return self._stop_reason
 
     # --------------------------------------------------------------------------------------- what is known if it fails

@@ -70,8 +70,11 @@ class DevicesOptions(Recipe):
 
 @dataclass
 class SpeedOptions(Recipe):
-    """What the device reaches beside peak_tflops, where its maker's figures are not known or not wanted"""
+    """What the device reaches, where its maker's figures are not known or not wanted"""
 
+    peak_tflops: float | None = option(
+        None, "Peak of one device's matrix products, TFLOP/s (dense, in bf16 or fp16).", positive=True
+    )
     memory_bandwidth: float | None = option(None, "Bandwidth of the GPU's memory, GB/s.", positive=True)
     link_bandwidth: float | None = option(None, "Of one GPU to others of its machine, one way, GB/s.", positive=True)
     network_bandwidth: float | None = option(
