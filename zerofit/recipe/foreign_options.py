@@ -129,6 +129,7 @@ REMOVED = {
     "profile_ranks": "--profile records rank 0",
     "profile_memory": "--profile records memory, too",
     "on_save_failure": "it is gone: a run goes on, and says so, where a checkpoint cannot be written",
+    "peak_tflops": "it belongs to zerofit plan; MFU is reported for GPUs of the table",
     "hub_strategy": "--push_to_hub pushes once, at the end; --mirror copies each checkpoint",
     "save_keep_every": "it is gone: --save_total_limit keeps the newest ones; without it all stay",
     "save_only_model": "it is gone: a checkpoint can always be resumed from; --save_total_limit keeps few of them",
