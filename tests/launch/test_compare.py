@@ -14,7 +14,7 @@ import yaml
 from helpers import ROOT, environment
 
 from zerofit.launch.runs import MARK
-from zerofit.tools.compare.finish import read_finished
+from zerofit.tools.compare.finish import Finished
 from zerofit.tools.simulate.build import missing
 
 TINY = {
@@ -143,8 +143,8 @@ def test_strategies_are_trained_to_the_end_and_not_again(recipe, tmp_path):
              "n_layer=2,n_head=2,n_embd=32,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0")  # fmt: skip
     code, said = run(recipe, output, *flags)
     assert code == 0, said
-    ddp, zero2 = (read_finished("", 2, file.with_suffix("")) for file in sorted((output / "runs").glob("*.log")))
-    assert (ddp.global_batch, ddp.updates) == (64, 3)
+    ddp, zero2 = (Finished.read("", 2, file.with_suffix("")) for file in sorted((output / "runs").glob("*.log")))
+    assert (ddp.global_batch, ddp.lines[-1]["update"]) == (64, 3)
     assert [run.recipe["per_device_eval_batch_size"] for run in (ddp, zero2)] == [2, 4]
     assert ddp.figures["eval_loss"] == pytest.approx(zero2.figures["eval_loss"], rel=1e-5)
     assert ddp.evaluation["evaluation_samples_per_s"] > 0

@@ -9,6 +9,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.strategy.named import find_strategies
+from zerofit.tools.plan.layouts import read_pair
 from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, ToolRecipe, recipe_values
 
 OMITTED = NOT_KEPT | set(
@@ -52,6 +53,12 @@ class Candidate:
         return [word for name, text in self.overrides.items() for word in (f"--{name}", text)]
 
     @property
+    def contents(self) -> tuple[dict, dict | None]:
+        """What the strategy's YAML and JSON say."""
+        pair = read_pair(str(self.config))
+        return pair.content, pair.config
+
+    @property
     def folder_name(self) -> str:
         return re.sub(r"[^\w.=-]+", "-", Path(self.name).name)
 
@@ -67,15 +74,12 @@ def read_candidates(names: list[str]) -> list[Candidate]:
     if wrong:
         raise UserError([f"strategy {name!r}: {text!r} sets nothing, as zero2:lora=true does" for name, text in wrong])
     configs = find_strategies([strategy for strategy, *_ in parts.values()])
-    return [
-        Candidate(name, configs[strategy], dict(_pair(text) for text in pairs))
-        for name, (strategy, *pairs) in parts.items()
-    ]
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name.replace("-", "_"), value
+    candidates = []
+    for name, (strategy, *pairs) in parts.items():
+        overrides = dict(text.split("=", 1) for text in pairs)
+        overrides = {option.replace("-", "_"): value for option, value in overrides.items()}
+        candidates.append(Candidate(name, configs[strategy], overrides))
+    return candidates
 
 
 def make_recipe(options, cls: type[TrainingRecipe]) -> ToolRecipe:

@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     to_finish = ToolRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    machine, timer = (None if options.only_simulates else inspect_trial_machine()), None
+    timer = machine = None
+    if not options.simulate or options.source("steps") or options.finish:  # updates are timed on this machine
+        machine = inspect_trial_machine()
     if options.simulate or (machine is not None and not machine.devices):
         if not (options.simulate or options.memory_limit):
             raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
@@ -115,11 +117,6 @@ class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
     trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
     finish: bool = option(False, "Then train each strategy at its best batch, and compare.", common=True)
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
-
-    @property
-    def only_simulates(self) -> bool:
-        """Whether sizes are found on simulated devices, and no update is timed on this machine."""
-        return bool(self.simulate) and not (self.source("steps") or self.finish)
 
     def problems(self) -> list[str]:
         problems = super().problems()

@@ -9,7 +9,6 @@ from typing import Any
 from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate, one_batch
@@ -54,6 +53,7 @@ class Comparison:
     ):
         self.options, self.candidates, self.machine, self.limit = options, candidates, machine, limit
         self.recipe, self.output, self.timer = recipe, output, timer
+        self.room = limit or min(device.total for device in machine.devices)  # what a peak may have
         self.journal = Journal(output / "journal.jsonl")
         self.sizes = options.micro_batches or [*range(options.granularity, LARGEST + 1, options.granularity)]
         self.problems: dict[str, str] = {}
@@ -63,7 +63,7 @@ class Comparison:
                 code=code,
                 recipe=recipe.read_text(encoding="utf-8"),
                 task=options.task,
-                pair=contents_of_pair(candidate),
+                pair=candidate.contents,
                 overrides=candidate.overrides,
                 num_processes=options.num_processes,
                 device=limit,
@@ -116,13 +116,11 @@ class Comparison:
 
     def _predict(self, candidate: Candidate) -> None:
         """Let `zerofit plan` predict where the search begins, unless something is known of it."""
-        devices = [device.total for device in self.machine.devices]
         if self.options.micro_batches or self._predicted(candidate) or self._results(candidate):
             return
-        limit = self.limit or min(devices)
         with contextlib.suppress(Exception):  # what cannot be predicted is searched
-            peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, limit, self.sizes)
-            self.journal.add("prediction", key=self.keys[candidate.name], limit=limit, peaks=peaks)
+            peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, self.sizes)
+            self.journal.add("prediction", key=self.keys[candidate.name], peaks=peaks)
 
     def _predicted(self, candidate: Candidate) -> dict[int, int]:
         """{size: peak in bytes} of the sizes that were predicted; empty: there is no prediction."""
@@ -137,15 +135,14 @@ class Comparison:
     def _search(self, candidate: Candidate) -> None:
         """Find the largest batch of a candidate."""
         row = self._row(candidate)
-        limit = self.limit or min(device.total for device in self.machine.devices)
-        guess = max((size for size, peak in row.predicted.items() if peak <= limit), default=0)
+        guess = max((size for size, peak in row.predicted.items() if peak <= self.room), default=0)
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
         while candidate.name not in self.problems:
             known = {
                 size: peak_of(line) if "ranks" in line else None for size, line in self._results(candidate).items()
             }
             must_try = self.options.micro_batches or [row.largest for row in self.rows() if row.largest]
-            size = next_size(self.sizes, known, limit, must_try, guess, per_sample)
+            size = next_size(self.sizes, known, self.room, must_try, guess, per_sample)
             if size is None:
                 break
             self._try(candidate, size)
@@ -245,15 +242,6 @@ class Comparison:
         say(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
 
 
-def contents_of_pair(candidate: Candidate) -> dict[str, Any]:
-    """What the candidate's YAML and JSON contain."""
-    pair = {"yaml": read_yaml(candidate.config) or {}}
-    json_file = (pair["yaml"].get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if json_file and Path(json_file).is_file():
-        pair["json"] = Path(json_file).read_text()
-    return pair
-
-
 def predict_peaks(
     candidate: Candidate, options, recipe: Path, machine: TrialMachine, limit: int, sizes: list[int]
 ) -> list[tuple[int, int]]:
@@ -265,9 +253,8 @@ def predict_peaks(
     from zerofit.estimate.read_model import read_planned_model
     from zerofit.tools.plan.layouts import resolve
     from zerofit.tools.plan.plan_options import PlanOptions
-    from zerofit.tools.plan.planner import Planner
+    from zerofit.tools.plan.planner import Planner, search
     from zerofit.tools.plan.prediction import Budget
-    from zerofit.tools.plan.size_search import search
 
     words = ["--task", options.task, "--config", str(recipe), *candidate.flags]
     words += ["--strategies", str(candidate.config), "--gpu_memory", "1GiB"]

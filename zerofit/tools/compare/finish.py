@@ -5,7 +5,6 @@ resumes from its last checkpoint. Then their times, throughput and held-out figu
 """
 
 import math
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from zerofit.recipe.parsing import read_yaml
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, rounded, say, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
-from zerofit.tools.compare.comparison import Comparison, contents_of_pair
+from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.devices import launch_environment
 from zerofit.tools.compare.results import StrategyRow
 from zerofit.tools.compare.trial import key_of
@@ -64,30 +63,26 @@ class Finished:
     Args:
         micro_batch: samples of one process.
         lines: its metrics.jsonl.
-        environment: its environment.json; `held_out` has the figures of the weights in model/, and their update.
+        figures: held-out figures of the weights in model/.
         recipe: its options.
         problem: why it failed; empty: it did not.
     """
 
     name: str
     micro_batch: int
-    folder: Path
     lines: list[dict[str, Any]] = field(default_factory=list)
-    environment: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
 
-    @property
-    def trained(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if "seconds" in line]
-
-    @property
-    def _evaluations(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if "evaluation_seconds" in line]
-
-    @property
-    def updates(self) -> int:
-        return self.lines[-1]["update"] if self.lines else 0
+    @classmethod
+    def read(cls, name: str, micro_batch: int, folder: Path, problem: str = "") -> "Finished":
+        """Read a run from its folder."""
+        held = RunFolder(folder).environment().get("held_out")
+        held = held if isinstance(held, dict) else {}
+        figures = {figure: value for figure, value in held.items() if figure.startswith(HELD)}
+        recipe = read_yaml(folder / "recipe.yaml")
+        return cls(name, micro_batch, RunFolder(folder).metrics.read(), figures, recipe, problem)
 
     @property
     def global_batch(self) -> int | None:
@@ -96,46 +91,19 @@ class Finished:
     @property
     def training_s(self) -> float:
         """Seconds of all updates together, without evaluations and checkpoints."""
-        return sum(line["seconds"] for line in self.trained)
-
-    @property
-    def epochs(self) -> float:
-        return self.lines[-1]["epoch"]
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.lines[-1]["consumed_samples"] / self.training_s
+        return sum(line["seconds"] for line in self.lines if "seconds" in line)
 
     @property
     def evaluation(self) -> dict[str, float] | None:
         """The evaluation whose duration is the median; None: nothing is held out."""
-        lines = self._evaluations
-        middle = statistics.median_low(line["evaluation_seconds"] for line in lines) if lines else None
-        return next((line for line in lines if line["evaluation_seconds"] == middle), None)
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Held-out figures of the run's final weights."""
-        held = self.environment.get("held_out")
-        held = held if isinstance(held, dict) else {}
-        return {name: value for name, value in held.items() if name.startswith(HELD)}
-
-
-def read_finished(name: str, micro_batch: int, folder: Path, problem: str = "") -> Finished:
-    """Read a run from its folder."""
-    lines = RunFolder(folder).metrics.read()
-    described, options = RunFolder(folder).environment(), read_yaml(folder / "recipe.yaml")
-    return Finished(name, micro_batch, folder, lines, described, options, problem)
-
-
-def figure_names(runs: list[Finished]) -> list[str]:
-    """The names of all held-out figures of these runs, in their order."""
-    return list(dict.fromkeys(name for run in runs for name in run.figures))
+        lines = [line for line in self.lines if "evaluation_seconds" in line]
+        lines.sort(key=lambda line: line["evaluation_seconds"])
+        return lines[(len(lines) - 1) // 2] if lines else None
 
 
 def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
     """A row for each strategy."""
-    names = figure_names(runs)
+    names = list(dict.fromkeys(name for run in runs for name in run.figures))
     head = (*HEAD, *(name.removeprefix("eval_") for name in names))
     return [head, *(_row(run, names) for run in runs)]
 
@@ -143,20 +111,21 @@ def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
 def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
     if run.problem or not run.lines:
         return (run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names)))
-    evaluation = run.evaluation
+    last, evaluation, seconds = run.lines[-1], run.evaluation, run.training_s
+    trained = [line for line in run.lines if "seconds" in line]
     return (
         run.name,
         str(run.micro_batch),
         str(run.global_batch),
-        f"{run.updates:,}",
-        _time(run.training_s),
-        _time(run.training_s / run.epochs),
-        rounded(run.samples_per_s),
+        f"{last['update']:,}",
+        _time(seconds),
+        _time(seconds / last["epoch"]),
+        rounded(last["consumed_samples"] / seconds),
         str(run.recipe.get("per_device_eval_batch_size")),
         _time(evaluation["evaluation_seconds"]) if evaluation else "-",
         rounded(evaluation["evaluation_samples_per_s"]) if evaluation else "-",
-        size(max(line["peak_memory_bytes"] for line in run.trained)),
-        decimals(run.trained[-1]["loss"]),
+        size(max(line["peak_memory_bytes"] for line in trained)),
+        decimals(trained[-1]["loss"]),
         *(decimals(run.figures[name]) if name in run.figures else "-" for name in names),
     )
 
@@ -205,7 +174,7 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, row: Str
         recipe=recipe.read_text(encoding="utf-8"),
         task=options.task,
         size=size,
-        pair=contents_of_pair(candidate),
+        pair=candidate.contents,
         overrides=candidate.overrides,
         num_processes=options.num_processes,
         machine=machine.identity,
@@ -213,7 +182,7 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, row: Str
     folder = comparison.output / RUNS / f"{candidate.folder_name}-{size}-{key[:8]}"
     if RunFolder(folder).is_finished:
         say(f"{candidate.name}: trained at {size} per process before ({folder})")
-        return read_finished(candidate.name, size, folder)
+        return Finished.read(candidate.name, size, folder)
     flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
     command = LaunchedRun(options.task, candidate.config, recipe, folder, flags).command(options.num_processes)
     log = folder.with_name(f"{folder.name}.log")
@@ -224,6 +193,6 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, row: Str
         launch.wait(math.inf)
         problem = mistake(launch) or failure(launch, "ended") or "" if launch.process.returncode else ""
         comparison.journal.end(about, "failed" if problem else "done", launch.seconds)
-    finished = read_finished(candidate.name, size, folder, problem)
-    say(f"{candidate.name}: {problem or f'{finished.updates:,} updates in {duration(finished.training_s)}'}")
+    finished = Finished.read(candidate.name, size, folder, problem)
+    say(f"{candidate.name}: {problem or f'trained in {duration(finished.training_s)}'}")
     return finished

@@ -16,9 +16,8 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.tools.plan.parallel import in_processes
-from zerofit.tools.plan.planner import Planner
+from zerofit.tools.plan.planner import Planner, search
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
-from zerofit.tools.plan.size_search import search
 
 EACH = 64  # micro-batches are tried one by one up to here, then powers of two
 MAX_REMEDIES = 2

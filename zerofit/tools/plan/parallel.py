@@ -1,5 +1,6 @@
 """Layouts that are predicted at the same time, on all cores."""
 
+import contextlib
 import multiprocessing
 import sys
 import threading
@@ -50,21 +51,19 @@ def in_processes(
     function: Callable, items: list, workers: int, progress: Callable[[int, int], None] = lambda done, count: None
 ) -> list:
     """[function(item) for each item], in `workers` copies of this process; an error is raised in this one."""
+    _shared["work"] = function, items  # closures cannot be pickled: copies find them here
     done: list = []
-
-    def collect(results: Iterable) -> list:
+    with contextlib.ExitStack() as stack:
+        results: Iterable = map(function, items)
+        if workers > 1:
+            # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads of this process.
+            fork = multiprocessing.get_context("fork")
+            pool = ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,))
+            results = stack.enter_context(pool).map(_one, range(len(items)))
         for found in results:
             done.append(found)
             progress(len(done), len(items))
-        return done
-
-    if workers < 2:
-        return collect(map(function, items))
-    _shared["work"] = function, items  # closures cannot be pickled: copies find them here
-    # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads that this process may have.
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return collect(pool.map(_one, range(len(items))))
+    return done
 
 
 _shared: dict[str, Any] = {}

@@ -36,13 +36,12 @@ from zerofit.strategy.named import find_strategies
 from zerofit.tools.plan.calibrate import calibrate
 from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
-from zerofit.tools.plan.lengths import possible_lengths
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.plan.plan_report import PlanReport
-from zerofit.tools.plan.planner import LengthPlanner, Planner
+from zerofit.tools.plan.planner import LengthPlanner, Planner, possible_lengths
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
-from zerofit.tools.plan.write import refuse_a_run, write_pairs, write_recipe
+from zerofit.tools.plan.write import make_folder, write_pairs, write_recipe
 from zerofit.tools.tool_recipe import read_with_recipe
 
 SINGLE = "single"  # the pair of one process
@@ -55,15 +54,14 @@ def main(argv: list[str] | None = None) -> int:
         _calibrate(parse_recipe(DevicesOptions, argv, prog="zerofit plan --calibrate", tool=True))
         return 0
     options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
-    if options.write:
-        refuse_a_run(Path(options.write))
+    folder = make_folder(Path(options.write)) if options.write else None
     if options.calibrate:
         _calibrate(options)
     planner, names, check, outcomes, known = prepare(options)
     model, budget = planner.model, planner.budget
     if options.search:
-        return _search(planner, options, recipe, names, check, known)
-    lengths = possible_lengths(options.lengths, model.config) if options.lengths else None
+        return _search(planner, options, recipe, names, check, known, folder or make_folder(Path(SEARCHED)))
+    lengths = possible_lengths(options, model.config) if options.lengths else None
 
     def finder(by: Planner, misfit: LayoutOutcome | None = None) -> Callable[[LayoutOutcome], None]:
         if lengths:
@@ -89,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             Remedies(planner, check, finder).add,
             lambda done, count: say_now(f"remedies: {done} of {count} groups of layouts"),
         )
-    scripts = write_pairs(report.rows[: options.top], Path(options.write), options, recipe) if options.write else []
+    scripts = write_pairs(report.rows[: options.top], folder, options, recipe) if folder else []
     found = json.dumps(report.to_json(), indent=2)
     if options.json == "-":
         print(found)
@@ -135,13 +133,18 @@ def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
 
 
 def _search(
-    planner: Planner, options: PlanOptions, recipe: type, names: list[str], check: Callable, known: str
+    planner: Planner,
+    options: PlanOptions,
+    recipe: type,
+    names: list[str],
+    check: Callable,
+    known: str,
+    folder: Path,
 ) -> int:
     """Print the fastest combinations, and write the first one."""
     found = find_best(planner, names, check, options.top)
     if not found:
         raise UserError("search: nothing fits. Set a larger --num_gpus or another --gpu, or say --lora")
-    folder = Path(options.write or SEARCHED)
     (best, prediction), *_ = found
     file = write_recipe(folder, best.planner.recipe, recipe)
     (script,) = write_pairs([prediction], folder, best.planner.recipe, recipe, file)

@@ -1,6 +1,7 @@
 """The options of `zerofit plan`, beside those of the recipe."""
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,6 @@ from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.tasks import CAUSAL
-from zerofit.tools.plan.lengths import length_problems
 from zerofit.tools.tool_recipe import BatchSizesOptions, StrategiesOptions
 
 # Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
@@ -151,7 +151,7 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
-        found += length_problems(self)
+        found += self._problems_of_lengths() if self.lengths else []
         if self.price and not self.tokens:
             found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
         if self.num_tags and self.task != "cls":
@@ -159,6 +159,26 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
         if self.mean_length and not self._pads:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found
+
+    @property
+    def named_lengths(self) -> list[int]:
+        """The lengths that were named, ascending: 8k is 8192; empty: one of them is none."""
+        texts = [text.strip().lower() for given in self.lengths or () for text in given.split(",") if text]
+        matches = [re.fullmatch(r"(\d+)(k?)", text) for text in texts]
+        lengths = sorted({int(match[1]) * (1024 if match[2] else 1) for match in matches if match})
+        return lengths if all(matches) and min(lengths, default=0) > 1 else []
+
+    def _problems_of_lengths(self) -> list[str]:
+        given, problems = " ".join(self.lengths or ()), []
+        if self.lengths != ["auto"] and not self.named_lengths:
+            expected = "auto, or lengths of rows in tokens, such as 8k,16k,32k (8k is 8192)"
+            problems.append(f"lengths = {given!r}: expected {expected}")
+        if not hasattr(self, "block_size"):
+            problems.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
+        elif (self.source("block_size") or "").startswith("--"):
+            problems.append("--block_size and --lengths: keep one of the two")
+        without_use = [name for name in ("batch_sizes", "max_batch_size", "mean_length") if self.source(name)]
+        return problems + [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
 
     @property
     def _pads(self) -> bool:

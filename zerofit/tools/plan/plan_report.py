@@ -13,11 +13,9 @@ from zerofit.tools.plan.joint_search import words_of
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
-DAY_S = 86400
 LOWERS = {  # the moment of the peak: the option that lowers it
     "evaluation": "--per_device_eval_batch_size", "generation": "--per_device_eval_batch_size",
 }  # fmt: skip
-_TIMES, _SPANS = ("s/update", "tokens/s", "MFU"), ("days", "GPU-hours", "cost")
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 
@@ -88,32 +86,36 @@ class PlanReport:
         return re.sub(r"\n{3,}", "\n\n", text)
 
     def _table(self, rows: list[Prediction], width: int | None, tokens: float | None) -> str:
-        timed, hosted = any(one.is_timed for one in rows), any(one.host_bytes for one in rows)
-        spans, price = tokens if timed else None, self.planner.recipe.price
-        head = (
-            "strategy",
-            *["longest rows"] * bool(self.lengths),
-            "batch",
-            "memory",
-            *["host"] * hosted,
-            *_TIMES * timed,
-            *_SPANS[: 2 + bool(price)] * bool(spans),
-        )
-        cells = [
-            (
-                one.label,
-                *[f"{one.length:,}"] * bool(self.lengths),
-                f"{one.micro_batch} x {one.accumulation}",
-                _size(one.peak.needed),
-                *[_size(one.host_bytes) if one.host_bytes else "-"] * hosted,
-                *_times(one) * timed,
-                *(_span(one, spans, price) if spans else ()),
-            )
-            for one in rows
-        ]
+        cells = [self._cells(one, tokens) for one in rows]
+        names = [name for name in cells[0] if any(each[name] for each in cells)]
+        lines = [tuple(names), *(tuple(each[name] or "-" for name in names) for each in cells)]
         legend = "  batch: micro-batch x accumulation; memory: of one device"
-        legend += "; host: of one machine" if hosted else ""
-        return "\n".join((table([head, *cells], width), "", legend))
+        legend += "; host: of one machine" if "host" in names else ""
+        return "\n".join((table(lines, width), "", legend))
+
+    def _cells(self, one: Prediction, tokens: float | None) -> dict[str, str]:
+        """{column: cell} of a row; a column whose cells are all empty is left out."""
+        cells = {
+            "strategy": one.label,
+            "longest rows": f"{one.length:,}" if self.lengths else "",
+            "batch": f"{one.micro_batch} x {one.accumulation}",
+            "memory": _size(one.peak.needed),
+            "host": _size(one.host_bytes) if one.host_bytes else "",
+        }
+        columns = ("s/update", "tokens/s", "MFU", "days", "GPU-hours", "cost")
+        if not one.is_timed:
+            return cells | dict.fromkeys(columns, "")
+        hours = tokens / one.speed.tokens_per_s / 3600 * one.layout.world_size if tokens else 0.0
+        price, mfu = self.planner.recipe.price, one.speed.mfu
+        times = (
+            rounded(one.speed.time.seconds),
+            rounded(one.speed.tokens_per_s),
+            "-" if mfu is None else f"{mfu:.0%}",
+            rounded(hours / 24 / one.layout.world_size) if tokens else "",
+            rounded(hours) if tokens else "",
+            rounded(price * hours) if tokens and price else "",
+        )
+        return cells | dict(zip(columns, times))
 
     def _parts(self, best: Prediction) -> list[str]:
         """What the first row consists of; --json has that of all."""
@@ -282,19 +284,6 @@ def _place(one: Prediction) -> dict[str, Any]:
 def _size(count: float) -> str:
     """In the table, which 80 columns hold."""
     return f"{count / 2**30:,.1f} GiB" if count >= 10 * 2**30 else size(count)
-
-
-def _times(one: Prediction) -> tuple[str, ...]:
-    mfu = "-" if one.speed.mfu is None else f"{one.speed.mfu:.0%}"
-    return rounded(one.speed.time.seconds), rounded(one.speed.tokens_per_s), mfu
-
-
-def _span(one: Prediction, tokens: float, price: float | None) -> tuple[str, ...]:
-    """(days, GPU-hours, and at a price of a GPU-hour the cost) until so many tokens."""
-    seconds = tokens / one.speed.tokens_per_s
-    hours = seconds / 3600 * one.layout.world_size
-    cost = (rounded(price * hours),) if price else ()
-    return rounded(seconds / DAY_S), rounded(hours), *cost
 
 
 def _listed(parts: dict[str, float], text) -> str:

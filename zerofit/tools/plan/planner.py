@@ -1,8 +1,9 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
 from zerofit.estimate.model_states import States
@@ -25,14 +26,16 @@ from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.timing import Timing
 from zerofit.estimate.traced_steps import TracedStep
+from zerofit.model.configuration import usable_positions
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.layouts import possible_degrees, read_pair, resolve_with
-from zerofit.tools.plan.lengths import micro_batch_of
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
-from zerofit.tools.plan.size_search import search
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
+FURTHEST = 16  # times as large a candidate as the largest that was seen to fit
+STEP = 1024  # tokens between the lengths that are looked at where none is named
+T = TypeVar("T")  # a Prediction, or what else has `fits` and `device_bytes`
 
 
 class Planner:
@@ -248,8 +251,64 @@ def _num_groups(layout: ParallelLayout) -> int:
     return sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
 
 
+def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:
+    """The predictions that were needed, by size; with the largest candidate that fits and the next one.
+
+    Memory grows almost in proportion to the size, so two predictions tell where to look.
+
+    Args:
+        candidates: micro-batches, or lengths of rows; ascending.
+        limit: bytes of a device.
+    """
+    made: dict[int, Any] = {}
+    fits, fails = -1, len(candidates)
+    while fails - fits > 1:
+        place = _next_place(made, candidates, fits, fails, limit)
+        made[place] = predict(candidates[place])
+        if made[place].fits:
+            fits = place
+        else:
+            fails = place
+    return [made[place] for place in sorted(made)]
+
+
+def _next_place(made: dict[int, Any], candidates: Sequence[int], fits: int, fails: int, limit: int) -> int:
+    """Where to look next: the smallest, four times as many; then where the line through two predictions reaches the
+    limit (not too far beyond what was seen) and, every other time between two bounds, halfway."""
+    if fits < 0:
+        return 0 if not made else fails // 2
+    growing = fails == len(candidates)
+    further = [place for place in made if place < fits] if growing else [fails]
+    if not further:
+        return min(4 * fits + 3, fails - 1)
+    if not growing and len(made) % 2:
+        return (fits + fails) // 2
+    low, high = sorted((fits, further[-1]))
+    rise, run = made[high].device_bytes - made[low].device_bytes, candidates[high] - candidates[low]
+    size = candidates[high] + (limit - made[high].device_bytes) * run / rise if rise > 0 else candidates[-1]
+    place = sum(candidate <= size for candidate in candidates) - 1
+    return min(max(place, fits + 1), fails - 1, FURTHEST * fits + 3 if growing else fails)
+
+
+def possible_lengths(options: Any, config: Any) -> list[int]:
+    """The lengths to look at, ascending: those that were named; auto: multiples of 1024 up to the model's positions.
+
+    Raises:
+        UserError: the model has fewer positions, or none that limit the length.
+    """
+    positions = usable_positions(config)
+    if options.lengths == ["auto"]:
+        if positions is None:
+            raise UserError(f"lengths = auto: a {config.model_type} has no limit. Set --lengths 8k,16k,32k")
+        return sorted({*range(STEP, positions + 1, STEP), positions})
+    if positions and options.named_lengths[-1] > positions:
+        given = " ".join(options.lengths)
+        raise UserError(f"lengths = {given}: the model has {positions} positions. Choose less")
+    return options.named_lengths
+
+
 class LengthPlanner:
-    """Searches among lengths of rows, at one micro-batch. Each length is traced: nothing is fitted.
+    """Searches among lengths of rows, at one micro-batch: the recipe's, else one row. Each length is traced.
 
     Args:
         planner: of the recipe, whatever the length of its own rows.
@@ -257,7 +316,9 @@ class LengthPlanner:
     """
 
     def __init__(self, planner: Planner, lengths: list[int]):
-        self.planner, self.lengths, self.micro_batch = planner, lengths, micro_batch_of(planner.recipe)
+        name = "per_device_train_batch_size"
+        self.planner, self.lengths = planner, lengths
+        self.micro_batch = getattr(planner.recipe, name) if planner.recipe.source(name) else 1
         self._planners: dict[int, Planner] = {}
 
     def find(self, outcome: LayoutOutcome) -> None:

@@ -26,21 +26,16 @@ def write_recipe(folder: Path, options: Any, recipe: type) -> Path:
     names = [
         field.name for field in dataclasses.fields(recipe) if options.source(field.name) and field.name != "config"
     ]
-    file = make_folder(folder) / "recipe.yaml"
+    file = folder / "recipe.yaml"
     content = {name: getattr(options, name) for name in names if name not in SET_HERE}
     file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return file
 
 
-def refuse_a_run(folder: Path) -> None:
-    """Raises UserError: it is the folder of a run, whose recipe.yaml is not replaced."""
+def make_folder(folder: Path) -> Path:
+    """Raises UserError: the folder cannot be made, or is a run's, whose recipe.yaml is not replaced."""
     if (folder / "strategy.yaml").is_file() or (folder / "metrics.jsonl").is_file():
         raise UserError(f"write = {str(folder)!r} is the folder of a run. Set --write to another folder")
-
-
-def make_folder(folder: Path) -> Path:
-    """Raises UserError: the folder cannot be made, or is a run's."""
-    refuse_a_run(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,11 +54,7 @@ def write_pairs(
         recipe_file: has all options; None: the command has those that were given.
 
     Returns: the scripts.
-
-    Raises:
-        UserError: the folder cannot be made.
     """
-    make_folder(folder)
     flags = ["--config", str(recipe_file)] if recipe_file else options.flags_given(recipe, without=SET_HERE)
     return [_write_pair(prediction, folder, options, flags) for prediction in predictions]
 

@@ -16,21 +16,25 @@ TENSOR_TYPES = {
 }
 
 
-def _no(self) -> bool:
-    return False
+# Methods that are functions of simgpu by the same name, or by another; and those that answer yes or no.
+SAME = (
+    "set_device current_device device_count device synchronize get_rng_state manual_seed initial_seed manual_seed_all "
+    "stream current_stream default_stream empty_cache memory_allocated memory_stats max_memory_allocated "
+    "memory_reserved max_memory_reserved reset_peak_memory_stats set_rng_state"
+).split()
+OTHER = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+YES = ("is_available", "is_bf16_supported", "is_fp16_supported")
+NO = ("is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
 
 
-def _yes(self) -> bool:
-    return True
-
-
-def _of(name: str):
-    """A method that calls the function of this name in simgpu."""
-
-    def call(self, *args, **kwargs):
-        return getattr(simgpu, name)(*args, **kwargs)
-
-    return call
+def _answers(what):
+    """A method that gives what a function gives, or a value."""
+    return lambda self, *args, **kwargs: what(*args, **kwargs) if callable(what) else what
 
 
 class SimulatedAccelerator(CPU_Accelerator):
@@ -39,20 +43,6 @@ class SimulatedAccelerator(CPU_Accelerator):
     def __init__(self):
         super().__init__()
         self._name, self._communication_backend_name = simgpu.NAME, "gloo"
-
-    is_available = is_bf16_supported = is_fp16_supported = _yes
-    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = _no
-
-    set_device, current_device, device_count = _of("set_device"), _of("current_device"), _of("device_count")
-    device, synchronize = _of("device"), _of("synchronize")
-    get_rng_state, manual_seed, initial_seed = _of("get_rng_state"), _of("manual_seed"), _of("initial_seed")
-    manual_seed_all = _of("manual_seed_all")
-    stream, current_stream, default_stream = _of("stream"), _of("current_stream"), _of("default_stream")
-    empty_cache, memory_allocated, memory_stats = _of("empty_cache"), _of("memory_allocated"), _of("memory_stats")
-    max_memory_allocated, memory_reserved = _of("max_memory_allocated"), _of("memory_reserved")
-    max_memory_reserved = max_memory_cached = _of("max_memory_reserved")
-    memory_cached = memory_reserved
-    reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = _of("reset_peak_memory_stats")
 
     # CPU_Accelerator has put its own, which pin nothing, before these of the base class.
     _torch_pins_host_memory = True
@@ -76,9 +66,6 @@ class SimulatedAccelerator(CPU_Accelerator):
 
     def current_device_name(self):
         return self.device_name(simgpu.current_device())
-
-    def set_rng_state(self, new_state, device_index=None):
-        simgpu.set_rng_state(new_state, device_index)
 
     def default_generator(self, device_index):
         return simgpu.default_generators[device_index]
@@ -109,3 +96,7 @@ def _tensor_type(dtype: torch.dtype):
 
 for _name, _dtype in TENSOR_TYPES.items():
     setattr(SimulatedAccelerator, _name, _tensor_type(_dtype))
+_METHODS = {name: getattr(simgpu, name) for name in SAME}
+_METHODS |= {name: getattr(simgpu, other) for name, other in OTHER.items()}
+for _name, _what in {**_METHODS, **dict.fromkeys(YES, True), **dict.fromkeys(NO, False)}.items():
+    setattr(SimulatedAccelerator, _name, _answers(_what))
