@@ -37,6 +37,12 @@ LEAST = 3  # repetitions
 LIMIT_S = 400  # it takes 20 to 40 on an idle machine
 DTYPES = {False: torch.float32, True: torch.bfloat16}
 
+ELEMENTWISE = {  # {kind: (work on a tensor and its result, tensors that it reads and writes)}
+    MEMORY: (lambda one, other: torch.add(one, 1.0, out=other), 2),
+    MATH: (lambda one, other: torch.ops.aten.gelu.out(one, approximate="tanh", out=other), 2),
+    RANDOM: (lambda one, other: other.bernoulli_(0.9), 1),
+}
+
 
 class Bench:
     """Times things on one device, at the same time as the other processes of this machine do."""
@@ -74,22 +80,16 @@ class Bench:
 
     def rates(self) -> dict[str, list[tuple[float, float]]]:
         """{kind and precision: [(size, rate)]}."""
+        edges = (64, 192, 512, 1024) if self.is_cpu else (256, 512, 1024, 2048, 4096, 8192)
+        # Elements of tensors: from what a cache holds to what it does not.
+        counts = (2**12, 2**16, 2**20, 2**23) if self.is_cpu else (2**16, 2**20, 2**24, 2**27)
         found = {}
         for half in (False, True):
-            found[key_name(MATRIX, half)] = [self.products(size, half) for size in self.edges]
+            found[key_name(MATRIX, half)] = [self.products(size, half) for size in edges]
             found[key_name(ATTENTION, half)] = sorted(self.attention(rows, half) for rows in (1, 4))
-            for kind, work, tensors in self.elementwise(half):
-                found[key_name(kind, half)] = [self.moved(work, count, tensors, half) for count in self.counts]
+            for kind, (work, tensors) in ELEMENTWISE.items():
+                found[key_name(kind, half)] = [self.moved(work, count, tensors, half) for count in counts]
         return found
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        return (64, 192, 512, 1024) if self.is_cpu else (256, 512, 1024, 2048, 4096, 8192)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Elements of tensors: from what a cache holds to what it does not."""
-        return (2**12, 2**16, 2**20, 2**23) if self.is_cpu else (2**16, 2**20, 2**24, 2**27)
 
     def products(self, edge: int, half: bool) -> tuple[float, float]:
         """(FLOP, FLOP/s) of the three products of a linear layer: forward, and backward to input and weight."""
@@ -108,14 +108,6 @@ class Bench:
 
         flops = 2.0 * rows * heads * length * length * width  # half of them: the mask is causal
         return flops, 3.5 * flops / self.seconds(both)
-
-    def elementwise(self, half: bool):
-        """(kind, work on a tensor and its result, tensors that it reads and writes)."""
-        return (
-            (MEMORY, lambda one, other: torch.add(one, 1.0, out=other), 2),
-            (MATH, lambda one, other: torch.ops.aten.gelu.out(one, approximate="tanh", out=other), 2),
-            (RANDOM, lambda one, other: other.bernoulli_(0.9), 1),
-        )
 
     def moved(self, work, count: int, tensors: int, half: bool) -> tuple[float, float]:
         """(bytes, bytes/s)."""

@@ -38,7 +38,7 @@ from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
-from zerofit.tools.plan.plan_report import PlanReport
+from zerofit.tools.plan.plan_report import PlanReport, refusals
 from zerofit.tools.plan.planner import LengthPlanner, Planner, possible_lengths
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
 from zerofit.tools.plan.write import make_folder, write_pairs, write_recipe
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"),
         )
         if all(outcome.refused for outcome in outcomes):
-            raise UserError(_reasons(outcomes))
+            raise UserError(refusals(outcomes))
         find_all(
             model,
             report.misfits,
@@ -206,14 +206,6 @@ def only_calibrates(argv: list[str]) -> bool:
 def _calibrate(options: DevicesOptions) -> None:
     local = min(options.num_gpus, getattr(options, "gpus_per_node", options.num_gpus))
     calibrate(local if options.source("num_gpus") else num_devices() or 2)
-
-
-def _reasons(outcomes: list[LayoutOutcome]) -> list[str]:
-    """Why nothing is possible: each reason once, with the strategies that have it."""
-    reasons: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        reasons.setdefault(outcome.refused, []).append(outcome.label)
-    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def usual_pairs(num_gpus: int) -> list[str]:

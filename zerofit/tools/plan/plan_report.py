@@ -78,7 +78,9 @@ class PlanReport:
             ] + [""]
             lines += self._bound([group[0] for group in shown])
             lines += self._parts(shown[0][0])
-        lines += self._misfit_lines() + self._refusals()
+        lines += self._misfit_lines()
+        refused = refusals(self.outcomes)
+        lines += ["not possible:", *(f"  {line}" for line in refused), ""] if refused else []
         offloaded = [one for one, *_ in shown if one.disk_bytes]
         lines += [f"{one.label} keeps {size(one.disk_bytes)} on a disk of each machine." for one in offloaded]
         lines.append(f"A checkpoint takes {size(self.planner.model.checkpoint_bytes)} of disk.")
@@ -197,16 +199,6 @@ class PlanReport:
             found += [f"{size(one.host_bytes)} of host memory, exceeds --host_memory by {over}"]
         return "; ".join(found)
 
-    def _refusals(self) -> list[str]:
-        """Each reason once, whatever its numbers are, with the strategies that have it."""
-        reasons: dict[str, tuple[str, list[str]]] = {}
-        for one in self.outcomes:
-            if one.refused:
-                reason = _FILE.sub("", one.refused)
-                reasons.setdefault(re.sub(r"\d+", "", reason), (reason, []))[1].append(one.label)
-        lines = [f"  {', '.join(labels)}: {reason}" for reason, labels in reasons.values()]
-        return ["not possible:", *lines, ""] if lines else []
-
     def _bound(self, longest: list[Prediction]) -> list[str]:
         """A line on those that hold the longest rows of all that were searched."""
         names = [one.label for one in longest if self.lengths and one.length == self.lengths[-1]]
@@ -249,6 +241,16 @@ class PlanReport:
             "parameters": weights.trained + weights.frozen,
             "trained_parameters": weights.trained,
         }
+
+
+def refusals(outcomes: list[LayoutOutcome]) -> list[str]:
+    """Each reason why a layout is not possible once, whatever its numbers are, with the strategies that have it."""
+    reasons: dict[str, tuple[str, list[str]]] = {}
+    for one in outcomes:
+        if one.refused:
+            reason = _FILE.sub("", one.refused)
+            reasons.setdefault(re.sub(r"\d+", "", reason), (reason, []))[1].append(one.label)
+    return [f"{', '.join(labels)}: {reason}" for reason, labels in reasons.values()]
 
 
 def _kind(prediction: Prediction, is_lora: bool) -> str:
