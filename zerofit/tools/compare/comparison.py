@@ -18,7 +18,6 @@ from zerofit.tools.compare.search import next_size
 from zerofit.tools.compare.trial import Journal, key_of, peak_of, run_trial
 from zerofit.tools.tool_recipe import read_with_recipe
 
-MIB = 2**20
 LARGEST = 4096  # no larger batch is tried, unless it is named
 NOT_MEASURED_WITH = (
     "tools/compare/",
@@ -178,9 +177,9 @@ class Comparison:
         self.journal.add("size", key=self.keys[candidate.name], size=size, **result)
         said = outcome_text(result)
         if result["outcome"] == "fits":
-            limit = f" of {self.limit / MIB:,.0f}" if self.limit else ""
+            limit = f" of {self.limit / 2**20:,.0f}" if self.limit else ""
             rate = "" if self.machine.simulated else f", {rounded(result['samples_per_s'])} samples/s"
-            said = f"fits: {peak_of(result) / MIB:,.0f}{limit} MiB{rate}"
+            said = f"fits: {peak_of(result) / 2**20:,.0f}{limit} MiB{rate}"
         say(f"  {candidate.name}  {size:>5}  {said}")
 
     def _time_updates(self) -> None:

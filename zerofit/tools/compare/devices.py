@@ -98,11 +98,6 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
     return TrialMachine(devices=devices, **found, simulated=simulated or {})
 
 
-def _print_description() -> None:
-    machine = inspect_machine()
-    print(json.dumps({**asdict(machine), "environment": describe_environment([], torch.device(machine.kind))}))
-
-
 def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
     """(bytes that each rank may use of its device; None: all of it, notes that say what was chosen).
 
@@ -197,4 +192,5 @@ def without_weights(values: dict) -> dict:
 
 
 if __name__ == "__main__":
-    _print_description()
+    found = inspect_machine()
+    print(json.dumps({**asdict(found), "environment": describe_environment([], torch.device(found.kind))}))

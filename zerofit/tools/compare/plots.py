@@ -31,7 +31,9 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
             sizes, peaks = zip(*sorted(row.predicted.items()))
             axes.plot(sizes, [peak / unit for peak in peaks], color=style["color"], linewidth=1.2)
         sizes, peaks = [line["size"] for line in lines], [peak_of(line) / unit for line in lines]
-        axes.plot(sizes, peaks, linestyle="none", label=_label(row.name if lines else f"{row.name}: none"), **style)
+        axes.plot(
+            sizes, peaks, linestyle="none", label=shortened(row.name if lines else f"{row.name}: none", 40), **style
+        )
         if fails:
             axes.plot(
                 [fails["size"]], [(limit or top) / unit], "x", color=style["color"], markersize=9, markeredgewidth=2
@@ -53,7 +55,7 @@ def throughput_plot(rows: list[StrategyRow]) -> Figure:
         lines, style = row.timed, _style(index)
         if lines:
             sizes, rates = [line["size"] for line in lines], [line["samples_per_s"] for line in lines]
-            axes.plot(sizes, rates, linewidth=1.2, label=_label(row.name), **style)
+            axes.plot(sizes, rates, linewidth=1.2, label=shortened(row.name, 40), **style)
             best = max(lines, key=lambda line: line["samples_per_s"])
             axes.plot(
                 [best["size"]], [best["samples_per_s"]], "o", color=style["color"], markersize=11, fillstyle="none"
@@ -89,10 +91,6 @@ def _figure(x: str, y: str) -> tuple[Figure, Axes]:
     axes.grid(alpha=0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)
     return figure, axes
-
-
-def _label(name: str) -> str:
-    return shortened(name, 40)
 
 
 def _with_legend(figure: Figure, axes: Axes) -> Figure:

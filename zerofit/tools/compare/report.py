@@ -23,7 +23,6 @@ from zerofit.tools.compare.results import (
     StrategyRow,
     common_size,
     conclusion,
-    factor,
     load_text,
     speed_up,
     spread,
@@ -97,12 +96,12 @@ class ComparisonReport:
 
     def _cells(self, row: StrategyRow) -> dict[str, str]:
         first, largest, common, best = self.rows[0], row.at(row.largest), row.at(self.common), row.best
-        times, faster = factor(row, first), speed_up(row, first)
+        faster = speed_up(row, first)
         evaluated = next((line for line in reversed(row.fitting) if "evaluation_seconds" in line), None)
         return {
             "strategy": row.name,
             "largest batch": row.limit_text,
-            "factor": f"{times:.2f}" if times else "-",
+            "factor": f"{row.largest / first.largest:.2f}" if largest and first.largest else "-",
             "its peak": size(peak_of(largest)) if largest else "-",
             "predicted": size(row.predicted_peak(row.largest)) if largest and row.predicted else "-",
             f"peak at {self.common}": size(peak_of(common)) if common else "-",
@@ -186,14 +185,11 @@ class ComparisonReport:
         versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
         changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
         launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
-        limited = (
-            f"{size(limit)} for each process, of what the allocator reserves; what the driver takes for each process "
-            "(CUDA: 640 MiB) is extra"
-        )
+        limited = f"{size(limit)} for each process, of what its allocator reserves" if limit else "none"
         return [
             f"Command: `{self.command}`",
             f"Hardware: {machine.describe()}",
-            f"Limit: {limited if limit else 'none'}",
+            f"Limit: {limited}; what the driver takes for each process (CUDA: 640 MiB) is extra",
             f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
             f"{environment['python']}, {versions}",
             f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",

@@ -111,11 +111,6 @@ def common_size(rows: list[StrategyRow]) -> int | None:
     return min((row.largest for row in rows if row.largest), default=None)
 
 
-def factor(row: StrategyRow, first: StrategyRow) -> float | None:
-    """The largest batch as a multiple of the first row's; None where one of them holds none."""
-    return row.largest / first.largest if row.largest and first.largest else None
-
-
 def speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
     """Samples a second as a multiple of the first row's, each at its best batch."""
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
@@ -158,8 +153,9 @@ def _sentences(rows: list[StrategyRow]) -> Iterator[str]:
         yield f"No batch fits within this limit under {', '.join(row.name for row in rows)}."
         return
     holders = [row for row in rows if row.largest == largest]
-    times = factor(holders[0], first)
-    against = f", {rounded(times)} times the {first.largest:,} of {first.name}" if times and times != 1 else ""
+    against = ""
+    if first.largest not in (0, largest):
+        against = f", {rounded(largest / first.largest)} times the {first.largest:,} of {first.name}"
     holds = "holds" if len(holders) == 1 else "hold"
     yield f"{' and '.join(row.name for row in holders)} {holds} the largest batch, {largest:,} per process{against}."
     timed = [row for row in rows if row.best]

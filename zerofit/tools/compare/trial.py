@@ -20,7 +20,6 @@ from zerofit.record.jsonl import LineReader, add_line
 from zerofit.record.terminal import duration, say
 from zerofit.training.measurement import ANSWERS, VARIABLE
 
-POLL_S = 0.1
 PROGRESS_S = 60.0  # without an answer, after which a line says that the launch is still at work
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
 KILLED = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
@@ -115,7 +114,7 @@ def run_trial(
 def _follow(launch: RunningLaunch, answers: LineReader, patience_s: float) -> dict[str, Any]:
     begun, answered_at, shown_at = False, launch.seconds, launch.seconds
     while True:
-        has_ended = launch.wait(launch.seconds + POLL_S) == "ended"  # answers from before are read below
+        has_ended = launch.wait(launch.seconds + 0.1) == "ended"  # answers from before are read below
         for line in answers.poll():
             begun, answered_at, shown_at = True, launch.seconds, launch.seconds
             if (event := line.pop("event")) != "begins":
