@@ -90,7 +90,10 @@ class Measurement:
         self.scaled = run.strategy.precision == "fp16"
         engine.phase = lambda phase: run.enter(phase, self.done + 1)
         engine.model.train()
-        MemoryMeter(engine.device).reset()
+        for device in {engine.device, torch.device("cpu")}:
+            MemoryMeter(device).reset()
+        if simulated := getattr(torch.get_device_module(engine.device), "peak_host_bytes", None):
+            simulated(reset=True)
         while len(self.seconds) < self.steps:
             start = rows * sizes.accumulation * (self.done * layout.data_size + layout.data_rank)
             batches = [longest_rows(run, rows, start + rows * place) for place in range(sizes.accumulation)]
