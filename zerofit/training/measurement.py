@@ -56,7 +56,6 @@ class Measurement:
         self.rank, self.device = int(os.environ.get("RANK", "0")), torch.device("cpu")
         self.done = 0  # updates
         self.seconds: list[float] = []
-        self.load = [os.getloadavg()[0]]
         self.figures = {"loss": 0.0, "grad_norm": 0.0}  # of the latest update
 
     def samples(self, num_samples: int, global_batch: int) -> int:
@@ -90,8 +89,7 @@ class Measurement:
         self.scaled = run.strategy.precision == "fp16"
         engine.phase = lambda phase: run.enter(phase, self.done + 1)
         engine.model.train()
-        for device in {engine.device, torch.device("cpu")}:
-            MemoryMeter(device).reset()
+        MemoryMeter(engine.device).reset()
         if simulated := getattr(torch.get_device_module(engine.device), "peak_host_bytes", None):
             simulated(reset=True)
         while len(self.seconds) < self.steps:
@@ -212,10 +210,10 @@ def limit_device(device: torch.device, limit: int, ranks: int) -> None:
             f"{named}: the device has {total / 2**30:.2f} GiB; {shared}and {taken / 2**30:.2f} GiB are in use before "
             f"there is a model. At most {(total - taken) // ranks / 2**30:.2f} GiB are left for each"
         )
-    restrict = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
-    if restrict is None:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "set_per_process_memory_fraction"):
         raise UserError(f"{named}: torch cannot limit the memory of a {device.type} device")
-    restrict(limit / total)
+    module.set_per_process_memory_fraction(limit / total)
 
 
 def longest_rows(run: "Run", size: int, start: int) -> Batch:
