@@ -140,8 +140,6 @@ class Measurement:
             }
         peaks = measured_peaks(engine.device)
         ranks = [dict(zip(peaks, map(int, rank))) for rank in engine.per_rank([*peaks.values()])]
-        if self.rank:
-            return
         typical, samples = statistics.median(self.seconds), run.data.train
         answer = {
             "event": "fits",
@@ -162,7 +160,8 @@ class Measurement:
                 "parameters": run.parameters,
             },
         }
-        add_line(self.answers, answer)
+        if self.rank == 0:
+            add_line(self.answers, answer)
 
     def explain(self, error: Exception, phase: str) -> int | None:
         """Report memory that ran out, to who asked and at the terminal. Returns the exit code; None: another error."""
