@@ -25,7 +25,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1755,  # 1,300
     "zerofit/tools": 12140,  # 10,600
     "benchmarks": 1775,  # 1,800
-    "tests": 30130,  # 21,500
+    "tests": 30157,  # 21,500
 }
 
 
