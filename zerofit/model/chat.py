@@ -359,7 +359,7 @@ def _place_in(text: str, tokenizer, messages: Conversation, turn: int, prompt: s
         opening = prompt[len(earlier) :] if prompt.startswith(earlier) else ""  # what begins an answer
         place = text.find(opening, begin, stop) if opening else -1
         start = place + len(opening) if place >= 0 else _in_common(before, text)
-    if not (begin <= start < stop and text.endswith(after) and _ends_with(text[start:stop], messages[turn])):
+    if not (begin <= start <= stop and text.endswith(after) and _ends_with(text[start:stop], messages[turn])):
         raise BadTemplate(f"it changes turn {turn + 1}, an answer. Use e.g. --chat_template instruction")
     ending = after
     if turn < len(messages) - 1:
