@@ -13,7 +13,13 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
-TASKS = {"clm": "Text", "cls": "Classification and regression", "seq2seq": "Source to target"}
+TASKS = {
+    "clm": "Text",
+    "dpo": "Preferences",
+    "distill": "Distillation",
+    "cls": "Classification and regression",
+    "seq2seq": "Source to target",
+}
 NEEDS = re.compile(r"(?P<about>.*?) Needs \((?P<source>[^)]+)\): (?P<needs>.*)")
 STRATEGY = re.compile(r"accelerate_configs/(\w+)\.yaml(?:.*?--num_processes (\d+))?")
 INTRO = """# Recipes

@@ -188,7 +188,7 @@ def test_muon_finds_its_matrices_in_another_order(alone, cache, tmp_path, key, s
 
 UNMENDED = """
 import runpy, sys
-from zerofit.strategy.read import read_strategy
+from zerofit.strategy import deepspeed_json
 deepspeed_json.LEFT_OUT.clear()
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -243,7 +243,7 @@ def test_sources_without_targets(cache, tmp_path):
     trained = [rows[index]["input_ids"].tolist() for index in range(len(rows))]
     turns = [{"dialogue": talk["dialogue"][:-1]} for talk in talks]
     recipe = recipe_of("--predict_file", write_records(tmp_path / "b.jsonl", turns))
-    prompts, _ = read_sources(recipe, load_configuration(recipe))
+    prompts = read_sources(recipe, load_configuration(recipe)).prompts
     assert prompts.ids == [trained[0], trained[2]], "the very rows of training, each conversation once"
     named = [{"from": "user", "value": "turn 0 of 2"}, {"from": "gpt", "value": "known"}]
     for records in (
@@ -253,7 +253,7 @@ def test_sources_without_targets(cache, tmp_path):
         [{"translation": {"de": "turn 0 of 2"}}],
     ):
         recipe = recipe_of("--predict_file", write_records(tmp_path / "c.jsonl", records))
-        assert read_sources(recipe, load_configuration(recipe))[0].ids == [trained[0]]
+        assert read_sources(recipe, load_configuration(recipe)).prompts.ids == [trained[0]]
     recipe = recipe_of("--predict_file", write_records(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))
     assert "--source_column" in refusal(read_sources, recipe, load_configuration(recipe))
 

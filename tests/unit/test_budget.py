@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 510,  # 800
     "zerofit": 145,  # cli.py
-    "zerofit/recipe": 4013,  # 2,700
+    "zerofit/recipe": 4019,  # 2,700
     "zerofit/model": 5780,  # 4,700
     "zerofit/data": 7655,  # 6,000
     "zerofit/strategy": 5430,  # 4,800

@@ -23,16 +23,10 @@ def there(checkpoints: CheckpointDirectory) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "every", "best", "kept"),
-    [
-        (None, None, 2, [1, 2, 3, 4, 5, 6]),
-        (1, None, 5, [5, 6]),
-        (1, 2, 6, [2, 4, 6]),
-        (1, 3, 1, [1, 3, 6]),
-    ],
+    ("limit", "best", "kept"), [(None, 2, [1, 2, 3, 4, 5, 6]), (1, 5, [5, 6]), (1, 6, [6]), (2, 1, [1, 5, 6])]
 )
-def test_the_last_the_best_and_every_nth_are_kept(tmp_path, limit, every, best, kept):
-    checkpoints = CheckpointDirectory(tmp_path / "checkpoints", limit, every)
+def test_the_last_and_the_best_are_kept(tmp_path, limit, best, kept):
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints", limit)
     for update in range(1, 7):
         write(checkpoints, update, best=update == best)
     assert there(checkpoints) == kept

@@ -115,9 +115,9 @@ def test_predictions_and_prompts_begin_as_in_training(folders, cache, tmp_path, 
     asked = write_records(tmp_path / "predict.jsonl", [{"source": pair["source"]} for pair in TALK])
     recipe = recipe_of(tmp_path / "model", cache, asked)
     assert recipe.adopt_inputs(trained_with(str(tmp_path / "model")))
-    prompts, data = read_sources(recipe, config_of(kind))
+    data = read_sources(recipe, config_of(kind))
     expected = documented(folders[kind], kind, [TALK[0]["source"]], [TALK[0]["target"]])
-    assert list(prompts[0]["input_ids"]) == expected["input_ids"][0]
+    assert list(data.prompts[0]["input_ids"]) == expected["input_ids"][0]
     assert first_target_tokens(data.tokenizer) == first_target_tokens(trained)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert Renderer(loaded, config_of(kind)).ids(Prompt(TALK[0]["source"])) == expected["input_ids"][0]

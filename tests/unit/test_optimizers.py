@@ -155,7 +155,7 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     earlier = EarlierRuns.read(now, folder)
     assert "optim was 'adamw', now 'adafactor'" in refusal(earlier.plan, now, 8, folder)
     named = SimpleNamespace(**{**vars(now), "resume": "RUN"})
-    named.to_dict = now.to_dict
+    named.to_dict, named.names_with = now.to_dict, now.names_with
     assert "one optimizer cannot read what another has kept" in refusal(
         differences_from, named, 8, identity(recipe(), 8)
     )

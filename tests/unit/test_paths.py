@@ -53,7 +53,9 @@ def test_it_comes_before_torch(tmp_path, task):
     argv = ["--model_name_or_path", "./no/model", "--train_file", "no.txt", "--output_dir", str(tmp_path / "run")]
     heavy = "[name for name in ('torch', 'transformers', 'datasets', 'deepspeed') if name in sys.modules]"
     script = ROOT / "train" / f"{task}.py"
-    code = f"import runpy, sys\nprint(runpy.run_path({str(script)!r})['main']({argv}), {heavy})"
+    code = "import os, runpy, sys, zerofit.training.entry as entry\n"
+    code += f"entry.leave = lambda code: (print(code, {heavy}, flush=True), os._exit(0))\n"
+    code += f"sys.argv = {[str(script), *argv]}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment())
     assert done.stdout == "2 []\n"
     assert done.stderr.splitlines() == [
@@ -61,7 +63,7 @@ def test_it_comes_before_torch(tmp_path, task):
         "  1. train_file = 'no.txt': there is no such file",
         "  2. model_name_or_path = './no/model': there is no such folder",
     ]
-    assert not (tmp_path / "run").exists()
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["environment.json"]  # with the exit code
 
 
 @pytest.mark.parametrize("tool", [compare.main, verify.main])

@@ -158,8 +158,7 @@ def test_padded_rows_take_the_time_of_their_mean_length_and_the_memory_of_the_lo
 
 def test_every_measurement_of_a_process(monkeypatch):
     monkeypatch.setattr("zerofit.tools.plan.calibrate.SECONDS", 0.0)
-    monkeypatch.setattr(Bench, "edges", (16, 32))
-    monkeypatch.setattr(Bench, "counts", (2**8, 2**10))
+    monkeypatch.setattr("zerofit.tools.plan.calibrate.SIZES", {True: ((16, 32), (2**8, 2**10))})
     bench = Bench(torch.device("cpu"), 0, 1)
     rates = bench.rates()
     assert set(rates) == {key_name(kind, half) for kind in KINDS for half in (False, True)}

@@ -119,7 +119,7 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
 
 
 def test_the_tables_of_compare_fit_80_columns(monkeypatch):
-    from test_compare import of_comparison
+    from test_comparison import of_comparison
 
     from zerofit.tools.compare import report
 

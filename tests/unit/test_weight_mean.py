@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import refusal
-from test_loop import Engine, run, task_of
+from test_loop import Engine, trained
 from test_muon import Alternating
 from test_optimizers import Other
 from test_plan_layouts import GPT2, model_of
@@ -56,7 +56,7 @@ def test_it_is_the_mean_of_what_there_was_and_resumes_to_the_bit(tmp_path, optim
 def test_an_update_that_is_not_made_leaves_it():
     engine = Engine(spoilt=(2, 4))
     engine.average = lambda: engine.moved.append("mean")
-    run(task_of(on_anomaly="skip"), engine)
+    trained(engine, on_anomaly="skip")
     assert engine.moved == [1, "mean", 3, "mean", 5, "mean"]
 
 

@@ -195,7 +195,7 @@ class LoraOptions(Recipe, phase="train"):
         if settings.get("peft_type") != "LORA":
             return  # there is none, or whoever opens it says what is wrong
         theirs: dict[str, Any] = {"lora": True} | {name: settings.get(key) for name, key in OF_ADAPTER.items()}
-        found = []
+        found, left_out = [], []
         for name, value in theirs.items():
             value = [value] if isinstance(value, str) and name == "lora_target_modules" else value
             value = int(value) if name == "lora_alpha" and isinstance(value, float) else value
@@ -204,9 +204,15 @@ class LoraOptions(Recipe, phase="train"):
                 value = self._default(name)
             if source is None:
                 self.adopt(name, value, str(file))
-            elif name != "lora_dropout" and _in_order(ours) != _in_order(value):
+            elif name == "lora_dropout" or _in_order(ours) == _in_order(value):
+                continue
+            elif self.is_flag("model_name_or_path") and not self.is_flag(name):
+                left_out.append(f"{name} ({source}) is left out: the adapter {folder} has its own {value}")
+                self.adopt(name, value, str(file))
+            else:
                 found.append(f"{name} = {ours} ({source}): the adapter {folder} is trained on with its own {value}")
         self.__dict__["_contradictions"] = found
+        self.remember_left_out(left_out)
 
     def problems(self) -> list[str]:
         problems = super().problems()

@@ -44,6 +44,13 @@ ELEMENTWISE = {  # {kind: (work on a tensor and its result, tensors that it read
 }
 
 
+# Of a GPU and of a CPU: (edges of matrices, elements of tensors: from what a cache holds to what it does not).
+SIZES = {
+    False: ((256, 512, 1024, 2048, 4096, 8192), (2**16, 2**20, 2**24, 2**27)),
+    True: ((64, 192, 512, 1024), (2**12, 2**16, 2**20, 2**23)),
+}
+
+
 class Bench:
     """Times things on one device, at the same time as the other processes of this machine do."""
 
@@ -80,10 +87,7 @@ class Bench:
 
     def rates(self) -> dict[str, list[tuple[float, float]]]:
         """{kind and precision: [(size, rate)]}."""
-        edges = (64, 192, 512, 1024) if self.is_cpu else (256, 512, 1024, 2048, 4096, 8192)
-        # Elements of tensors: from what a cache holds to what it does not.
-        counts = (2**12, 2**16, 2**20, 2**23) if self.is_cpu else (2**16, 2**20, 2**24, 2**27)
-        found = {}
+        (edges, counts), found = SIZES[self.device.type == "cpu"], {}
         for half in (False, True):
             found[key_name(MATRIX, half)] = [self.products(size, half) for size in edges]
             found[key_name(ATTENTION, half)] = sorted(self.attention(rows, half) for rows in (1, 4))
