@@ -82,9 +82,9 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
     )
 
 
-def check_kept(optimizer: torch.optim.Optimizer) -> None:
+def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
     """Raises UserError where an optimizer of torch that a script has chosen keeps what no checkpoint would have."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
         return
     kept = {name for state in optimizer.state.values() for name in state}
     if unknown := sorted(kept - {"step", *KEPT["adamw"]}):
