@@ -15,16 +15,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.adamw import adamw
 
 from zerofit.model.compilation import blocks_of, ends_of
 from zerofit.model.parameters import true_shape
 from zerofit.model.stages import without_weights
 from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.engine import Engine, storages
+from zerofit.strategy.engine import Bounds, Engine, Outcome, storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.state import OptimizerState, RowState
-from zerofit.strategy.torch_engine import gradient_norm
+from zerofit.strategy.torch_engine import decide_on_device, decides_on_device, gradient_norm
 
 
 class FullyShardedEngine(Engine):
@@ -124,12 +125,52 @@ class FullyShardedEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
+    def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
+        if not losses or not decides_on_device(self):
+            return super().step(losses, bounds)
+        outcome, refused, scale = decide_on_device(self, losses, self._take_norm(), bounds)
+        for group in self.optimizer.param_groups:
+            self._step_shards(group, refused, scale)
+        self.discard()
+        return outcome
+
+    def _step_shards(self, group: dict[str, Any], refused: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Torch's fused AdamW over this rank's rows: its step takes no verdict, a plain tensor, beside DTensors."""
+        parameters = [each for each in group["params"] if each.grad is not None]
+        states = [self.optimizer.state[each] for each in parameters]
+        for parameter, state in zip(parameters, states):
+            if not state:
+                state["step"] = torch.zeros((), device=self.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        adamw(
+            [each.detach().to_local() for each in parameters],
+            [each.grad.to_local() for each in parameters],
+            [state["exp_avg"].to_local() for state in states],
+            [state["exp_avg_sq"].to_local() for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            grad_scale=scale,
+            found_inf=refused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
     def gradient_norm(self) -> float:
+        self._norm = self._take_norm()
+        return float(self._norm)
+
+    def _take_norm(self) -> torch.Tensor:
         for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self.layout.world_size)
-        self._norm = self._norm_of_all(self.gradients())
-        return float(self._norm)
+        return self._norm_of_all(self.gradients())
 
     def apply(self) -> None:
         if self.max_grad_norm > 0:

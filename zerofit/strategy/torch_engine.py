@@ -23,6 +23,14 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
+def decides_on_device(engine: Engine) -> bool:
+    """Whether the optimizer's step itself leaves out a refused update: torch's fused AdamW does."""
+    optimizer = engine.torch_optimizer
+    fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
+    has_fp64 = engine.device.type not in ("mps", "hpu")
+    return bool(fused and has_fp64 and engine.accelerator.scaler is None and not engine.ema_decay)
+
+
 def decide_on_device(
     engine: Engine, losses: list[torch.Tensor], norm: torch.Tensor, bounds: Bounds
 ) -> tuple[Outcome, torch.Tensor, torch.Tensor | None]:
@@ -88,23 +96,16 @@ class TorchEngine(Engine):
         self.accelerator.backward(loss)
 
     def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
-        if not losses or not self._decides_on_device:
+        if not losses or not decides_on_device(self):
             return super().step(losses, bounds)
         norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
         outcome, refused, scale = decide_on_device(self, losses, norm, bounds)
         optimizer: Any = self.torch_optimizer
         optimizer.found_inf, optimizer.grad_scale = refused, scale  # what torch.amp.GradScaler gives an optimizer
         optimizer.step()
+        del optimizer.found_inf, optimizer.grad_scale
         self._drop_gradients()
         return outcome
-
-    @property
-    def _decides_on_device(self) -> bool:
-        """Whether the step itself leaves out a refused update: torch's fused AdamW does."""
-        optimizer = self.torch_optimizer
-        fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
-        has_fp64 = self.device.type not in ("mps", "hpu")
-        return bool(fused and has_fp64 and self.accelerator.scaler is None and not self.ema_decay)
 
     def gradient_norm(self) -> float:
         self.accelerator.unscale_gradients()
