@@ -1,4 +1,4 @@
-"""The rooms: each imports those above it in CONTRIBUTING.md's list and none below, and no two modules each other."""
+"""The packages: each imports those above it in CONTRIBUTING.md and none below, and no two modules each other."""
 
 import ast
 import subprocess
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-# From the bottom of the house to its top: a room imports the rooms before it.
-ROOMS = "recipe model data strategy estimate record health launch checkpoint training tools cli".split()
+# From the bottom of the program to its top: a package imports the packages before it.
+PACKAGES = "recipe model data strategy estimate record health launch checkpoint training tools cli".split()
 LONGEST = 600  # lines of a module
 
 
@@ -38,7 +38,7 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     return module.split(".")[1]
 
 
@@ -49,8 +49,8 @@ def edges() -> list[tuple[str, str]]:
 def test_arrows_go_one_way():
     found = edges()
     assert len(found) > 400
-    assert {room(module) for edge in found for module in edge} == set(ROOMS)
-    upward = sorted((a, b) for a, b in found if ROOMS.index(room(b)) > ROOMS.index(room(a)))
+    assert {package(module) for edge in found for module in edge} == set(PACKAGES)
+    upward = sorted((a, b) for a, b in found if PACKAGES.index(package(b)) > PACKAGES.index(package(a)))
     assert not upward
 
 
@@ -71,7 +71,7 @@ def test_no_two_modules_import_each_other():
 
 
 def test_what_trains_is_read_without_the_tools():
-    assert not [(a, b) for a, b in edges() if room(b) == "tools" and room(a) not in ("tools", "cli")]
+    assert not [(a, b) for a, b in edges() if package(b) == "tools" and package(a) not in ("tools", "cli")]
 
 
 def test_modules_are_short():
@@ -123,10 +123,10 @@ OWN_LATE = {
 
 
 def late_imports() -> set[tuple[str, str]]:
-    """(module, what it imports in a function), of the rooms that train."""
+    """(module, what it imports in a function), of the packages that train."""
     found = set()
     for name, file in modules().items():
-        if name == "zerofit" or room(name) in ("estimate", "tools", "cli"):
+        if name == "zerofit" or package(name) in ("estimate", "tools", "cli"):
             continue
         for function in ast.walk(ast.parse(file.read_text())):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
