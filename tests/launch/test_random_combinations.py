@@ -42,6 +42,7 @@ from zerofit.recipe.tasks import CAUSAL
 pytestmark = pytest.mark.long
 
 TOLERANCE = {False: 1e-5, True: 5e-2}  # relative, of losses, gradient norms and held-out figures; True: in bf16
+ON_THE_HOST = 5e-5  # DeepSpeed's Adam on the host keeps 1 - beta^t in fp32, which has few digits in the first updates
 WEIGHTS = {"rtol": 1e-3, "atol": 2e-5}  # an update moves a weight by up to 1e-3
 ATTEMPTS = 6  # draws until one is not refused
 COUNTS = ("update", "consumed_samples", "targets", "tokens", "skipped")
@@ -249,7 +250,9 @@ class Trial:
                 return
             if (output / "model").is_dir():
                 break
-        self.outcome["differences"] = compare(self.run, output, reference)
+        self.outcome["differences"] = compare(
+            self.run, output, reference, any("offload" in leg for leg in self.outcome["legs"])
+        )
 
     def is_refused(self, name: str, leg: Leg) -> bool:
         """Whether a launch is refused; else it has ended as the leg says."""
@@ -296,7 +299,7 @@ def num_updates(output: Path) -> int:
     return len(updates(metrics(output))) if (output / "metrics.jsonl").is_file() else 0
 
 
-def compare(run: Run, ours: Path, reference: Path) -> dict[str, float]:
+def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[str, float]:
     """The largest relative difference of each kind of figure; raises where it is more than rounding."""
     lines, expected, half = metrics(ours), metrics(reference), "bf16" in run.flags
     largest: Counter = Counter()
@@ -309,7 +312,8 @@ def compare(run: Run, ours: Path, reference: Path) -> dict[str, float]:
             difference = abs(line[name] - other[name]) / max(abs(other[name]), 1e-3 if name[:5] == "eval_" else 1e-12)
             kind = "held out" if name[:5] == "eval_" else name
             largest[kind] = max(largest[kind], difference)
-            limit = 1e-9 if name == "learning_rate" else TOLERANCE[half]
+            limit = max(TOLERANCE[half], ON_THE_HOST if on_the_host else 0.0)
+            limit = 1e-9 if name == "learning_rate" else limit
             assert difference <= limit, f"{name} of update {other['update']}: {line[name]}, not {other[name]}"
     assert (ours / "samples.jsonl").read_text() == (reference / "samples.jsonl").read_text(), "other samples"
     files = {file.relative_to(reference) for file in (reference / "model").rglob("*.safetensors")}
