@@ -189,10 +189,10 @@ class Workers:
             self._result(one)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         for worker in active_children():
             worker.kill()
-        self.pool.shutdown(cancel_futures=True)
+        self.pool.shutdown(wait=error is None, cancel_futures=True)  # a signal may have come within one of its locks
 
     def encode(self, parts: Iterator[Part]) -> Iterator[tuple[Part, Encoded]]:
         """(part, what `Encoder.encode` makes of it) in the order of the parts."""

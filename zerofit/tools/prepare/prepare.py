@@ -11,7 +11,7 @@ encode these (encode.py). The answers are written here, in the order of the inpu
 import sys
 
 from zerofit.launch.runs import ending_in_order
-from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
+from zerofit.recipe.errors import EXIT_USER_ERROR, UserError, leave
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import say
@@ -39,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USER_ERROR
     from zerofit.tools.prepare.corpora import prepare
 
-    with ending_in_order():
-        say(*prepare(options))
+    try:
+        with ending_in_order():
+            say(*prepare(options))
+    except SystemExit as end:  # after a signal: the interpreter would wait for the threads of the pool
+        leave(int(end.code or 0))
     return 0
