@@ -4,13 +4,15 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from zerofit.health.anomaly import MAX_OVERFLOWS, AnomalyDetector
 
 
 def judged(detector: AnomalyDetector, figures: dict[str, float]) -> str | None:
     """Why an update with these figures is refused."""
-    accepted = detector.bounds(targets=2.0).accept(2.0 * figures["loss"], figures["grad_norm"])
+    loss, norm = torch.tensor([2.0 * figures["loss"], figures["grad_norm"]], dtype=torch.float64)
+    accepted = bool(detector.bounds(targets=2.0).accept(loss, norm))
     return detector.record(figures, refused=not accepted)
 
 

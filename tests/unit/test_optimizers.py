@@ -161,7 +161,9 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("kind", "refused"), [("AdamW", ""), ("RAdam", ""), ("NAdam", "mu_product"), ("SGD", "")])
+@pytest.mark.parametrize(
+    ("kind", "refused"), [("AdamW", ""), ("RAdam", ""), ("NAdam", "mu_product"), ("SGD", "nothing")]
+)
 def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1)

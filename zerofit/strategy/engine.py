@@ -51,11 +51,11 @@ class Bounds:
     may_overflow: bool = False
     report: Sequence[float] = ()
 
-    def accept(self, loss_sum: float, grad_norm: float) -> bool:
-        """Whether the optimizer is to step."""
-        if not math.isfinite(grad_norm):
-            return self.may_overflow and math.isfinite(loss_sum)
-        return math.isfinite(loss_sum) and loss_sum <= self.loss_sum and grad_norm <= self.grad_norm
+    def accept(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+        """Whether the optimizer is to step, a boolean scalar where the two fp64 scalars are: nothing is waited for."""
+        fits = grad_norm.isfinite() & (loss_sum <= self.loss_sum) & (grad_norm <= self.grad_norm)
+        overflows = ~grad_norm.isfinite() & self.may_overflow
+        return loss_sum.isfinite() & (fits | overflows)
 
 
 class Outcome:
@@ -190,15 +190,16 @@ class Engine:
         """
         if not losses:
             return Outcome(losses, lambda: (False, []), ())
-        rows = self.per_rank([float(sum(losses)), self.gradient_norm(), *bounds.report])
-        accepted = bounds.accept(sum(rows[rank][0] for rank in self.layout.loss_ranks), rows[0][1])
+        own = [float(sum(losses)), self.gradient_norm(), *bounds.report]
+        rows = torch.tensor(self.per_rank(own), dtype=torch.float64)
+        accepted = bool(bounds.accept(rows[self.layout.loss_ranks, 0].sum(), rows[0, 1]))
         if accepted:
             self.apply()
-            if math.isfinite(rows[0][1]):  # else fp16 has left the weights where they were
+            if rows[0, 1].isfinite():  # else fp16 has left the weights where they were
                 self.average()
         else:
             self.discard()
-        return Outcome(losses, lambda: (not accepted, rows), self.layout.loss_ranks)
+        return Outcome(losses, lambda: (not accepted, rows.tolist()), self.layout.loss_ranks)
 
     @torch.no_grad()
     def losses(self, batches: Iterable["Batch"], loss_sum: LossSum) -> Iterator[tuple["Batch", torch.Tensor]]:

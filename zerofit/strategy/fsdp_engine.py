@@ -142,7 +142,6 @@ class FullyShardedEngine(Engine):
             if not state:
                 state["step"] = torch.zeros((), device=self.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        beta1, beta2 = group["betas"]
         adamw(
             [each.detach().to_local() for each in parameters],
             [each.grad.to_local() for each in parameters],
@@ -154,8 +153,8 @@ class FullyShardedEngine(Engine):
             grad_scale=scale,
             found_inf=refused,
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],

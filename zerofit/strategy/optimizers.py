@@ -83,15 +83,19 @@ def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device
 
 
 def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises UserError where an optimizer of torch that a script has chosen keeps what no checkpoint would have."""
+    """Check, after a step, that an optimizer of torch which a script has chosen keeps what checkpoints have.
+
+    Raises:
+        UserError: it keeps something else of a weight than the two moments of AdamW.
+    """
     if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
         return
-    kept = {name for state in optimizer.state.values() for name in state}
-    if unknown := sorted(kept - {"step", *KEPT["adamw"]}):
+    kept = {name for state in optimizer.state.values() for name in state} - {"step"}
+    moments = set(KEPT["adamw"])
+    if kept - moments or (kept != moments and not isinstance(optimizer, torch.optim.Adam)):
         raise UserError(
-            f"{type(optimizer).__name__} keeps {', '.join(unknown)} of each weight, for which checkpoints have no "
-            "place: a resumed run would be another one. Say --save_strategy no, or choose an optimizer that keeps "
-            "exp_avg and exp_avg_sq"
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(kept)) or 'nothing'} of each weight, and checkpoints "
+            "have exp_avg and exp_avg_sq: it could not be resumed. Say --save_strategy no, or choose another optimizer"
         )
 
 

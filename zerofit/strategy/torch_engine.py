@@ -45,9 +45,8 @@ def decide_on_device(
     report = torch.tensor(bounds.report, dtype=torch.float64).to(engine.device, non_blocking=True)
     row = torch.cat([torch.stack([torch.as_tensor(sum(losses)).double(), norm.double()]), report])
     rows = row[None] if engine.layout.world_size == 1 else engine.accelerator.gather(row[None])
-    loss, norm = rows[:, 0].sum(), rows[0, 1]  # rank 0's norm, so that all decide alike
-    accepted = loss.isfinite() & norm.isfinite() & (loss <= bounds.loss_sum) & (norm <= bounds.grad_norm)
-    refused = (~accepted).float()
+    norm = rows[0, 1]  # rank 0's, so that all decide alike
+    refused = (~bounds.accept(rows[:, 0].sum(), norm)).float()
     scale = ((norm + 1e-6) / engine.max_grad_norm).clamp(min=1.0).float() if engine.max_grad_norm > 0 else None
     found = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
     copied = torch.Event(engine.device.type) if engine.device.type != "cpu" else None

@@ -110,7 +110,7 @@ class Run:
         self._totals: Totals | None = None  # counts of its global batch; None: the ranks have not told each other
         self._metrics: UpdateMetrics | None = None  # its line of the record, until what follows it is known
         self._held_out: dict[str, float] = {}
-        self._is_best = self._abandoned = self._passes_over = False
+        self._is_best = self._abandoned = self._passes_over = self._kept_is_checked = False
         self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
 
     @classmethod
@@ -388,9 +388,12 @@ class Run:
             replicas = [ranks[rank][counts:] for rank in self.engine.layout.loss_ranks]
             self._totals = Totals.sum(replicas) if self._following else None
             figures |= {"peak_memory_bytes": int(max(rank[0] for rank in ranks))}
+            has_stepped = not outcome.refused and math.isfinite(outcome.grad_norm)
+            if has_stepped and not self._kept_is_checked:
+                self._kept_is_checked = True
+                if self.recipe.save_strategy != "no":
+                    check_kept(self.engine.torch_optimizer)
         seconds = time.perf_counter() - self._began
-        if number == self.checkpoints.resumed_at + 1 and self.recipe.save_strategy != "no":
-            check_kept(self.engine.torch_optimizer)
         if self.profiler:
             self.profiler.end(number, bool(self._stop_reason))
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if anomaly else 0
