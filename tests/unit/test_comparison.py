@@ -322,6 +322,8 @@ CONTEXT = 640 * MIB
 def test_limits_are_what_the_devices_have():
     """Contexts of processes that share a device are counted: the allocator's limit knows nothing of them."""
     assert choose_limit(machine([GPU, GPU]), 2, None) == (None, [])
+    simulated = replace(machine([Device("npu", GIB, GIB)]), kind="npu", simulated={"ZEROFIT_SIMULATED": "1"})
+    assert choose_limit(simulated, 1, None) == (GIB, [])
     limit, notes = choose_limit(machine([GPU]), 2, 24 * GIB)
     assert limit == 24 * GIB
     assert "gloo" in notes[0]

@@ -221,6 +221,14 @@ def test_hints_name_existing_options():
     assert len(said) == len(set(said)), "one name, two answers"
 
 
+@pytest.mark.parametrize(
+    ("option", "script"), [("packing", "clm"), ("teacher", "distill"), ("preference_loss", "dpo")]
+)
+def test_an_option_of_another_script_names_the_script_that_has_it_first(option, script):
+    with pytest.raises(UserError, match=f"--{option} is not an option: it is one of train/{script}.py"):
+        parse_recipe(RECIPES["cls"], [f"--{option}", "x"])
+
+
 def test_what_is_published_has_no_folder_of_this_machine():
     recipe = ClmRecipe(
         train_file=["/home/me/my texts/a.txt", "data/*.txt"], data_path=["0.3", "/me/a_document", "0.7", "/me/b"],

@@ -1,10 +1,9 @@
-"""Pushes a run's model/ to a repository of the Hugging Face hub, at its end or with each checkpoint.
+"""Pushes a run's model/ to a repository of the Hugging Face hub, at its end.
 
-huggingface_hub does it, in a thread of the main process. Training does not wait for it, and goes on if it fails.
+huggingface_hub does it, in a thread of the main process, so that a hub which does not answer cannot hold the run.
 """
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -26,9 +25,6 @@ class HubRepository:
 
     def __init__(self, name: str, api: HfApi):
         self.name, self._api = name, api
-        self._thread: threading.Thread | None = None
-        self._is_failing = False
-        self._messages: list[str] = []
 
     @classmethod
     def open(cls, name: str) -> "HubRepository":
@@ -50,39 +46,20 @@ class HubRepository:
             ) from None
         return cls(name, api)
 
-    def messages(self) -> list[str]:
-        """Lines for the log since the last call."""
-        messages, self._messages = self._messages, []
-        return messages
-
     def finish(self, folder: Path) -> list[str]:
         """Push the run's model/. Returns lines for the log. Never fails."""
-        is_done = self._is_idle(FINISH_S)
-        if is_done:
-            self._is_failing = False
-            self._start(self._push, folder, "trained")
-            is_done = self._is_idle(FINISH_S)
-        if self._is_failing or not is_done:
-            return [*self.messages(), f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
-        return [*self.messages(), f"hub         {self._api.endpoint}/{self.name}"]
+        errors: list[Exception] = []
 
-    def _is_idle(self, wait_s: float = 0.0) -> bool:
-        """Return True if nothing is being pushed, or nothing more within so long."""
-        if self._thread is None:
-            return True
-        self._thread.join(wait_s)
-        return not self._thread.is_alive()
+        def push() -> None:
+            try:
+                self._api.upload_folder(repo_id=self.name, folder_path=folder, commit_message="trained")
+            except Exception as error:  # of the connection or the hub; none may end the training
+                errors.append(error)
 
-    def _start(self, target: Callable[..., None], *args: object) -> None:
-        self._thread = threading.Thread(target=target, args=args, name="hub", daemon=True)
-        self._thread.start()
-
-    def _push(self, folder: Path, message: str) -> None:
-        try:
-            self._api.upload_folder(repo_id=self.name, folder_path=folder, commit_message=message)
-        except Exception as error:  # of the connection or the hub; none may end the training
-            if not self._is_failing:
-                self._messages.append(f"warning   {self.name} cannot be pushed to ({reason(error)})")
-            self._is_failing = True
-        else:
-            self._is_failing = False
+        thread = threading.Thread(target=push, name="hub", daemon=True)
+        thread.start()
+        thread.join(FINISH_S)
+        if errors or thread.is_alive():
+            said = [f"warning   {self.name} cannot be pushed to ({reason(error)})" for error in errors]
+            return [*said, f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
+        return [f"hub         {self._api.endpoint}/{self.name}"]

@@ -8,7 +8,6 @@ from typing import Any
 
 from zerofit.checkpoint.directory import BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.exporter import ModelExporter
-from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
 from zerofit.checkpoint.run_state import BestEvaluation, RunState
@@ -35,7 +34,6 @@ class CheckpointManager:
         metric: the figure that tells which evaluation is the best, without `eval_`.
         keeps_best: the weights of the best evaluation are kept.
         mirror: where checkpoints are copied to, on the main process; None: nowhere.
-        hub: where models are pushed to, the same.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class CheckpointManager:
         metric: str,
         keeps_best: bool,
         mirror: Mirror | None = None,
-        hub: HubRepository | None = None,
     ):
         self.folder, self.recipe, self.state = folder, recipe, state
         self.resumed_at = 0  # updates that were made before this launch
@@ -59,7 +56,7 @@ class CheckpointManager:
         self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
         self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
         self._metric, self._keeps_best = metric, keeps_best
-        self.mirror, self.hub = mirror, hub
+        self.mirror = mirror
         self._starts_over = False  # this run is in the folder, and has left no state
         self._interval_s = 0.0 if recipe.save_strategy == "no" else 60 * recipe.save_minutes
         self._saved_at = time.time()
@@ -279,9 +276,7 @@ class CheckpointManager:
         """Lines on checkpoints since the last call, for the log of the main process."""
         self.writer.poll()
         messages, self.writer.messages = self.writer.messages, []
-        for copies in (self.mirror, self.hub):
-            messages += copies.messages() if copies is not None else []
-        return messages
+        return messages + (self.mirror.messages() if self.mirror is not None else [])
 
     def finish(self, after_anomaly: bool) -> None:
         """Wait for the last checkpoint, and say what became of it. After an anomaly, first save what is good."""
@@ -302,7 +297,7 @@ class CheckpointManager:
         when += [f"every {recipe.save_minutes:g} minutes"] if self._interval_s else []
         if not when:
             return ["saves     none: a run that is killed starts over"]
-        size = self.writer.bytes_of_a_checkpoint(True)
+        size = self.writer.bytes_of_a_checkpoint()
         free = shutil.disk_usage(self.folder.path).free
         lines = [f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each"]
         if free < 1.05 * size:

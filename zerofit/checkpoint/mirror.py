@@ -128,6 +128,13 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+def _manifest(folder: Path) -> bytes | None:
+    """The manifest of a checkpoint on the disk; None: it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / MANIFEST).read_bytes()
+    return None
+
+
 class Mirror:
     """The mirror of one run, on its main process."""
 
@@ -252,8 +259,8 @@ class Mirror:
 
     def _copy_checkpoint(self, folder: Path) -> None:
         """Copy a checkpoint, unless it is in the store. The manifest is last."""
-        name, place, file = folder.name, f"{CHECKPOINTS}/{folder.name}", folder / MANIFEST
-        manifest = file.read_bytes() if file.is_file() else None
+        name, place = folder.name, f"{CHECKPOINTS}/{folder.name}"
+        manifest = _manifest(folder)
         if manifest is None or self._mirrored.get(name) == manifest:
             return  # it is gone, or there
         self._made.add(name)
@@ -266,7 +273,7 @@ class Mirror:
                 if each not in sent:
                     self.store.put(folder / each, f"{place}/{each}")
                     sent.add(each)
-            if not file.is_file() or file.read_bytes() != manifest:
+            if _manifest(folder) != manifest:
                 return  # it was written again meanwhile, and this wakes the thread
             self.store.put(manifest, f"{place}/{MANIFEST}")
         self._mirrored[name] = manifest

@@ -168,9 +168,9 @@ class AsyncCheckpointWriter:
     def _bytes_of_weights(self) -> int:
         return sum(true_numel(parameter) * parameter.element_size() for parameter in self._exported)
 
-    def bytes_of_a_checkpoint(self, with_state: bool) -> int:
+    def bytes_of_a_checkpoint(self) -> int:
         """Estimate the bytes of one checkpoint on the disk."""
-        return self._bytes_of_weights() + (self.engine.state.bytes_of_all() if with_state else 0)
+        return self._bytes_of_weights() + self.engine.state.bytes_of_all()
 
     def wait(self) -> bool:
         """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""

@@ -189,10 +189,12 @@ def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None
     """Raises UserError for options that have no effect on what the data was taken for."""
     if form is None:
         given = [name for name in OF_CHATS if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
-        what = f"text; {columns_present(source.first)}"
+        what = (
+            f"text; {columns_present(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
+        )
     else:
         given = [name for name in OF_TEXT if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
-        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --text_column"
+        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
     if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")

@@ -212,7 +212,7 @@ class StreamedSamples:
     Attributes:
         made_of: shards, seed and size of a window: what the order follows from, whatever the length of the run.
         reads_ahead: whether the next window is prepared in a thread. Not where that takes code which may only run
-            under the limits of the main thread (zerofit/recipe/limits.py).
+            under the limits of the main thread (zerofit/model/chat.py).
     """
 
     lengths = None

@@ -84,14 +84,14 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
     with_deepspeed, layout = strategy.deepspeed is not None, strategy.layout
     width = trained_width = 2 if strategy.precision != "fp32" and (with_deepspeed or recipe.lora) else 4
     trained, frozen = (0, parameters) if recipe.lora else (parameters, 0)
-    split, kept = layout.model_size, state_bytes("adamw" if recipe.optim == "muon" else recipe.optim, (trained,))
+    others = "adamw" if recipe.optim == "muon" else recipe.optim
+    split, kept = layout.model_size, 0 if others == "adafactor" else state_bytes(others, (trained,))
     if engine is not None:
         of_run = [each for each in engine.module.parameters() if each.requires_grad]
         trained_width = max((each.element_size() for each in of_run), default=width)
         trained = sum(map(true_numel, of_run))
         split, frozen = layout.tensor, sum(map(true_numel, engine.module.parameters())) - trained
         of_muon = {id(each) for each in hidden_matrices(engine.module).values()} if recipe.optim == "muon" else set()
-        others = "adamw" if recipe.optim == "muon" else recipe.optim
         kept = sum(state_bytes("muon" if id(each) in of_muon else others, true_shape(each)) for each in of_run)
     zero = strategy.deepspeed["zero_optimization"] if strategy.deepspeed else {}
     sections = (zero.get(f"offload_{part}") or {} for part in ("optimizer", "param"))

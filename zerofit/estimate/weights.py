@@ -68,7 +68,7 @@ class Weights:
         head: the name of the output embeddings' weight where no other module has it; empty: it is shared, or none.
         ends: {name: 0 of the embedding, 1 of final norm and head} where FSDP2 gathers these for themselves.
         layer: elements of one layer, of the largest stack.
-        quantised: elements of frozen matrices that are held in 4 bits, or in 8 (`quantised_bytes` each).
+        quantised: elements of frozen matrices that are held in 4 bits.
     """
 
     all: tuple[Weight, ...]
@@ -77,7 +77,6 @@ class Weights:
     ends: Mapping[str, int] = field(default_factory=dict)
     layer: int = 0
     quantised: int = 0
-    quantised_bytes: float = NF4_BYTES
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -182,7 +181,7 @@ class Weights:
         return sum(weight.size for weight in self.all if weight.size <= threshold)
 
     def frozen_bytes(self, dtype: torch.dtype) -> int:
-        return int((self.frozen - self.quantised) * dtype.itemsize + self.quantised * self.quantised_bytes)
+        return int((self.frozen - self.quantised) * dtype.itemsize + self.quantised * NF4_BYTES)
 
 
 def number_of(name: str, stack: str) -> int:

@@ -97,7 +97,7 @@ class AnomalyDetector:
         if len(past) < ENOUGH or not self.threshold:
             return math.inf
         middle, scale = self._noise(name)
-        return math.exp(max(middle + self.threshold * scale, max(past) + math.log(2)))
+        return math.exp(min(max(middle + self.threshold * scale, max(past) + math.log(2)), 700.0))  # a finite number
 
     def _noise(self, name: str) -> tuple[float, float]:
         """(the median of the logarithms, their scaled median absolute deviation)."""

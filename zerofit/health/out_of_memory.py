@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, StateSetup, remedies, state_setup
 from zerofit.health.out_of_memory_errors import NO_HANDLE, figures_of, is_out_of_memory
 from zerofit.health.watchdog_process import RESUME
+from zerofit.model.loss import has_separate_body
 from zerofit.recipe.errors import first_line
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.meters import MemoryMeter
@@ -192,7 +193,7 @@ def _pass_sizes(engine: Engine, strategy: Strategy, recipe: TaskRecipe, row_toke
     element, rows = (4 if strategy.precision == "fp32" else 2), strategy.batches.micro_batch
     rows *= 2 if getattr(recipe, "preference_loss", None) else 1
     targets = getattr(recipe, "max_target_length", None) or tokens
-    can_chunk = getattr(module, "loss_kind", None) == "full" and module.base_model is not module
+    can_chunk = getattr(module, "loss_kind", None) == "full" and has_separate_body(module)
     return {
         "layers": layers,
         "layer_inputs": rows * tokens * config.hidden_size * element * layers,

@@ -25,7 +25,7 @@ from zerofit.recipe.help import wants_help
 from zerofit.recipe.options import AnomalyOptions, Recipe
 from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words
 from zerofit.recipe.parsing import counted
-from zerofit.recipe.places import nearest_recipe, recipe_file, script
+from zerofit.recipe.places import nearest_recipe, recipe_file, script, shown_path
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.named import find_strategies
@@ -163,9 +163,9 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
             raise UserError(f"{first!r}: there is no such file. {WHAT}")
         return words
     if first in TASKS:
-        return [_shown(script(first)), *options]
+        return [shown_path(script(first)), *options]
     if first.startswith("--") and task is not None:
-        return [_shown(script(task)), *words]
+        return [shown_path(script(task)), *words]
     if first.startswith("--"):
         if "--config" not in words[:-1]:
             close = nearest(option_named(first) or "", [field.name for field in dataclasses.fields(LaunchOptions)])
@@ -182,7 +182,7 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
     task = task or task_of_recipe(recipe)
     if task is None:
         raise UserError(f"{recipe!r} does not say the task: its folder is none of {', '.join(TASKS)}. Use --task")
-    return [_shown(script(task)), *options]
+    return [shown_path(script(task)), *options]
 
 
 def choose_machines(options: LaunchOptions) -> Machines:
@@ -225,9 +225,3 @@ def environment_of_launcher() -> dict[str, str]:
     if programs not in path.split(os.pathsep):
         environment["PATH"] = os.pathsep.join((programs, path))
     return environment
-
-
-def _shown(program: Path) -> str:
-    """Relative to the current folder where it lies below."""
-    folder = Path.cwd()
-    return str(program.relative_to(folder) if program.is_relative_to(folder) else program)

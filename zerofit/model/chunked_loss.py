@@ -80,7 +80,7 @@ PLAIN = TokenLoss()
 
 def terms_of(recipe: LossOptions) -> TokenLoss:
     """The terms that a recipe adds to the cross entropy of tokens."""
-    divergence = getattr(recipe, "distill_divergence", None)  # of train/clm.py
+    divergence = getattr(recipe, "distill_divergence", None)  # of train/distill.py
     distillation = None
     if divergence:
         distillation = Distillation(recipe.distill_weight, recipe.distill_temperature, divergence == "reverse")

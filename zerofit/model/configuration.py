@@ -108,8 +108,9 @@ def has_model(auto_class, config) -> bool:
     """Return whether transformers may have a model of this architecture for the task: one with own code may be one."""
     import transformers
 
-    task = AUTO_CLASSES[auto_class.__name__.removeprefix("AutoModelFor")]
-    return type(config) in getattr(transformers, f"MODEL_FOR_{task}_MAPPING") or hasattr(config, "auto_map")
+    task = AUTO_CLASSES.get(auto_class.__name__.removeprefix("AutoModelFor"))
+    known = task is None or type(config) in getattr(transformers, f"MODEL_FOR_{task}_MAPPING")
+    return known or hasattr(config, "auto_map")
 
 
 def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:

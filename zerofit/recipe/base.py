@@ -147,10 +147,7 @@ class Recipe:
                 words += [f"--{field.name}", "null"]
             if self.source(field.name) == f"--{field.name}" and field.name not in without:
                 value = getattr(self, field.name)
-                values = (
-                    value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
-                )
-                words += [f"--{field.name}", *map(str, values)]
+                words += [f"--{field.name}", *map(shown, value if isinstance(value, list) else [value])]
         return words
 
     def problems(self) -> list[str]:

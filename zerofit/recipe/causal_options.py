@@ -81,7 +81,7 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
         "Path of a corpus without .bin and .idx; or several corpora, each after its weight: 0.3 A 0.7 B.",
         common=True,
         why="a corpus is already tokenized, and --split divides it",
-        needs="!streaming !tokens_per_batch",
+        needs="!streaming !tokens_per_batch !preference_loss",
     )
     split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
     reset_position_ids: bool = option(
@@ -197,7 +197,7 @@ class PreferenceOptions(Recipe):
 
     def clashes(self) -> list[Clash]:
         found, packing = super().clashes(), self.packing
-        if self.preference_loss and self.is_changed("packing") and packing != "none":
+        if self.is_changed("packing") and packing != "none":
             text = f"packing = {packing} is not supported with preference_loss = {self.preference_loss}"
             found.append(Clash("packing", ["preference_loss"], f"{text}: a pair is two rows"))
         return found
@@ -209,11 +209,6 @@ class PreferenceOptions(Recipe):
                 f"preference_label_smoothing = {self.preference_label_smoothing:g}: from 0.5 on the rejected answer "
                 "would be preferred"
             )
-        problems += [
-            f"{name} = {getattr(self, name)} does not go together with train/dpo.py: a pair is two rows of text"
-            for name in ("data_path", "streaming")
-            if getattr(self, name)
-        ]
         if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
             problems.append(
                 f"evaluate_only is not supported with preference_loss = {loss}: the reference is the model before "
@@ -276,6 +271,7 @@ class StreamOptions(Recipe):
         "s3://bucket/*.parquet) while training goes on, in windows of about so many bytes of records, which are "
         "shuffled together. For data that do not fit the disk.",
         why="the records are read as they come",
+        needs="!preference_loss",
     )
 
     def clashes(self) -> list[Clash]:

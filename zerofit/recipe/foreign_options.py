@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from zerofit.recipe.megatron_flags import HINTS as MEGATRON_HINTS
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.tasks import TASKS
 
 # {options of a recipe: names of them in other programs}; a message names the options that the task has.
 FOREIGN_NAMES = {
@@ -141,10 +142,6 @@ REMOVED = {
 }
 
 
-def _kinds_below(cls: type) -> list[type]:
-    return [kind for below in cls.__subclasses__() for kind in (below, *_kinds_below(below))]
-
-
 def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
     """{name of an option in another program: what to type instead}.
 
@@ -155,10 +152,7 @@ def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[
     if not issubclass(cls, TrainingRecipe):
         return REMOVED
     of_others = {
-        field.name: f"it is one of train/{vars(other)['task']}.py"
-        for other in _kinds_below(TrainingRecipe)
-        if "task" in vars(other)
-        for field in fields(other)
+        field.name: f"it is one of train/{task}.py" for task, kind in reversed(TASKS.items()) for field in fields(kind)
     }
     hints = {name: hint for name, hint in of_others.items() if name not in names} | REMOVED
     for options, foreign_names in FOREIGN_NAMES.items():

@@ -194,13 +194,11 @@ class EvaluationOptions(Recipe, phase="train"):
     )
 
     @property
-    def holds_nothing_out(self) -> str | None:
-        """The option by which nothing is there to evaluate on, and its value; None: something is, or only the data
-        tell."""
+    def holds_nothing_out(self) -> bool:
+        """Whether nothing is there to evaluate on, as the options say; False, too, where only the data tell."""
         known = self.train_file or (self.dataset_name or "").startswith("stdlib-")  # type: ignore[attr-defined]
-        if not (self.trains and known) or self.validation_file or self.validation_split_percentage:  # type: ignore
-            return None
-        return "validation_split_percentage = 0"
+        holds_out = self.validation_file or self.validation_split_percentage  # type: ignore[attr-defined]
+        return bool(self.trains and known and not holds_out)
 
     def clashes(self) -> list[Clash]:
         names = ("early_stopping_patience", "load_best_model_at_end", "save_best") if self.holds_nothing_out else ()
@@ -208,8 +206,8 @@ class EvaluationOptions(Recipe, phase="train"):
             Clash(
                 name,
                 ["validation_split_percentage"],
-                f"{name} = {getattr(self, name)}: nothing is held out ({self.holds_nothing_out}), so no figure tells "
-                "which evaluation is the best. Name a validation_file",
+                f"{name} = {getattr(self, name)}: nothing is held out (validation_split_percentage = 0), so no figure "
+                "tells which evaluation is the best. Name a validation_file",
             )
             for name in names
             if getattr(self, name)

@@ -66,3 +66,8 @@ def cache_root(cache_dir: str | None) -> Path:
     # the cache of the datasets library, without importing it, which takes a second (datasets/config.py)
     hub = os.environ.get("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
     return Path(os.environ.get("HF_DATASETS_CACHE", f"{hub}/datasets")).expanduser() / "zerofit"
+
+
+def shown_path(path: Path) -> str:
+    """A path in a command that is shown: relative to the current folder where it lies below."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

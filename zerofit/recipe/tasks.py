@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, shown
 from zerofit.recipe.causal_options import (
     ChatOptions,
     CorpusOptions,
@@ -136,8 +136,7 @@ class ClassLossOptions(Recipe, phase="train"):
     def changed_class_losses(self) -> list[str]:
         """Those of these options that are set, each with its value."""
         values = {name: getattr(self, name) for name in ("class_weights", "focal_gamma", "label_smoothing")}
-        shown = {name: " ".join(value) if isinstance(value, list) else value for name, value in values.items()}
-        return [f"{name} = {shown[name]}" for name, value in values.items() if value]
+        return [f"{name} = {shown(value)}" for name, value in values.items() if value]
 
     @property
     def weight_of_class(self) -> dict[str, float | None]:
@@ -330,8 +329,8 @@ def kind_of(task: str) -> str:
 
 
 def task_of_recipe(file: str) -> str | None:
-    """The task of a recipe's file: the name of its folder; else the one task that has all of its options, as those of
-    a run's recipe.yaml; None: it does not say."""
+    """The task of a recipe's file: the name of its folder; else the task that knows most of its options (clm where its
+    three scripts know as many); None: it does not say."""
     folder = Path(file).resolve().parent.name
     if folder in TASKS:
         return folder

@@ -87,7 +87,6 @@ def _resume(run: "Run") -> None:
         run.best.metric,
         run.best.keeps,
         run.mirror,
-        run.hub,
     )
     run.checkpoints.resume(config.resume)
     if engine.is_main:

@@ -61,10 +61,8 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
         machine, timer = simulated_machine(options.simulate or options.memory_limit, options.num_processes), machine
         recipe = ToolRecipe(without_weights(recipe.values), [*recipe.notes, NOT_COUNTED])
-    limit = options.memory_limit and parse_bytes(options.memory_limit)
-    limit, notes = choose_limit(
-        machine, options.num_processes, limit or (machine.simulated and machine.devices[0].total)
-    )
+    stated = parse_bytes(options.memory_limit) if options.memory_limit else None
+    limit, notes = choose_limit(machine, options.num_processes, stated)
     notes = [*recipe.notes, *notes]
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")

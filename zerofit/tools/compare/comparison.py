@@ -1,6 +1,5 @@
 """The comparison itself: launch after launch, until the largest batch of every candidate is known."""
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +7,7 @@ from typing import Any
 
 from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.launch.runs import LaunchedRun
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, rounded, say
 from zerofit.tools.compare.candidates import Candidate, one_batch
@@ -117,8 +116,11 @@ class Comparison:
         """Let `zerofit plan` predict where the search begins, unless something is known of it."""
         if self.options.micro_batches or self._predicted(candidate) or self._results(candidate):
             return
-        with contextlib.suppress(Exception):  # what cannot be predicted is searched
+        try:
             peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, self.sizes)
+        except Exception as error:  # what cannot be predicted is searched
+            say(f"{candidate.name}: not predicted: {first_line(error)}")
+        else:
             self.journal.add("prediction", key=self.keys[candidate.name], peaks=peaks)
 
     def _predicted(self, candidate: Candidate) -> dict[int, int]:
@@ -137,11 +139,8 @@ class Comparison:
         guess = max((size for size, peak in row.predicted.items() if peak <= self.room), default=0)
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
         while candidate.name not in self.problems:
-            known = {
-                size: peak_of(line) if "ranks" in line else None for size, line in self._results(candidate).items()
-            }
             must_try = self.options.micro_batches or [row.largest for row in self.rows() if row.largest]
-            size = next_size(self.sizes, known, self.room, must_try, guess, per_sample)
+            size = next_size(self.sizes, self._row(candidate).peaks, self.room, must_try, guess, per_sample)
             if size is None:
                 break
             self._try(candidate, size)
@@ -159,6 +158,8 @@ class Comparison:
             wanted = {*(self.options.micro_batches or ()), *filter(None, [common])}
             for size in sorted(size for size in wanted if size < row.largest and not row.at(size)):
                 self._try(candidate, size)
+            if self._row(candidate).largest != row.largest:  # a smaller size did not fit, and so there is a gap below
+                self._search(candidate)
         return before != [row.largest for row in self.rows()]
 
     def _try(self, candidate: Candidate, size: int) -> None:
@@ -185,6 +186,8 @@ class Comparison:
     def _time_updates(self) -> None:
         """Time updates on the real machine, at the largest batch that all hold and at each candidate's own."""
         for candidate, row in zip(self.candidates, self.rows()):
+            if not row.largest:
+                continue
             for size in sorted(
                 {row.largest, common_size(self.rows())} - {0, None} - {line["size"] for line in row.timed}
             ):

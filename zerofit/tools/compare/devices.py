@@ -108,6 +108,8 @@ def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -
         UserError: a device has less than its ranks together may use.
     """
     ranks, total = -(-num_processes // len(machine.devices)), min(device.total for device in machine.devices)
+    if limit is None and machine.simulated:
+        limit = total
     context = CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0
     each = (limit or 0) + context
     if ranks * each > total:
@@ -127,7 +129,7 @@ def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -
 
 NOT_COUNTED = (
     "Simulated: not in the peaks are workspaces of kernels and of NCCL, fragmentation, and what the driver takes for "
-    "each process (on CUDA about half a GiB). Host memory is not limited"
+    "each process (on CUDA 640 MiB). Host memory is not limited"
 )
 NAME = "npu"  # of the device's type, for accelerate has a list of those that it lets train in fp16
 

@@ -56,10 +56,8 @@ def throughput_plot(rows: list[StrategyRow]) -> Figure:
         if lines:
             sizes, rates = [line["size"] for line in lines], [line["samples_per_s"] for line in lines]
             axes.plot(sizes, rates, linewidth=1.2, label=shortened(row.name, 40), **style)
-            best = max(lines, key=lambda line: line["samples_per_s"])
-            axes.plot(
-                [best["size"]], [best["samples_per_s"]], "o", color=style["color"], markersize=11, fillstyle="none"
-            )
+            size, rate = row.best["size"], row.best["samples_per_s"]
+            axes.plot([size], [rate], "o", color=style["color"], markersize=11, fillstyle="none")
     axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _with_legend(figure, axes)

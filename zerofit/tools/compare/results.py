@@ -40,18 +40,19 @@ class StrategyRow:
     predicted: dict[int, int] = field(default_factory=dict)
 
     @property
-    def _bounds(self) -> tuple[int, int | None]:
-        return bounds({line["size"]: peak_of(line) if "ranks" in line else None for line in self.trials})
+    def peaks(self) -> dict[int, int | None]:
+        """{size: peak in bytes, None where it does not fit} of the sizes that were tried."""
+        return {line["size"]: peak_of(line) if "ranks" in line else None for line in self.trials}
 
     @property
     def largest(self) -> int:
         """The largest batch that fits; 0: none does, or it is not known."""
-        return 0 if self.problem else self._bounds[0]
+        return 0 if self.problem else bounds(self.peaks)[0]
 
     @property
     def fails(self) -> dict[str, Any] | None:
         """The trial of the smallest batch that does not fit; None: there is none."""
-        return next((line for line in self.trials if line["size"] == self._bounds[1]), None)
+        return next((line for line in self.trials if line["size"] == bounds(self.peaks)[1]), None)
 
     @property
     def fitting(self) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
-from zerofit.recipe.places import script
+from zerofit.recipe.places import script, shown_path
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.strategy.gpus import check_devices, num_devices
@@ -152,9 +152,7 @@ def _launch(report: DoctorReport, options: Any, task: str | None, recipe: Recipe
         words += several if machines > 1 else []
     program = ["train/TASK.py", "--config", "RECIPE"]
     if task:
-        path, folder = script(task), Path.cwd()
-        path = path.relative_to(folder) if path.is_relative_to(folder) else path
-        program = [path, *recipe.flags_given(without=("strategy",) if file else ())]
+        program = [shown_path(script(task)), *recipe.flags_given(without=("strategy",) if file else ())]
     report.command = shlex.join(map(str, [*words, *program]))
     return processes, machines
 

@@ -253,7 +253,8 @@ def _measure(processes: int) -> dict:
             if launch.wait(LIMIT_S) == "late":
                 raise UserError(f"calibrate: no result in {LIMIT_S} s. Try again when the machine is idle")
             if launch.process.returncode:
-                raise UserError(f"calibrate: a process failed: {launch.text.strip().splitlines()[-1]}")
+                lines = launch.text.strip().splitlines() or ["it said nothing"]
+                raise UserError(f"calibrate: a process failed: {lines[-1]}")
         return json.loads((folder / "found.json").read_text())
 
 

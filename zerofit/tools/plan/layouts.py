@@ -2,7 +2,7 @@
 
 The degrees stand in the pair's DeepSpeed JSON. A pair that has some is planned for each number of ranks that divides
 the GPUs of a machine, so that ranks which share layers or rows are on one machine. What a model, its heads above all,
-does not allow is refused as a run would refuse it (resolve.py).
+does not allow is refused as a run would refuse it (zerofit/training/configuration.py).
 """
 
 import json

@@ -239,7 +239,7 @@ def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unuse
 
 
 def _program_on_cpu(resolved: PlannedStrategy) -> int:
-    """Bytes of a process of the CPU beside its tensors, as constants.py has them."""
+    """Bytes of a process of the CPU beside its tensors, as zerofit/estimate/peak.py has them."""
     if resolved.zero is None:
         return CPU_PROGRAM_BYTES
     groups = [count for degree, count in CPU_GROUPS.items() if getattr(resolved.layout, degree) > 1]

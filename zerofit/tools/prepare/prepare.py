@@ -4,8 +4,8 @@
     zerofit prepare merge --input corpora/a_text_document corpora/b_text_document --output_prefix corpora/both
 
 The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of the same documents and tokenizer, for
-any number of workers. Parts of the input go to worker processes (workers.py), which cut them into documents and
-encode these (encode.py). The answers are written here, in the order of the input.
+any number of workers. Parts of the input go to worker processes, which cut them into documents and encode these
+(encode.py). The answers are written in the order of the input (corpora.py).
 """
 
 import sys

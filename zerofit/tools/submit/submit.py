@@ -28,16 +28,16 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from zerofit.health.shutdown import EXIT_TO_BE_RESUMED
 from zerofit.launch.command import LaunchOptions
 from zerofit.launch.command import read_options as read_launch
 from zerofit.launch.restart_rule import FINAL
 from zerofit.recipe.addresses import PACKAGES
-from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
+from zerofit.recipe.errors import EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import option_named, parse_recipe, take_words
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import name_of_recipe
+from zerofit.recipe.places import shown_path
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.submit import requeue
@@ -196,7 +196,7 @@ def _program(kind: str) -> list[str]:
     program = Path(sys.executable).parent / "zerofit"
     if not program.is_file():
         return [sys.executable, "-m", "zerofit.cli"]
-    return [str(program.relative_to(Path.cwd()) if program.is_relative_to(Path.cwd()) else program)]
+    return [shown_path(program)]
 
 
 def _read_site(file: Path) -> tuple[list[str], list[str]]:
