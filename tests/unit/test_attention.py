@@ -204,6 +204,34 @@ def test_torch_s_own_kernel_where_there_is_no_other(gpu):
 
 
 @pytest.mark.parametrize(
+    ("capability", "installed", "changes", "taken"),
+    [
+        (8, "234", {}, "flash_attention_2"),
+        (9, "234", {}, "flash_attention_3"),
+        (9, "24", {}, "flash_attention_2"),
+        (9, "4", {}, "flash_attention_4"),
+        (9, "23", {"attention_dropout": 0.1}, "flash_attention_2"),  # the newer ones have none
+        (10, "234", {}, "flash_attention_4"),
+        (10, "24", {"head_dim": 256}, "flash_attention_2"),
+        (10, "3", {}, VARLEN),  # 3 refuses a Blackwell
+        (12, "24", {}, "flash_attention_2"),
+    ],
+)
+def test_the_fastest_flash_kernel_of_the_installed_ones(gpu, monkeypatch, capability, installed, changes, taken):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    for version in "234":
+        found = version in installed
+        monkeypatch.setattr(transformers.utils, f"is_flash_attn_{version}_available", lambda found=found: found)
+    model, chosen = tiny_model("llama", None, **changes), []
+    take = model.set_attn_implementation
+    monkeypatch.setattr(
+        model, "set_attn_implementation", lambda name: chosen.append(name) or (take(name) if name == VARLEN else None)
+    )
+    choose_attention(model, None, "bf16", gpu)
+    assert chosen == [taken]
+
+
+@pytest.mark.parametrize(
     ("precision", "changes", "said"),
     [
         ("fp32", {}, "bf16 and fp16 only"),

@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 510,  # 800
     "zerofit": 145,  # cli.py
     "zerofit/recipe": 4019,  # 2,700
-    "zerofit/model": 5780,  # 4,700
+    "zerofit/model": 5786,  # 4,700
     "zerofit/data": 7655,  # 6,000
     "zerofit/strategy": 5471,  # 4,800
     "zerofit/estimate": 4955,  # 4,700
@@ -25,7 +25,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1755,  # 1,300
     "zerofit/tools": 12140,  # 10,600
     "benchmarks": 1775,  # 1,800
-    "tests": 30157,  # 21,500
+    "tests": 30192,  # 21,500
 }
 
 

@@ -24,6 +24,10 @@ VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it he
 PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
 HALF = ("bf16", "fp16")
 AMPERE = (8, 0)  # compute capability: flash kernels need it
+# {major compute capability: versions of flash-attn, the fastest first}. 3 is written for Hopper (9) and refuses newer
+# GPUs; 4 is for Blackwell (10). Its kernels for consumer GPUs (12) have no complete backward pass yet.
+FASTEST_FIRST = {9: "324", 10: "42", 12: "24"}
+WIDEST_HEAD_OF_4 = 128  # elements; 2 takes heads of 256
 
 
 def choose_attention(model, requested: str | None, precision: str, device: torch.device | None = None) -> str:
@@ -98,9 +102,13 @@ def _use_flash(model, precision: str, device: torch.device) -> str:
     """Set the first flash kernel that works here. Returns its name in words, or why none works."""
     from transformers import utils
 
-    dropout, problems = has_attention_dropout(model.config.get_text_config()), []
-    for name, version in PACKAGES.items():
-        if getattr(utils, f"is_flash_attn_{version}_available")() and (version == "2" or not dropout):
+    config, problems = model.config.get_text_config(), []
+    dropout = has_attention_dropout(config)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for version in FASTEST_FIRST.get(torch.cuda.get_device_capability(device)[0], "234"):
+        name = f"flash_attention_{version}"
+        can = version == "2" or not (dropout or (version == "4" and width > WIDEST_HEAD_OF_4))
+        if can and getattr(utils, f"is_flash_attn_{version}_available")():
             try:
                 model.set_attn_implementation(name)
                 return f"the flash-attn package, version {version}, is installed"
