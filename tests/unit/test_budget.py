@@ -15,9 +15,10 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit": 145,  # cli.py
     "zerofit/recipe": 4019,  # 2,700
     "zerofit/model": 5786,  # 4,700
+    "zerofit/compat": 600,  # 600
     "zerofit/data": 7655,  # 6,000
-    "zerofit/strategy": 5471,  # 4,800
-    "zerofit/estimate": 4955,  # 4,700
+    "zerofit/strategy": 5461,  # 4,800
+    "zerofit/estimate": 4956,  # 4,700
     "zerofit/record": 1645,  # 4,300 with health and checkpoint
     "zerofit/health": 1560,
     "zerofit/checkpoint": 2095,
@@ -25,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1755,  # 1,300
     "zerofit/tools": 12140,  # 10,600
     "benchmarks": 1775,  # 1,800
-    "tests": 30192,  # 21,500
+    "tests": 30362,  # 21,500
 }
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerofit.compat import replaced
+from zerofit.compat.torch import DispatchMode
 from zerofit.estimate.module_visits import Visit
 from zerofit.estimate.operations import BY_FLOPS, Operation, operation_of
-from zerofit.strategy.layout import replaced
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Segment:
         return self.peak - self.start
 
 
-class AllocationTracker(TorchDispatchMode):
+class AllocationTracker(DispatchMode):
     """Follows every storage that an operation makes, from its first tensor to the release of its last one.
 
     Args:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofit.compat.torch import number_of_tensors
+
 
 class Visit(NamedTuple):
     """A module's weights are fetched, or they may be released.
@@ -90,4 +92,4 @@ def _forward_stack() -> list[torch.nn.Module]:
 def _holders(tensor: torch.Tensor) -> int:
     """Count who holds a tensor's memory: itself, its views, and what autograd has saved of these; saved itself it
     counts once."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return number_of_tensors(tensor.untyped_storage())

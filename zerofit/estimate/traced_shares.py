@@ -18,10 +18,10 @@ from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import _functional_collectives as functional
 
+from zerofit.compat import replaced
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel
-from zerofit.strategy.layout import replaced
 from zerofit.strategy.sequence import RING
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zerofit.compat import replaced
 from zerofit.estimate.allocations import AllocationTracker, FusedLayers, Segment
 from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs
@@ -31,7 +32,6 @@ from zerofit.estimate.traced_shares import (
 )
 from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
-from zerofit.strategy.layout import replaced
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from zerofit.compat.torch import DispatchMode
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import Recomputation
@@ -64,9 +64,7 @@ def has_layers(model: torch.nn.Module) -> bool:
     return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
 
 
-def selective_contexts(
-    keeps_attention: bool = True, compiled: bool = False
-) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def selective_contexts(keeps_attention: bool = True, compiled: bool = False) -> tuple[DispatchMode, DispatchMode]:
     """(context of the forward pass, of the recomputation) of a layer, for torch.utils.checkpoint."""
     noting, replaying = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
     if compiled:
@@ -80,7 +78,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Selected(TorchDispatchMode):
+class Selected(DispatchMode):
     """A context of torch's that is asked about kept results only: those of products, of fused attention, and of what
     changes one of these in place (a linear layer adds its bias so where its input is not contiguous).
 
@@ -89,7 +87,7 @@ class Selected(TorchDispatchMode):
     numbers, and those that follow would be others.
     """
 
-    def __init__(self, context: TorchDispatchMode, keeps_attention: bool):
+    def __init__(self, context: DispatchMode, keeps_attention: bool):
         super().__init__()
         self.context, self.keeps_attention = context, keeps_attention
         self.kept: dict[int, torch.UntypedStorage] = {}  # by id: views have their tensor's storage object

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.compat.deepspeed import initializing_with
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 
@@ -155,22 +156,7 @@ def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager[Any
     """The context in which accelerate builds the engine: DeepSpeed learns there which ranks hold the same weights."""
     if layout.replica_size == 1 or layout.pipeline > 1:  # a pipeline's module brings the groups itself
         return contextlib.nullcontext()
-    import deepspeed
-
-    # accelerate 1.15 calls it without an mpu (accelerator.py, _prepare_deepspeed).
-    groups = layer_groups(layout) if layout.tensor > 1 else sequence_groups(layout)
-    return replaced(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=groups))
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, other: Any) -> Iterator[None]:
-    """The context in which a module or an object has another function, class or value of this name."""
-    before = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return initializing_with(layer_groups(layout) if layout.tensor > 1 else sequence_groups(layout))
 
 
 def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe import module as deepspeed_module
 from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
 
+from zerofit.compat.deepspeed import with_groups
 from zerofit.data.collate import Batch
 from zerofit.model.attention import packed_rows
 from zerofit.model.stages import is_tied, whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import LossSum, WithoutOptimizer
-from zerofit.strategy.layout import ParallelLayout, layer_groups, replaced
+from zerofit.strategy.layout import ParallelLayout, layer_groups
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
 AtTheEnd = Callable[[torch.nn.Module, Batch], torch.Tensor]
@@ -42,8 +42,7 @@ class StageModule(PipelineModule):
 
     def __init__(self, model: torch.nn.Module, layout: ParallelLayout):
         groups = layer_groups(layout)
-        known = replaced(deepspeed_module, "PipelineParallelGrid", lambda **_: groups)
-        with known, contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
+        with with_groups(groups), contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
             super().__init__(layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform")
             self._share_tied_weight(model, layout)
         self._is_first, self._is_last = layout.stage == 0, layout.stage == layout.pipeline - 1

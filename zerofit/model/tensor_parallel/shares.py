@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofit.compat.torch import DispatchMode
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -101,7 +102,7 @@ def _parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(DispatchMode):
     """Records what is written to tensors on the meta device, and keeps the random generator in step."""
 
     def __init__(self):
