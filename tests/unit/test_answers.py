@@ -22,7 +22,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
 
 OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
-           "watchdog_minutes", "rendezvous_minutes"}  # fmt: skip
+           "watchdog_minutes"}  # fmt: skip
 FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
 
 

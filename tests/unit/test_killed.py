@@ -139,20 +139,20 @@ SAVES = (
     {"save_steps": 3},
     {"save_steps": 3, "save_total_limit": 1},
     {"save_strategy": "epoch", "save_total_limit": 2},
-    {"save_steps": 4, "save_best": False, "load_best_model_at_end": False},
+    {"save_steps": 4, "load_best_model_at_end": False},
 )
 
 
 @pytest.mark.parametrize("number", range(len(SAVES)))
 def test_patience_runs_out_at_the_same_update_wherever_a_run_was_killed(tmp_path, number):
-    """Values go up and down, so that one which a threshold refuses lies between two that are the best."""
+    """Values go up and down, so that worse ones lie between two that are the best."""
     saves, eval_steps, draw = SAVES[number], (1, 2, None)[number % 3], Random(6 + number)  # each ends early
     held_out = {
-        update: {"eval_accuracy": draw.choice((0.1, 0.2, 0.25, 0.3, 0.35)) + 0.01 * update, "eval_loss": 1.0}
+        update: {"eval_accuracy": draw.choice((0.1, 0.2, 0.25, 0.3, 0.35)) - 0.01 * update, "eval_loss": 1.0}
         for update in range(UPDATES + 1)
     }
     options = {
-        **saves, "early_stopping_patience": 1 + number % 2 * bool(eval_steps), "early_stopping_threshold": 0.08,
+        **saves, "early_stopping_patience": 1 + number % 2 * bool(eval_steps),
         "eval_steps": eval_steps, "save_async": False,
     }  # fmt: skip
     undisturbed = Launches(tmp_path / "undisturbed", held_out, **options)
@@ -177,7 +177,7 @@ def falling(update: int) -> dict[str, float]:
 def test_a_best_model_without_a_state_keeps_no_run_from_starting_over(tmp_path):
     held_out = {update: falling(update) for update in range(UPDATES + 1)}
     for number, options in enumerate(({}, {"save_minutes": 0.0})):
-        run = Launches(tmp_path / f"{number}", held_out, eval_steps=3, save_async=False, save_best=True, **options)
+        run = Launches(tmp_path / f"{number}", held_out, eval_steps=3, save_async=False, **options)
         run.launch(killed_after=7)
         left = {folder.name for folder in (run.folder.path / "checkpoints").glob("update_*")}
         assert "update_00000006" in left
@@ -197,7 +197,7 @@ def test_states_come_by_the_clock_however_often_an_evaluation_is_the_best(tmp_pa
     monkeypatch.setattr("zerofit.checkpoint.manager.time", SimpleNamespace(
         time=lambda: next(clock), perf_counter=lambda: 0.0))  # fmt: skip
     held_out = {update: falling(update) for update in range(UPDATES + 1)}
-    run = Launches(tmp_path / "run", held_out, eval_steps=1, save_async=False, save_best=True, save_minutes=3.0)
+    run = Launches(tmp_path / "run", held_out, eval_steps=1, save_async=False, save_minutes=3.0)
     engine, state = SavingEngine(), RunState()
     recipe = ClmRecipe(max_train_steps=UPDATES, **run.options)
     run.folder.path.mkdir()

@@ -102,18 +102,17 @@ def judged(best: BestMetricTracker, values: list[float]) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("metric", "threshold", "values", "better"),
+    ("metric", "values", "better"),
     [
-        ("accuracy", 0.0, [0.5, 0.4, 0.5, 0.6], [True, False, False, True]),
-        ("loss", 0.0, [2.0, 3.0, 2.0, 1.0], [True, False, False, True]),
-        ("loss_mismatched", 0.0, [2.0, 1.0], [True, True]),
-        ("mse", 0.0, [2.0, 1.0, 1.5], [True, True, False]),
-        ("accuracy", 0.1, [0.5, 0.59, 0.65, 0.7], [True, False, True, False]),
-        ("accuracy", 0.0, [NAN, 0.1, NAN, 0.2], [False, True, False, True]),
+        ("accuracy", [0.5, 0.4, 0.5, 0.6], [True, False, False, True]),
+        ("loss", [2.0, 3.0, 2.0, 1.0], [True, False, False, True]),
+        ("loss_mismatched", [2.0, 1.0], [True, True]),
+        ("mse", [2.0, 1.0, 1.5], [True, True, False]),
+        ("accuracy", [NAN, 0.1, NAN, 0.2], [False, True, False, True]),
     ],
 )
-def test_what_is_better(metric, threshold, values, better):
-    best = BestMetricTracker(metric, threshold=threshold)
+def test_what_is_better(metric, values, better):
+    best = BestMetricTracker(metric)
     assert judged(best, values) == better
     last = max((n for n, is_best in enumerate(better, 1) if is_best), default=None)
     assert best.best.update == (last and 10 * last)
@@ -142,9 +141,8 @@ def test_the_recipes_choice():
     state = BestEvaluation()
     assert make_best_tracker(ClsRecipe(), figures, True, state) == BestMetricTracker("accuracy", keeps=True)
     assert make_best_tracker(ClsRecipe(), ("loss", "perplexity"), True, state) == BestMetricTracker("loss")
-    assert make_best_tracker(ClsRecipe(save_best=False), figures, True, state) == BestMetricTracker("accuracy")
-    recipe = ClsRecipe(metric_for_best_model="eval_f1", early_stopping_patience=3, early_stopping_threshold=0.1)
-    assert make_best_tracker(recipe, figures, True, state) == BestMetricTracker("f1", 3, 0.1, True, True)
+    recipe = ClsRecipe(metric_for_best_model="eval_f1", early_stopping_patience=3)
+    assert make_best_tracker(recipe, figures, True, state) == BestMetricTracker("f1", 3, True, True)
 
 
 def test_figures_of_each_class_and_their_picture(tmp_path):

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 from zerofit.launch import machine_group, rendezvous
 from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.ranks import RankRendezvous
-from zerofit.launch.rendezvous import Rendezvous, open_store, serve_store
+from zerofit.launch.rendezvous import LIMIT_VARIABLE, Rendezvous, open_store, serve_store
 from zerofit.launch.restart_rule import code_of_run
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -141,7 +141,7 @@ tell_others_with(RANKS.stop)
 def main(argv):
     if argv[0] == "early":
         raise UserError("train_file is missing")
-    RANKS.start(30)
+    RANKS.start()
     RANKS.wait()
     print("met")
     return 0
@@ -154,7 +154,8 @@ def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
     """The first has the store, and fails before it has imported torch."""
     port, processes = str(free_port()), []
     for rank, act in enumerate(("early", "meets")):
-        variables = {**TORCHRUN, "RANK": str(rank), "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+        variables = {**TORCHRUN, "RANK": str(rank), "MASTER_PORT": port, "PYTHONPATH": str(ROOT),
+                     LIMIT_VARIABLE: "30"}  # fmt: skip
         processes.append(subprocess.Popen(
             [sys.executable, "-c", RANK, act], env=environment(**variables), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -98,7 +98,7 @@ def test_a_clouds_machines(machine, capsys):
     assert (one.num_processes, one.main_process_port) == (8, 0), "an option goes before the environment"
     words, _ = line(capsys, RECIPE, "--rendezvous_minutes", "2")
     assert told(words).rdzv_conf == "timeout=120"
-    assert words[-2:] == ["--rendezvous_minutes", "2"], "for the ranks"
+    assert words[-2:] == ["--config", RECIPE], "it is the launcher's"
 
 
 def test_two_jobs_on_a_machine_do_not_meet():

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode, find_folder
+from zerofit.launch.rendezvous import LIMIT_S, LIMIT_VARIABLE
 from zerofit.launch.runs import layout_of
 from zerofit.launch.schedulers import GENERIC, RANK_VARIABLES, SCHEDULERS, Machines, given_machines, read_machines
 from zerofit.launch.supervisor import Supervisor
+from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
 from zerofit.recipe.help import wants_help
-from zerofit.recipe.options import AnomalyOptions, Recipe
 from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import nearest_recipe, recipe_file, script, shown_path
@@ -55,7 +56,7 @@ class LaunchOptions(Recipe):
         minimum=0,
     )
     rendezvous_minutes: float = option(
-        AnomalyOptions.rendezvous_minutes,
+        LIMIT_S / 60,
         "Machines, and then their ranks, wait this long for one that gives no sign of life.",
         positive=True,
     )
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     with Supervisor(exit_code_of(argv), is_launch) as supervisor:
         options, program = read_options(argv)
         layout = choose_layout(options, program)
-        return 0 if options.dry_run else supervisor.run(layout, program, environment_of_launcher())
+        return 0 if options.dry_run else supervisor.run(layout, program, environment_of_launcher(options))
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
@@ -136,12 +137,10 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     """
     taken, rest = take_words(LaunchOptions, argv)
     launch_words = [word for words in taken for word in words]
-    # --rendezvous_minutes: of the machines here, of the ranks there
-    passed_on = [word for words in taken for word in words if option_named(words[0]) == "rendezvous_minutes"]
     if wants_help(argv):
         launch_words.append("--help")
     options = parse_recipe(LaunchOptions, launch_words, prog="zerofit launch RECIPE|PROGRAM", tool=True)
-    return options, program_of([*rest, *passed_on] if rest else [], options.task)
+    return options, program_of(rest, options.task)
 
 
 def program_of(words: list[str], task: str | None = None) -> list[str]:
@@ -214,7 +213,7 @@ def choose_machines(options: LaunchOptions) -> Machines:
     return machines
 
 
-def environment_of_launcher() -> dict[str, str]:
+def environment_of_launcher(options: LaunchOptions) -> dict[str, str]:
     """This environment without the scheduler's numbers of machines, which torchrun would read in another sense, and
     with the programs of this Python on PATH (DeepSpeed builds with ninja)."""
     machines = SCHEDULERS[GENERIC]
@@ -224,4 +223,4 @@ def environment_of_launcher() -> dict[str, str]:
     programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
     if programs not in path.split(os.pathsep):
         environment["PATH"] = os.pathsep.join((programs, path))
-    return environment
+    return environment | {LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from zerofit.launch.rendezvous import BEAT_S, Ended, Rendezvous, open_store, serve_store
+from zerofit.launch.rendezvous import BEAT_S, LIMIT_S, LIMIT_VARIABLE, Ended, Rendezvous, open_store, serve_store
 from zerofit.recipe.errors import UserError, leave, print_last, printable, record_code
 
 if TYPE_CHECKING:
@@ -39,20 +39,21 @@ class RankRendezvous:
         self.machine = self.rank // self.here
         self.address, self.port = environment.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self.limit_s = float(environment.get(LIMIT_VARIABLE, LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
         self.rendezvous: Rendezvous | None = None
         self.store: Store | None = None
         self._met, self._server = threading.Event(), None
 
-    def start(self, limit_s: float) -> None:
+    def start(self) -> None:
         """Come to the rendezvous, and give signs of life from now on.
 
         Raises:
             UserError: machine 0 cannot be reached; another rank has the same number.
         """
         if self.is_open:
-            rendezvous = self._come(limit_s)
+            rendezvous = self._come(self.limit_s)
             threading.Thread(target=self._watch, args=(rendezvous,), daemon=True).start()
 
     def wait(self) -> list[str]:

@@ -20,6 +20,8 @@ from zerofit.recipe.places import digest_of_code
 from zerofit.strategy.named import RENDEZVOUS
 
 BEAT_S = 1.0
+LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another
+LIMIT_VARIABLE = "ZEROFIT_RENDEZVOUS_S"  # what it tells its ranks
 KNOWN_S = 30.0  # the machine with the store waits so long until others know why it ends: they may still be importing
 STORE_S = 60.0  # for an answer of the store
 
@@ -159,7 +161,7 @@ class Rendezvous:
         is_lost = self.kind == "rank" or self.again or all(map(self._has_come, missing))
         shown = [self._described(number) for number in missing[:8]] + ["..."] * (len(missing) > 8)
         self._end(
-            f"no sign of life within --rendezvous_minutes {self.limit_s / 60:g} from {', '.join(shown)}. Start all "
+            f"no sign of life within {self.limit_s / 60:g} minutes from {', '.join(shown)}. Start all "
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
             "look at the output of the one that is silent",
             len(missing),
@@ -209,8 +211,8 @@ def open_store(address: str, port: int, limit_s: float) -> Any:
         except OSError as error:
             if time.monotonic() > until:
                 raise UserError(
-                    f"{platform.node()} has not reached machine 0 at {address}:{port} within --rendezvous_minutes "
-                    f"{limit_s / 60:g}: {error.strerror or error}. Check that machine 0 has been started, and "
+                    f"{platform.node()} has not reached machine 0 at {address}:{port} within "
+                    f"{limit_s / 60:g} minutes: {error.strerror or error}. Check that machine 0 has been started, and "
                     "that --main_process_ip is its address (MASTER_ADDR; torchrun: --master_addr)"
                 ) from error
             time.sleep(min(1.0, limit_s / 10))

@@ -170,25 +170,17 @@ class EvaluationOptions(Recipe, phase="train"):
     eval_on_start: bool = option(True, "Evaluate before the first update.")
     metric_for_best_model: str | None = option(
         None,
-        "Evaluation metric that decides which evaluation is the best; the default depends on the task.",
+        "Evaluation metric that decides which evaluation is the best; the default depends on the task. The weights of "
+        "the best are kept in checkpoints/ if this is set, or the task has metrics beside the loss.",
         follows="predict_with_generate preference_loss task_name regression",
-        identity=False,
-    )
-    save_best: bool | None = option(
-        None,
-        "Keep the weights of the best evaluation in checkpoints/; by default if the task has metrics beside the loss.",
         identity=False,
     )
     early_stopping_patience: int | None = option(
         None, "Stop after this many evaluations in a row without an improvement.", positive=True
     )
-    early_stopping_threshold: float = option(
-        0.0, "Smallest change that counts as an improvement.", minimum=0, needs="early_stopping_patience"
-    )
     load_best_model_at_end: bool | None = option(
         None,
         "Export the best weights to model/ instead of the last; by default on with early stopping.",
-        excludes="save_best=false",
         aliases=("load_best_model",),
         identity=False,
     )
@@ -201,7 +193,7 @@ class EvaluationOptions(Recipe, phase="train"):
         return bool(self.trains and known and not holds_out)
 
     def clashes(self) -> list[Clash]:
-        names = ("early_stopping_patience", "load_best_model_at_end", "save_best") if self.holds_nothing_out else ()
+        names = ("early_stopping_patience", "load_best_model_at_end") if self.holds_nothing_out else ()
         return super().clashes() + [
             Clash(
                 name,
@@ -285,12 +277,6 @@ class AnomalyOptions(Recipe, phase="train", identity=False):
     )
     watchdog_minutes: float = option(
         30.0, "End the run when a process has made no progress for this long. 0: never.", minimum=0, phase="always"
-    )
-    rendezvous_minutes: float = option(
-        10.0,
-        "Before training, machines wait this long for one that gives no sign of life.",
-        positive=True,
-        phase="always",
     )
 
 

@@ -20,12 +20,11 @@ T = TypeVar("T", bound=Recipe)
 # A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
 NOT_KEPT = set(
     "output_dir overwrite_output_dir resume max_hours save_strategy save_steps save_total_limit mirror".split()
-    + "metric_for_best_model early_stopping_patience early_stopping_threshold load_best_model_at_end".split()
+    + "metric_for_best_model early_stopping_patience load_best_model_at_end".split()
     + "push_to_hub report_to report_name sample_prompt".split()
 )
 QUIET = {
     "eval_on_start": False,
-    "save_best": False,
     "with_tracking": False,
     "sample_tokens": 0,
     "n_val_batch_generations": 0,

@@ -16,7 +16,6 @@ class BestMetricTracker:
     Args:
         metric: the figure's name without `eval_`.
         patience: evaluations in a row without a better one, after which training stops; None: never.
-        threshold: how much better counts as better.
         keeps: the weights of the best evaluation are kept.
         loads: model/ is to hold them, not the last.
         best: of the run's state; it is updated in place.
@@ -24,7 +23,6 @@ class BestMetricTracker:
 
     metric: str
     patience: int | None = None
-    threshold: float = 0.0
     keeps: bool = False
     loads: bool = False
     best: BestEvaluation = field(default_factory=BestEvaluation)
@@ -33,7 +31,7 @@ class BestMetricTracker:
         """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
         value, best = figures[f"eval_{self.metric}"], self.best
         best.metric = self.metric
-        better = value == value if best.update is None else self._gain(value, best.value) > self.threshold
+        better = value == value if best.update is None else self._gain(value, best.value) > 0
         if better:
             best.update, best.value, best.figures, best.worse_in_a_row = update, value, figures, 0
         else:
@@ -71,16 +69,15 @@ def make_best_tracker(
             f"metric_for_best_model = {metric!r}: evaluation gives {', '.join(figures)}"
             + (f". Did you mean {close}?" if close else "")
         )
-    for option in ("early_stopping_patience", "load_best_model_at_end", "save_best"):
+    for option in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(recipe, option) and not is_evaluated:
             raise UserError(
                 f"{option} = {getattr(recipe, option)}: nothing is held out, so no figure tells which is the best. "
                 "Name a validation_file, or set validation_split_percentage"
             )
     patience = recipe.early_stopping_patience
-    keeps, loads = recipe.save_best, recipe.load_best_model_at_end
-    if keeps is None:  # where another option asks for them, or where there is more than a loss to go by
-        keeps = any((loads, patience, recipe.metric_for_best_model)) or not {"loss", "perplexity"}.issuperset(figures)
+    loads = recipe.load_best_model_at_end
+    is_asked_for = any((loads, patience, recipe.metric_for_best_model))
+    keeps = is_evaluated and (is_asked_for or not {"loss", "perplexity"}.issuperset(figures))
     loads = patience is not None if loads is None else loads
-    keeps = bool(keeps) and is_evaluated
-    return BestMetricTracker(metric, patience, recipe.early_stopping_threshold, keeps, loads and keeps, best)
+    return BestMetricTracker(metric, patience, keeps, loads and keeps, best)

@@ -97,7 +97,7 @@ def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
     watchdog = Watchdog(RANKS.rank, 60 * recipe.watchdog_minutes or None, machine=RANKS.machines[0])
     watchdog.start()
     before_leaving(watchdog.leave)
-    RANKS.start(60 * recipe.rendezvous_minutes)
+    RANKS.start()
     return Start(task, recipe, folder, timeline, watchdog)
 
 
