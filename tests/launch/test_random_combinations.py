@@ -13,6 +13,7 @@ The outcome of each seed is a line of outputs/tests/random_combinations.jsonl.
 """
 
 import json
+import re
 import shlex
 import shutil
 from collections import Counter
@@ -43,6 +44,9 @@ pytestmark = pytest.mark.long
 
 TOLERANCE = {False: 1e-5, True: 5e-2}  # relative, of losses, gradient norms and held-out figures; True: in bf16
 ON_THE_HOST = 5e-5  # DeepSpeed's Adam on the host keeps 1 - beta^t in fp32, which has few digits in the first updates
+SUMS = {"eval_reward_margin": 1.0}  # small differences of sums of log-probabilities: relative to more than their value
+# No output depends on the bias of attention's keys: its gradient is rounding, which Adam divides by itself.
+KEYS = re.compile(r"\b(k_proj|key|key_proj)\.bias$")
 WEIGHTS = {"rtol": 1e-3, "atol": 2e-5}  # an update moves a weight by up to 1e-3
 ATTEMPTS = 6  # draws until one is not refused
 COUNTS = ("update", "consumed_samples", "targets", "tokens", "skipped")
@@ -311,7 +315,8 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
         if half:  # counts of a few held-out examples turn with the last bit of bf16
             figures = {name for name in figures if name[:5] != "eval_" or name[5:] in ("loss", "perplexity")}
         for name in figures:
-            difference = abs(line[name] - other[name]) / max(abs(other[name]), 1e-3 if name[:5] == "eval_" else 1e-12)
+            least = SUMS.get(name, 1e-3 if name[:5] == "eval_" else 1e-12)
+            difference = abs(line[name] - other[name]) / max(abs(other[name]), least)
             kind = "held out" if name[:5] == "eval_" else name
             largest[kind] = max(largest[kind], difference)
             limit = max(TOLERANCE[half], ON_THE_HOST if on_the_host else 0.0)
@@ -324,6 +329,8 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
         theirs, mine = load_file(reference / file), load_file(ours / file)
         assert theirs.keys() == mine.keys()
         for name in theirs:
+            if KEYS.search(name):
+                continue
             torch.testing.assert_close(mine[name], theirs[name], **WEIGHTS, msg=name)
             largest["weights"] = max(largest["weights"], float((mine[name] - theirs[name]).abs().max()))
     return dict(largest)
