@@ -90,15 +90,6 @@ def test_columns_that_are_not_found(tmp_path, prepare):
     assert message.count("the columns are one, two, three") == 2
 
 
-def test_regression(tmp_path, prepare):
-    path = write(tmp_path / "a.csv", {"text": TEXTS, "score": [n / 8 for n in range(40)]})
-    data = prepare(path, "--validation_split_percentage", "0")
-    assert data.labels.names is None
-    label = data.train[3]["label"]
-    assert label.dtype == np.float32
-    assert label == 0.375
-
-
 def test_mrpc_as_released(tmp_path, prepare):
     """It begins with a byte order mark, and its quotation marks are not balanced."""
     rows = [f'{n % 2}\t1\t2\tHe said " {TEXTS[n]}\t" {TEXTS[n]} is what he said .' for n in range(40)]

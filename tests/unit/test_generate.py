@@ -180,17 +180,6 @@ def test_the_system_prompt_of_training_is_used(model, generate, given, template,
     ]  # fmt: skip
 
 
-def test_templates(model, generate, given, template, tokenizer):
-    flags = ["--model", model, "--prompt", "hi", "--max_new_tokens", 2]
-    plain = generate(*flags)
-    marked = generate(*flags, "--chat_template", template, "--system_prompt", "Be kind.")
-    assert [tokenizer.decode(ids) for ids in given.ids] == ["hi", "<system>Be kind.<user>hi<assistant>"]
-    assert "template" not in plain.err
-    assert marked.err.count("chat template") == 1
-    generate(*flags, "--chat_template", "instruction")
-    assert tokenizer.decode(given.ids[-1]).startswith("### Instruction:\nhi")
-
-
 def test_the_tokenizers_own_template_and_raw(tmp_path, tokenizer, generate, given):
     save_writer(tmp_path / "model", tokenizer)
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
