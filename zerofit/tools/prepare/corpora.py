@@ -9,7 +9,7 @@ from transformers import GPT2Config
 
 from zerofit import __version__
 from zerofit.data.encodings import proposal
-from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
+from zerofit.data.megatron.corpus import megatron, tokenizer_fingerprint
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import TableCache
 from zerofit.model.folders import model_folder
@@ -71,7 +71,7 @@ def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
         return tokenizer_of_file(path)
     if path.is_dir():
         name = model_folder(name)
-        model, config = Path(name) / "tokenizer.model", GPT2Config()
+        model, config = Path(name) / "tokenizer.model", GPT2Config() if (Path(name) / "vocab.json").is_file() else None
         is_bare = not any((Path(name) / file).is_file() for file in SELF_DESCRIBING)
         if is_bare and model.is_file() and (tiktoken_ranks(model) or not (Path(name) / "config.json").is_file()):
             return tokenizer_of_file(model)
@@ -127,14 +127,25 @@ def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile],
             for writer, documents in zip(writers, columns):
                 writer.add(documents)
             if line.is_due():
-                fraction = (before[part.file] + part.read) / total
-                line.show(_progress(fraction, time.perf_counter() - started, writers))
+                seconds, fraction = time.perf_counter() - started, (before[part.file] + part.read) / total
+                tokens = sum(writer.tokens for writer in writers)
+                left = [f"{duration(seconds * (1 - fraction) / fraction)} left"] if fraction else []
+                speed = f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)"
+                line.show([f"{fraction:6.1%}", *left, speed, f"{writers[0].documents:,} documents"])
         seconds = time.perf_counter() - started
         tokens = sum(writer.tokens for writer in writers)
         if not tokens:
             raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
+        about = {
+            "tokenizer": options.tokenizer,
+            "fingerprint": tokenizer_fingerprint(tokenizer),
+            "eod": encoder.end,
+            "vocab_size": vocab_size(tokenizer),
+            "sources": [str(file.path) for file in files],
+            "made_by": f"zerofit {__version__}",
+        }
         for writer in writers:
-            writer.finish(_card(writer, options, files, tokenizer, encoder.end))
+            writer.finish(about)
         for writer in writers:
             writer.publish()
     lines = [f"warning: skipped: {bad}" for bad in shown]
@@ -151,28 +162,3 @@ def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile],
     if encoder.end is None and tokenizer.eos_token_id is not None:
         lines.append(f"hint: nothing marks where a document ends. --append_eod adds {tokenizer.eos_token}")
     return lines
-
-
-def _card(writer: CorpusWriter, options: PrepareOptions, files: list[InputFile], tokenizer, end: int | None) -> Card:
-    return Card(
-        tokenizer=options.tokenizer,
-        fingerprint=tokenizer_fingerprint(tokenizer),
-        vocab_size=vocab_size(tokenizer),
-        eod=end,
-        documents=writer.documents,
-        tokens=writer.tokens,
-        largest_id=writer.largest,
-        sources=[str(file.path) for file in files],
-        made_by=f"zerofit {__version__}",
-    )
-
-
-def _progress(fraction: float, seconds: float, writers: list[CorpusWriter]) -> list[str]:
-    """The pieces of a status line, when this fraction of the input is read."""
-    documents, tokens = writers[0].documents, sum(writer.tokens for writer in writers)
-    return [
-        f"{fraction:6.1%}",
-        *([f"{duration(seconds * (1 - fraction) / fraction)} left"] if fraction else []),
-        f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
-        f"{documents:,} documents",
-    ]
