@@ -155,17 +155,6 @@ def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
     )
 
 
-@pytest.mark.parametrize(("names", "class_names", "values", "expected"), [
-    (("NO", "YES"), None, ["yes", "no", None], (("no", "yes"), None)),  # as the data writes them
-    (("LABEL_0", "LABEL_1"), None, [0, 1], (("LABEL_0", "LABEL_1"), ("LABEL_0", "LABEL_1"))),
-    (("LABEL_0", "LABEL_1"), ("neg", "pos"), [0], (("neg", "pos"), ("neg", "pos"))),
-    (None, None, [0.5], (None, None)),
-])  # fmt: skip
-def test_the_classes_are_those_of_the_model(names, class_names, values, expected):
-    labels, stands_for = trained_labels(classifier(names), class_names, values)
-    assert (labels.names, stands_for) == expected
-
-
 @pytest.mark.parametrize(("names", "class_names", "is_number", "words"), [
     (("a", "b", "c"), ("x", "y"), False, "was trained for 3 labels (a, b, c), the data has x, y"),
     (("a", "b"), None, True, "the task asks for a number"),
