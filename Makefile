@@ -102,7 +102,7 @@ $(BIN)/uv: | $(READY)
 
 lock: $(BIN)/uv      ## resolve the dependencies into constraints.txt; for newer ones: make lock ARGS=--upgrade
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --annotation-style line \
-	  --custom-compile-command "make lock" --extra trackers --extra dev --extra megatron --extra s3 \
+	  --custom-compile-command "make lock" --extra trackers --extra dev --extra megatron --extra s3 --extra float8 \
 	  --output-file constraints.txt pyproject.toml $(ARGS)
 
 audit: $(BIN)/uv     ## ask PyPI for known vulnerabilities of the dependencies in constraints.txt

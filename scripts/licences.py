@@ -34,6 +34,7 @@ ELSEWHERE = {
     "httpx2-jsfetch": "BSD-3-Clause",
     "jmespath": "MIT",
     "s3fs": "BSD",
+    "torchao": "BSD-3-Clause",
     "triton": "MIT",
     "tzdata": "Apache-2.0",
     "wrapt": "BSD-2-Clause",

@@ -60,14 +60,17 @@ install_torch() {
   echo "$choice" >"$venv/.torch"
 }
 
-# torch and what its build with CUDA brings; and all else, which is the same with any build
-awk -v folder="$venv" '/^[^ ]/ { file = /^(torch|triton|nvidia-.*|cuda-.*)==/ ? "torch" : "others" }
+# torch and what its build with CUDA brings; torchao; and all else, which is the same with any build
+awk -v folder="$venv" '/^[^ ]/ { file = /^(torch|triton|nvidia-.*|cuda-.*)==/ ? "torch" : /^torchao==/ ? "optional" : "others" }
   { print > folder "/" file ".txt" }' constraints.txt
 has_the_torch || install_torch
 echo "installing the other dependencies ..."
 "${pip[@]}" --require-hashes --no-deps --requirement "$venv/others.txt"
 if [ "${2:-}" = dependencies ]; then exit; fi
 "${pip[@]}" --no-deps --no-build-isolation --editable .
+# For tests alone, in a folder of its own: where torchao is installed, transformers imports it as each program starts,
+# which takes about a second. To use it: pip install '.[float8]'
+"${pip[@]}" --require-hashes --no-deps --upgrade --target "$venv/optional" --requirement "$venv/optional.txt"
 if [ "$choice" != cpu ]; then
   "$venv/bin/python" - <<'PYTHON'
 import sys

@@ -105,3 +105,45 @@ def test_an_observer_is_told_what_the_host_waits_for(operation):
         torch.simgpu.observe(None)
     does()
     assert seen == ([expected] if expected else [])
+
+
+def test_an_observer_is_told_of_collectives(tmp_path):
+    dist, seen = torch.distributed, []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.simgpu.observe(lambda event, size, group: seen.append((event, size)))
+    try:
+        dist.all_reduce(ones(3))
+        dist.all_reduce(torch.ones(5))
+        dist.all_gather([ones(4)], ones(4))
+        dist.barrier()
+    finally:
+        torch.simgpu.observe(None)
+        dist.destroy_process_group()
+    assert seen[:3] == [("c10d::allreduce_", 12), ("c10d::allreduce_", 20), ("c10d::allgather_", 16)]
+    assert seen[3][0] == "c10d::barrier"
+
+
+def train(device: str, optimizer: dict) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of five updates of a small network with dropout, its batch drawn on the host."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Dropout(0.1))
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8)).to(device)
+    stepper = torch.optim.AdamW(model.parameters(), 1e-2, **optimizer)
+    rows, labels = torch.randn(16, 32).to(device), torch.randint(8, (16,)).to(device)
+    torch.manual_seed(2)
+    figures = []
+    for _ in range(5):
+        loss = F.cross_entropy(model(rows), labels)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepper.step()
+        stepper.zero_grad()
+        figures.append((loss.item(), norm.item()))
+    return figures
+
+
+@pytest.mark.parametrize("optimizer", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_training_has_the_cpus_digits(optimizer):
+    figures = train("simgpu", optimizer)
+    assert figures == train("cpu", optimizer)
+    assert figures[-1][0] < 0.7 * figures[0][0]

@@ -131,6 +131,19 @@ def _dispatch_mode(part):
     assert seen[-1] is torch.ops.aten.add.Tensor
 
 
+def _computed_as_linear(part):
+    class Doubled(torch.nn.Linear):
+        def forward(self, rows):
+            return 2 * super().forward(rows)
+
+    layer = Doubled(2, 3)
+    rows = torch.ones(1, 2)
+    doubled = layer(rows)
+    with part([layer]):
+        assert torch.equal(2 * layer(rows), doubled)
+    assert torch.equal(layer(rows), doubled)
+
+
 def _with_groups(part):
     module = importlib.import_module("deepspeed.runtime.pipe.module")
     before = module.PipelineParallelGrid
@@ -150,7 +163,11 @@ def _initializing_with(part):
 
 
 TOUCHES = {
-    "torch": {"DispatchMode": _dispatch_mode, "number_of_tensors": _number_of_tensors},
+    "torch": {
+        "DispatchMode": _dispatch_mode,
+        "number_of_tensors": _number_of_tensors,
+        "computed_as_linear": _computed_as_linear,
+    },
     "deepspeed": {"with_groups": _with_groups, "initializing_with": _initializing_with},
 }
 

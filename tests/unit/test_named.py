@@ -142,7 +142,7 @@ def megatron(**more) -> dict:
         ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
         ({"mixed_precision": "float16"}, ["mixed_precision = float16", "fp16"]),
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_config", "--torch_compile"]),
-        ({"fp8_config": {"backend": "TE"}}, ["fp8_config", "bf16"]),
+        ({"fp8_config": {"backend": "TE"}}, ["fp8_config.backend = TE", "torchao"]),
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config", "--strategy tp"]),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
         ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),

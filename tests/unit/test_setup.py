@@ -1,6 +1,7 @@
 """scripts/setup.sh, driven by a Python that writes down what it is asked to do."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def pinned() -> str:
     return next(line for line in lines if line.startswith("torch==")).removesuffix(" \\")
 
 
+def named(file: Path) -> set[str]:
+    """Names of the packages in a lock, of which each has a hash."""
+    entries = re.findall(r"^([\w.-]+)==.*\\\n    --hash=sha256:", file.read_text(), re.MULTILINE)
+    assert len(entries) == len(re.findall(r"^\w", file.read_text(), re.MULTILINE))
+    return set(entries)
+
+
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
@@ -76,14 +84,30 @@ def test_which_torch(setup, tmp_path, torch, gpus, words):
     assert code == 0, said
     assert installs[0] == words.replace("torch==2.13.0", pinned()).replace("VENV", str(tmp_path / "venv"))
     assert installs[1] == f"--require-hashes --no-deps --requirement {tmp_path / 'venv' / 'others.txt'}"
-    assert installs[2:] == ["--no-deps --no-build-isolation --editable ."]
+    assert installs[2] == "--no-deps --no-build-isolation --editable ."
+    assert installs[3:] == [
+        "--require-hashes --no-deps --upgrade --target {0}/optional --requirement {0}/optional.txt".format(
+            tmp_path / "venv"
+        )
+    ]
+
+
+def test_only_torch_and_cuda_depend_on_the_build(setup, tmp_path):
+    setup()
+    of_torch, others, optional = (
+        named(tmp_path / "venv" / file) for file in ("torch.txt", "others.txt", "optional.txt")
+    )
+    assert optional == {"torchao"}
+    assert {"torch", "triton", "nvidia-nccl-cu13", "cuda-toolkit"} <= of_torch
+    assert {"accelerate", "deepspeed", "numpy", "setuptools", "sympy"} <= others
+    assert not [name for name in others if name.startswith(("torch", "nvidia", "cuda"))]
 
 
 def test_the_choice_holds_until_there_is_another(setup):
+    assert len(setup("cuda")[2]) == 4
+    assert len(setup()[2]) == 3
     assert len(setup("cuda")[2]) == 3
-    assert len(setup()[2]) == 2
-    assert len(setup("cuda")[2]) == 2
-    assert len(setup("cpu")[2]) == 3
+    assert len(setup("cpu")[2]) == 4
 
 
 def test_a_gpu_that_torch_does_not_see_fails_the_setup(setup):

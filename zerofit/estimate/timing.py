@@ -18,7 +18,7 @@ from zerofit.estimate.exchanges import (
     with_muon,
 )
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.operations import ALL_GATHER, BY_FLOPS, EXCHANGES, Operation
+from zerofit.estimate.operations import ALL_GATHER, BY_FLOPS, EXCHANGES, MATRIX, Operation
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
@@ -36,6 +36,11 @@ BACKWARD_STARTS = 0.6
 
 # What torch.compile leaves of the time of operations that move bytes, and of starting operations. Fitted; assumption.
 FUSED, FUSED_STARTS = 0.15, 0.4
+
+# A linear layer's product in float8 takes this part of its time in bf16, and more the narrower it is: what is rounded
+# grows with its sides, and what is multiplied with their product. Fitted on published ratios of whole compiled updates
+# on H100s: 1.18 at 1B and 1.25 to 1.31 at 8B (OLMo-core's README), 1.17 at 1.6B, below 1 at 0.1B (nanochat).
+FLOAT8, FLOAT8_SIDES = 0.47, 630.0  # the latter over the harmonic mean of the two shorter sides
 
 # Collectives within a pass, which wait for it and which it waits for, take longer than alone by this factor. Fitted.
 WAITED = 1.44
@@ -83,6 +88,7 @@ def pass_time(
     speeds: Speeds,
     exchanged: Callable[[Operation], float] = lambda operation: 0.0,
     is_compiled: bool = False,
+    is_float8: bool = False,
 ) -> PassTime:
     """Sum up the operations of the passes.
 
@@ -93,6 +99,7 @@ def pass_time(
         exchanged: seconds of a collective within the passes, which wait for it: that of ranks which share layers or
             rows.
         is_compiled: by torch.compile, which fuses operations that move bytes.
+        is_float8: products of layers are in float8.
     """
     times = {"forward": 0.0, "backward": 0.0}
     starts, waits = times.copy(), times.copy()
@@ -101,7 +108,8 @@ def pass_time(
     for step in steps:
         key = id(step.operations)
         if key not in known:
-            known[key] = _segment_time(step.operations, speeds, exchanged, is_compiled)
+            rounded = is_float8 and step.place is not None
+            known[key] = _segment_time(step.operations, speeds, exchanged, is_compiled, rounded)
         of_kinds, count = known[key]
         phase = "backward" if step.phase == "backward" else "forward"
         starts[phase] += count * speeds.operation_s
@@ -118,7 +126,11 @@ def pass_time(
 
 
 def _segment_time(
-    operations: Iterable[Operation], speeds: Speeds, exchanged: Callable[[Operation], float], is_compiled: bool
+    operations: Iterable[Operation],
+    speeds: Speeds,
+    exchanged: Callable[[Operation], float],
+    is_compiled: bool,
+    is_float8: bool,
 ) -> tuple[dict[str, float], int]:
     """({kind: seconds}, operations that are started)."""
     parts, count = dict[str, float](), 0
@@ -127,8 +139,11 @@ def _segment_time(
             parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + exchanged(operation)
             continue
         count += 1
-        fused = FUSED if is_compiled and operation.kind not in BY_FLOPS else 1.0
-        parts[operation.kind] = parts.get(operation.kind, 0.0) + fused * speeds.seconds(operation)
+        part = FUSED if is_compiled and operation.kind not in BY_FLOPS else 1.0
+        if is_float8 and operation.kind == MATRIX and operation.shape[:1] == (1,):
+            shorter, longer, _ = sorted(operation.shape[1:])
+            part = FLOAT8 + FLOAT8_SIDES * (1 / shorter + 1 / longer) / 2
+        parts[operation.kind] = parts.get(operation.kind, 0.0) + part * speeds.seconds(operation)
     return parts, count
 
 
@@ -316,7 +331,8 @@ class Timing:
         def add(size: int) -> None:
             if size not in times:
                 steps = self.model.steps(*about, stage, size, rows=self.rows)
-                times[size] = pass_time(steps, self.speeds, exchanged, bool(self.model.recipe.torch_compile))
+                recipe = self.model.recipe
+                times[size] = pass_time(steps, self.speeds, exchanged, bool(recipe.torch_compile), recipe.float8)
 
         for size in tracer.traced_sizes:
             add(size)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from transformers.activations import ACT2FN, GELUTanh
 
+from zerofit.model.float8 import without_float8
 from zerofit.recipe.errors import UserError
 
 # transformers computes "gelu_new", of GPT-2 and its kin, in eight operations that keep five tensors of the widest
@@ -41,12 +42,14 @@ def compile_model(model: torch.nn.Module, what: str, backend: str = "inductor") 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """The context of passes that are not worth a graph: checks before a run, and generation, whose lengths change."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    """The context of passes that are not worth a graph: checks before a run, and generation, whose lengths change.
+    They are in bf16 where training is in float8."""
+    with without_float8():
+        if "torch._dynamo" not in sys.modules:  # then nothing is compiled
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"):
+            yield
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

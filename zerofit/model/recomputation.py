@@ -20,7 +20,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import Recomputation
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)  # of linear layers
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # of linear layers; the last in float8
 
 
 def enable_recomputation(
@@ -118,7 +118,7 @@ class Selected(DispatchMode):
 def _kind(operator: Any) -> str | None:
     """What an operator is: a product, a fused kernel of attention (torch's, or one of a package: flash_attn, a hub's
     kernel), a change in place, or none of these."""
-    if operator in PRODUCTS:
+    if operator.name() in PRODUCTS:
         return "product"
     if "attention" in operator.name() or "attn" in operator.name():
         return "attention"

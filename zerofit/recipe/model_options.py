@@ -86,6 +86,12 @@ class ModelOptions(Recipe):
         "graph. model: all of the model.",
         identity=False,
     )
+    float8: bool = option(
+        False,
+        "Multiply in float8 in the linear layers of the blocks, by torchao: faster from about 1B weights on. Needs "
+        "bf16 and a GPU of compute capability 8.9 or more; the blocks are compiled.",
+        phase="train",
+    )
 
     def settle(self) -> None:
         """Of a run's folder, its model/ is meant."""

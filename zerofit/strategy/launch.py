@@ -12,7 +12,7 @@ from zerofit.recipe.parse import flag_value
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
-from zerofit.strategy.named import StrategyFlag, export_environment, problems_of_yaml
+from zerofit.strategy.named import FP8_BACKEND, StrategyFlag, export_environment, problems_of_yaml
 
 # Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
 DEEPSPEED_YAML_KEYS = {
@@ -99,8 +99,9 @@ def check_launch(launch: Launch) -> None:
         problems += fsdp_problems(launch.fsdp, launch.yaml, launch.source)
         if launch.deepspeed:
             problems.append(f"{launch.source}: FSDP and DeepSpeed are both asked for. unset ACCELERATE_USE_FSDP")
-    if launch.precision == "fp8":
-        problems.append(f"{launch.source}: mixed_precision = fp8 is not supported. Use bf16, fp16 or no")
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", FP8_BACKEND).upper()
+    if launch.precision == "fp8" and backend not in (FP8_BACKEND, "NO") and not problems:  # by a flag
+        problems.append(f"--fp8_backend {backend} is not supported. Write {FP8_BACKEND}, which is torchao")
     if problems:
         raise UserError(problems)
 

@@ -32,6 +32,8 @@ VARIABLES = {
 }
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
+FP8_BACKEND = "AO"
+FP8_KEYS = {"backend", "pad_inner_dim", "enable_fsdp_float8_all_gather"}  # of torchao, in accelerate 1.15
 RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -162,8 +164,7 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     backend = dynamo.get("dynamo_backend", "no") if isinstance(dynamo, dict) else dynamo
     if str(backend).lower() not in ("no", "false"):
         problems.append(f"{source}: dynamo_config is not supported. Remove it, and say --torch_compile")
-    if content.get("fp8_config"):
-        problems.append(f"{source}: fp8_config is not supported. Remove it, and use bf16, fp16 or no")
+    problems += [f"{source}: {problem}" for problem in _fp8_problems(content)]
     if kind != "FSDP" and content.get("parallelism_config"):
         problems.append(f"{source}: parallelism_config is for distributed_type: FSDP. Use --strategy tp, sp or hsdp")
     for key in ("deepspeed_config", "fsdp_config", "parallelism_config"):
@@ -171,6 +172,20 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
             problems.append(f"{source}: {key} = {content[key]!r}: expected indented `key: value` lines")
     if isinstance(content.get("use_cpu"), str):
         problems.append(f"{source}: use_cpu = {content['use_cpu']!r} is a text, which counts as true: no quotes")
+    return problems
+
+
+def _fp8_problems(content: dict[str, Any]) -> list[str]:
+    """Return a problem for each setting of accelerate's float8 that is not torchao's, as the rest of a sentence."""
+    section = content.get("fp8_config") or {}
+    if not isinstance(section, dict):
+        return [f"fp8_config = {section!r}: expected indented `key: value` lines"]
+    backend = str(section.get("backend", FP8_BACKEND))
+    if backend.upper() != FP8_BACKEND:
+        return [f"fp8_config.backend = {backend} is not supported. Write {FP8_BACKEND}, which is torchao"]
+    problems = [f"fp8_config.{key} is of another backend than torchao. Remove it" for key in section.keys() - FP8_KEYS]
+    if section and str(content.get("mixed_precision")).lower() != "fp8":
+        problems.append("fp8_config has no effect without mixed_precision: fp8. Remove it")
     return problems
 
 

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from zerofit.model.float8 import is_emulated
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import resolve_batches
@@ -45,6 +47,8 @@ def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: F
         check_launch(launch)
     with problems.collected():
         check_devices()
+    with problems.collected():
+        launch = _adopt_float8(launch, recipe)
     read = _read_deepspeed if launch.deepspeed else _read_torch
     strategy = read(launch, recipe, problems, on_layout)
     problems.raise_found()
@@ -70,6 +74,8 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
     with problems.collected():
         divides = (launch.fsdp or {}).get(IGNORED) == EXPERTS
         check_muon(recipe, launch.source, {"experts that are divided among the ranks": divides})
+    with problems.collected():
+        _check_float8(recipe, precision, {f"{launch.source}, which divides experts among the ranks": divides})
     if problems.found:
         return None
     recipe.precision = precision
@@ -111,6 +117,9 @@ def _read_deepspeed(
             },
         )
         _check_compiled(resolved, source, recipe)
+        degrees = {"tensor": tensor, "pipeline": pipeline}
+        beside = {f"{kind} parallelism ({source})": degree > 1 for kind, degree in degrees.items()}
+        _check_float8(recipe, precision, beside)
         _check_rounding(resolved, source, precision)
         if recipe.ema_decay and keeps_optimizer_on_disk(resolved["zero_optimization"]):
             raise UserError(
@@ -128,6 +137,57 @@ def _read_deepspeed(
     )
     strategy = strategy.with_precision(precision)
     return strategy if recipe.trains else strategy.without_optimizer()
+
+
+def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
+    """Let `mixed_precision: fp8` mean precision = bf16 and float8, and float8 compile the blocks. Returns the launch
+    with its precision.
+
+    Raises:
+        UserError: the recipe says otherwise.
+    """
+    if launch.precision == "fp8":
+        stated, source = f"mixed_precision = fp8 ({_of_launcher(launch).source})", recipe.source("float8")
+        launch = replace(launch, precision="bf16")
+        if source is None and recipe.trains:
+            recipe.adopt("float8", True, _of_launcher(launch).source)
+        elif recipe.trains and not recipe.float8 and not recipe.is_flag("float8"):
+            raise UserError(f"float8 is false ({source}), and {stated} says otherwise. Remove one of them")
+        elif recipe.trains and not recipe.float8:
+            recipe.remember_left_out([f"{stated} is bf16 here: {source} says otherwise"])
+    if not (recipe.float8 and recipe.trains):
+        return launch
+    source = recipe.source("float8") or "float8"
+    beside = [name for name in ("lora", "activation_offload") if getattr(recipe, name)]
+    if beside:
+        raise UserError(f"float8 ({source}) does not go together with {beside[0]}. Remove one of them")
+    if recipe.source("torch_compile") is None:
+        recipe.adopt("torch_compile", "blocks", source)
+    elif not recipe.torch_compile and not is_emulated():
+        raise UserError(
+            f"torch_compile = false ({recipe.source('torch_compile')}): float8 ({source}) is slower than bf16 where "
+            "its roundings are not compiled. Remove one of them"
+        )
+    return launch
+
+
+def _check_float8(recipe: TrainingRecipe, precision: str | None, beside: dict[str, bool]) -> None:
+    """Check that a strategy goes together with float8.
+
+    Args:
+        beside: {what the strategy has, and float8 was not shown to work with: whether it has that}.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not (recipe.float8 and recipe.trains):
+        return
+    stated = f"float8 ({recipe.source('float8')})"
+    problems = [f"{stated} does not go together with {each}. Remove it" for each, there in beside.items() if there]
+    if precision != "bf16":
+        problems.append(f"{stated} needs precision = bf16, and it is {precision}. Use --precision bf16")
+    if problems:
+        raise UserError(problems)
 
 
 def _check_compiled(config: dict[str, Any], source: str, recipe: TrainingRecipe) -> None:
@@ -178,4 +238,5 @@ def _agreed_precision(
             f"precision is {sides}: make them agree. The recipe's `precision` is its place, "
             "the others may leave it open"
         )
-    return (stated[0].value if stated else None) or "fp32", stated
+    default = "bf16" if recipe.float8 and recipe.trains else "fp32"
+    return (stated[0].value if stated else None) or default, stated

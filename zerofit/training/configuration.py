@@ -11,6 +11,7 @@ from zerofit.data.lengths import LENGTHS, choose_length, growing_blocks
 from zerofit.model.adapter_folder import AdapterFolder, to_train_on
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import check_quantiser, load_configuration
+from zerofit.model.float8 import check_float8
 from zerofit.model.lora import check_quantisation
 from zerofit.model.stages import check_stages
 from zerofit.model.tensor_parallel.layers import check_split
@@ -94,6 +95,8 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     with problems.collected():
         if recipe.quantised:
             check_quantisation(recipe, strategy)
+    with problems.collected():
+        check_float8(recipe)
     with problems.collected():
         check_teacher(recipe, strategy)
     with problems.collected():

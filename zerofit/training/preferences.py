@@ -56,7 +56,7 @@ def measure_reference(
     if run.measurement:
         return
     recipe: Any = run.recipe  # a DpoRecipe
-    origin = _origin(engine.whole.config, recipe, run.strategy.precision)
+    origin = _origin(engine.whole.config, recipe, "float8" if recipe.float8 else run.strategy.precision)
     if run.config.adapter is not None:  # the model before training is base and adapter
         origin += f" {weights_key(str(run.config.adapter.path))}"
     held = [part for part in parts.values() if part]

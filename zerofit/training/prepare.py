@@ -24,6 +24,7 @@ from zerofit.model import load
 from zerofit.model.adapter_folder import check_resized
 from zerofit.model.adapter_loading import continue_adapter
 from zerofit.model.compilation import blocks_of, compile_model
+from zerofit.model.float8 import check_float8_device, convert_to_float8
 from zerofit.model.lora import add_adapter
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.recipe.files import appears, is_there
@@ -113,6 +114,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     if distributed.is_initialized():
         size, backend = distributed.get_world_size(), distributed.get_backend()
         watchdog.record_collectives(run.folder.path, size, backend, RANKS.machines)
+    check_float8_device(run.recipe)
     run.facts.program_bytes = resident_bytes()
     watchdog.phase("load", patience=LONG)
     check_machines(run.config)
@@ -168,6 +170,8 @@ def prepare_activations(
     elif recipe.activation_offload:
         pinned = pins_memory(device)  # then the device copies by itself
         offload_inputs(model, functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned))
+    if recipe.float8 and recipe.trains:
+        notes.append(convert_to_float8(model, blocks_of(model)))
     if recipe.torch_compile:
         compile_model(model, str(recipe.torch_compile))
     elif can_compile and device.type == "cuda" and blocks_of(model):

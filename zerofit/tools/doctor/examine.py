@@ -17,6 +17,7 @@ from zerofit.estimate.read_model import read_planned_model
 from zerofit.launch.schedulers import read_machines
 from zerofit.model.adapter_folder import on_its_base
 from zerofit.model.configuration import known_architectures
+from zerofit.model.float8 import check_float8_device
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
@@ -94,6 +95,9 @@ def _examine_run(
         stated = strategy.stated[0].source if strategy.stated else DEFAULT
         report.values += [("strategy", strategy.name, strategy.source), ("precision", strategy.precision, stated)]
         report.add(NOTE, *strategy.notes)
+        if task:
+            with report.collected():
+                check_float8_device(recipe)
     needs = here, machines, strategy.precision if strategy else None
     if task is None:
         return needs

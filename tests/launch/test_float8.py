@@ -1,0 +1,83 @@
+"""Runs in float8, whose products are emulated on the CPU: as in bf16 to 1 %, under each strategy that has it."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, completed, launched, metrics, updates
+from safetensors.torch import load_file
+
+OPTIONAL = Path(sys.prefix, "optional")  # scripts/setup.sh: what only tests load
+RUN = ["--model_type", "llama", "--config_overrides",
+       "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=160,"
+       "max_position_embeddings=64", "--train_file", ROOT / "docs" / "fine-tune.md", "--document_separator", "line",
+       "--train_tokenizer_vocab_size", "301", "--block_size", "64", "--max_eval_samples", "8", "--learning_rate",
+       "3e-3", "--per_device_train_batch_size", "2", "--global_batch_size", "8", "--max_train_steps", "50",
+       "--save_steps", "25", "--precision", "bf16", "--torch_compile", "false", "--sample_tokens", "0"]  # fmt: skip
+
+if not OPTIONAL.is_dir():
+    pytest.skip("torchao is not there: make setup", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def run(cache, tmp_path_factory):
+    """run(strategy, further flags): the output folder of 50 updates."""
+    made = tmp_path_factory.mktemp("float8")
+
+    def train(strategy: str, *flags: str) -> Path:
+        output = made / "-".join((strategy, *flags))
+        if not output.is_dir():
+            completed(output, *RUN, *flags, "--cache_dir", cache, **how(strategy))
+        return output
+
+    return train
+
+
+def how(strategy: str) -> dict[str, object]:
+    processes = 1 if strategy == "single" else 2
+    return {"strategy": strategy, "processes": processes, "ZEROFIT_EMULATES_FLOAT8": "1", "PYTHONPATH": str(OPTIONAL)}
+
+
+def held_out(output: Path) -> float:
+    return [line["eval_loss"] for line in metrics(output) if "eval_loss" in line][-1]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("single", "fsdp2", "zero1", "zero2"))],
+)
+def test_it_ends_where_bf16_does(run, strategy):
+    half, float8 = run(strategy), run(strategy, "--float8")
+    first, last = (updates(metrics(float8))[at]["loss"] for at in (0, -1))
+    assert len(updates(metrics(float8))) == 50
+    assert last < 0.8 * first
+    assert held_out(float8) == pytest.approx(held_out(half), rel=0.01)
+    assert held_out(float8) != held_out(half)
+    ours, theirs = (load_file(output / "model" / "model.safetensors") for output in (float8, half))
+    assert {name: (each.shape, each.dtype) for name, each in ours.items()} == {
+        name: (each.shape, each.dtype) for name, each in theirs.items()
+    }
+
+
+def test_a_run_resumes_in_float8_and_in_nothing_else(run, cache, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(run("ddp", "--float8"), output)
+    whole = updates(metrics(output))
+    for part in ("checkpoints/update_00000050", "model"):
+        shutil.rmtree(output / part)
+    other = launched(output, *RUN, "--cache_dir", cache, **how("ddp"))
+    assert other.returncode
+    assert "float8 was True, now False" in other.stderr
+    completed(output, *RUN, "--float8", "--cache_dir", cache, **how("ddp"))
+    assert [line["loss"] for line in updates(metrics(output))] == [line["loss"] for line in whole]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["full", "selective"])
+def test_layers_are_computed_again_in_float8(run, which):
+    """An emulated product in fp32 is no product of float8 that could be kept: the figures are the same to rounding."""
+    again, plain = (updates(metrics(run("single", "--float8", *flags)))
+                    for flags in (("--gradient_checkpointing", which), ()))  # fmt: skip
+    assert again[0]["loss"] == plain[0]["loss"]
+    assert again[-1]["loss"] == pytest.approx(plain[-1]["loss"], rel=1e-3)
