@@ -91,11 +91,6 @@ def _of_script(text: str, nodes: int) -> Iterator[str]:
         ' "${zerofit[@]}" launch "${run[@]}"'
     ):
         yield lines[step]
-    after = [line for line in lines[step + 1 :] if line]
-    if after[:1] != ['if code=$("${zerofit[@]}" submit requeue "$?" "${run[@]}"); then']:
-        yield f"after the step: {after[:1]}"
-    if '  scontrol requeue "$SLURM_JOB_ID"' not in after or after[-1] != 'exit "${code:-1}"':
-        yield "it is not queued again, or does not end with the code"
 
 
 def _of_jobset_spec(spec: dict, name: str) -> Iterator[str]:

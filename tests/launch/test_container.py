@@ -9,16 +9,12 @@ import json
 import os
 import re
 import resource
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, environment, metrics, not_installed
-from job_files import documents
-
-from zerofit.recipe.errors import EXIT_TO_BE_RESUMED
+from helpers import ROOT, environment, not_installed
 
 pytestmark = pytest.mark.long
 PROGRAMS = ("podman", "runc", "mmdebstrap")
@@ -117,26 +113,3 @@ def test_the_page_trains_on_the_cpu(docker, work):
     said = docker.sh(f"{line} --max_train_steps 3 {SHORT}", work)
     assert "cpu_adam is being compiled" in said
     assert (work / "outputs" / "stdlib-gpt2" / "model" / "model.safetensors").stat().st_uid == USER
-
-
-def test_a_jobset_s_command_is_stopped_and_resumes(docker, work):
-    submit = (
-        "docker run --rm zerofit submit jobset --strategy zero1 --nodes 1 --gpus_per_node 0 --processes_per_node 2"
-    )
-    (job,) = documents(docker.sh(f"{submit} stdlib-gpt2 --max_train_steps 20 {SHORT}"))
-    (container,) = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-    program, *words = [*container["command"], *container["args"]]
-    variables = " ".join(f"--env {pair['name']}={pair['value']}" for pair in container["env"])
-    folder = container["workingDir"]
-    line = (
-        f"docker run --rm --name node --shm-size 2g --user {USER}:{USER} {variables} --env JOB_COMPLETION_INDEX=0 "
-        f"--volume {work}:{folder} --workdir {folder} --entrypoint {program} {container['image']} {shlex.join(words)}"
-    )
-    first = docker.start(line)
-    assert any(re.match("update +1/20 ", text) for text in first.stdout)
-    docker.sh("docker stop --time 600 node")
-    said = first.communicate()[0]
-    assert first.returncode == EXIT_TO_BE_RESUMED, said
-    docker.sh(line)
-    lines = metrics(work / "outputs" / "stdlib-gpt2")
-    assert [line["update"] for line in lines if "loss" in line] == list(range(1, 21))

@@ -1,6 +1,5 @@
 """Launches that train nothing: what they forget of a recipe, what they read, what they leave, what they refuse."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +16,11 @@ from zerofit.data.order import FILLER
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.data.prompts import read_sources
 from zerofit.model.configuration import load_configuration
-from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, options, parse_recipe
+from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
 
-OF_BOTH = {"precision", "per_device_eval_batch_size", "seed", "output_dir", "overwrite_output_dir",
-           "watchdog_minutes"}  # fmt: skip
 FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
-
-
-def test_every_option_of_training_is_forgotten_or_said_not_to_be():
-    kinds = ("Optimizer", "Batch", "Run", "Evaluation", "Checkpoint", "Anomaly", "Tracking")
-    fields = [field for kind in kinds for field in dataclasses.fields(getattr(options, f"{kind}Options"))]
-    assert len(fields) > 40
-    assert {field.name for field in fields if field.metadata["phase"] != "train"} == OF_BOTH
 
 
 def test_the_recipe_of_a_run_from_scratch_serves_as_it_is(tmp_path):
@@ -163,17 +153,6 @@ def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
     assert "text_columns" in refusal(
         asked, config, pairs_tokenizer, cache, "--predict_file", file, "--text_columns", "x"
     )
-
-
-@pytest.mark.parametrize(("names", "class_names", "values", "expected"), [
-    (("NO", "YES"), None, ["yes", "no", None], (("no", "yes"), None)),  # as the data writes them
-    (("LABEL_0", "LABEL_1"), None, [0, 1], (("LABEL_0", "LABEL_1"), ("LABEL_0", "LABEL_1"))),
-    (("LABEL_0", "LABEL_1"), ("neg", "pos"), [0], (("neg", "pos"), ("neg", "pos"))),
-    (None, None, [0.5], (None, None)),
-])  # fmt: skip
-def test_the_classes_are_those_of_the_model(names, class_names, values, expected):
-    labels, stands_for = trained_labels(classifier(names), class_names, values)
-    assert (labels.names, stands_for) == expected
 
 
 @pytest.mark.parametrize(("names", "class_names", "is_number", "words"), [

@@ -8,7 +8,6 @@ from chats import (
     LONG_TALK,
     PROMPT,
     TOKENIZERS,
-    chatml_tokenizer,
     encoded,
     encoder_of,
     trained_text,
@@ -112,23 +111,6 @@ def test_the_labels_of_records_token_by_token(tokenizer_of, records, form, in_fo
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("template", ["llama-2-chat", "chatml", "instruction", "instruction-ja", "none"])
-def test_every_assistant_turn_is_trained(tokenizer_of, template, name):
-    tokenizer = tokenizer_of(name)
-    encoder = encoder_of(tokenizer, CHAT, template)
-    (row,) = encoded(encoder, [{"messages": LONG_TALK}])
-    pieces = expected(template, LONG_TALK, tokenizer)
-    assert encoder.render(encoder.form.read({"messages": LONG_TALK}), "")[0] == "".join(text for text, _ in pieces)
-    runs = trained_text(row, tokenizer)
-    ends = [run.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>") for run in runs]
-    assert [run.strip() for run in ends] == ANSWERS
-    assert all(run.endswith(tokenizer.eos_token) for run in runs)
-    if template != "none":
-        assert (list(row["input_ids"]), list(row["labels"])) == tokens_of(pieces, tokenizer)
-    assert row["labels"][0] == IGNORE
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("template", ["llama-2-chat", "chatml", "instruction", "instruction-ja", "none"])
 def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, name):
     """The prompt that transformers makes for an answer is what stands before the trained part, token by token: so in
     Llama-2's form the space before an answer is trained on, where it is a token of its own (Japanese)."""
@@ -166,35 +148,6 @@ def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
     assert [run.removesuffix("</s>") for run in trained_text(row, tokenizer)] == ANSWERS[1:]
 
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "eos", "end", "last_end"),
-    [
-        (CHATML, "<|im_end|>", "<|im_end|>", "<|im_end|>"),
-        (CHATML, "<|endoftext|>", "<|im_end|>\n", "<|im_end|>\n"),  # all that ends a turn
-        (CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", "<|endoftext|>", "<|im_end|>\n",
-         "<|im_end|>\n<|endoftext|>"),  # once, at the very end; <|im_start|> has its first two letters
-        (CHATML.replace("message['content']", "message['content'] | trim"), "<|im_end|>", "<|im_end|>", "<|im_end|>"),
-    ],
-)  # fmt: skip
-def test_the_tokenizers_own_template(tokenizer_of, template, eos, end, last_end):
-    tokenizer = chatml_tokenizer(tokenizer_of("gpt2"), template, eos)
-    encoder = encoder_of(tokenizer, CHAT, None)
-    assert encoder.template.note == "template  the tokenizer's own chat template"
-    talk = [*LONG_TALK[:-1], {"role": "assistant", "content": LONG_TALK[-1]["content"]}]
-    (row,) = encoded(encoder, [{"messages": talk}])
-    assert trained_text(row, tokenizer) == [ANSWERS[0] + end, ANSWERS[1] + end, ANSWERS[2] + last_end]
-    if "trim" in template:
-        spaced = [{**message, "content": f"\n {message['content']}  "} for message in talk]
-        assert list(encoded(encoder, [{"messages": spaced}])[0]["labels"]) == list(row["labels"])
-    assert tokenizer.chat_template == template
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -217,27 +170,10 @@ def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, wor
     assert words in message, message
 
 
-CALLS = """{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
-{%- for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}
-{%- if m.role == 'assistant' %}{{ eos_token }}{% endif %}
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-
-def test_calls_of_tools_are_trained_as_the_template_writes_them(tokenizer_of):
+def test_a_template_that_does_not_write_calls_of_tools_is_refused(tokenizer_of):
     tokenizer = tokenizer_of("llama")
-    tokenizer.chat_template = CALLS
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern", "day": None}}}
-    record = {"messages": [
-        {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "no"}, {"role": "assistant", "content": "It is dry."},
-    ]}  # fmt: skip
-    messages = Form("messages", "messages").read(record)
-    text, spans = render(tokenizer, messages)
-    end = tokenizer.eos_token
-    assert [text[a:b] for a, b in spans] == [
-        '<call>{"name": "weather", "arguments": {"city": "Bern"}}</call>' + end,
-        "It is dry." + end,
-    ]
     tokenizer.chat_template = named_template("none")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    turns = [LONG_TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(BadTemplate, match="does not write the tool_calls of turn 2"):
-        render(tokenizer, messages)
+        render(tokenizer, Form("messages", "messages").read({"messages": turns}))

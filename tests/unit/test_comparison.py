@@ -17,8 +17,6 @@ from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import parse_bytes
-from zerofit.strategy.gpu_table import GPUS
-from zerofit.tools.compare import devices, trial
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.compare.comparison import Comparison
@@ -73,12 +71,6 @@ def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
     assert len(peaks) == 2 if guess == true else len(peaks) <= 12
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_moves_it_by_its_own_size_only(seed):
-    peaks = searched(3000, 1000, 8.3, noise=10, seed=seed)
-    assert abs(bounds(peaks)[0] - 240) <= 2
-
-
 def test_sizes_with_a_step_and_named_sizes():
     peaks = searched(1500, 1000, 8.3, sizes=list(range(8, 4097, 8)))
     assert bounds(peaks) == (56, 64)
@@ -124,27 +116,6 @@ def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where
     ended = SimpleNamespace(text=text, process=process, log=tmp_path / "log", seconds=1.0)
     result = outcome_of(ended)
     assert (result["outcome"], result.get("where")) == (how, where)
-
-
-@pytest.mark.parametrize(("answers", "words"), [([], "starts, for"), ([{"event": "begins"}], "its updates, for")])
-def test_a_silent_launch_says_how_long(answers, words, capsys):
-    """Each minute without an answer."""
-    clock, given = (
-        SimpleNamespace(seconds=0.0, process=SimpleNamespace(returncode=0), text=""),
-        [[*map(dict, answers)]],
-    )
-
-    def wait(until: float) -> str:
-        clock.seconds += 10
-        return "ended" if clock.seconds > 300 else "running"
-
-    clock.wait = wait
-    reader = SimpleNamespace(poll=lambda: given.pop() if given else [])
-    assert trial._follow(clock, reader, 1000.0)["outcome"] == "failed"
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 4
-    assert all(words in line for line in said)
-    assert said[0].endswith("1:10 now")
 
 
 def comparison(tmp_path, *flags, outcomes: dict, simulated: bool = False) -> Comparison:
@@ -293,12 +264,6 @@ def test_every_recipe_in_the_tree_makes_trials_with_and_without_weights(path, tm
     assert not parse_recipe(cls, ["--config", str(file)]).model_name_or_path
 
 
-def test_there_are_recipes_of_both_kinds():
-    named = [options(config=path)[0].model_name_or_path for path in RECIPES]
-    assert len(named) >= 12
-    assert sum(map(bool, named)) >= 5
-
-
 def test_trials_evaluate_one_batch_on_each_process():
     assert make_recipe(*options("--num_processes", "2", config=CLS)).values["max_eval_samples"] == 2 * 64
     given, cls = options()
@@ -357,21 +322,6 @@ def test_what_contexts_take_is_measured_before_the_cap(limit, fits, monkeypatch)
         assert "2 processes use it, and 3.00 GiB are in use" in said
         assert "At most 38.50 GiB" in said
         assert not fractions
-
-
-@pytest.mark.parametrize(("size", "total", "name"), [
-    ("24GiB", 24 * GIB, "simulated device of 24.00 GiB"),
-    ("A100-80GB", GPUS["a100-80gb"].usable_bytes, "simulated a100-80gb"),
-])  # fmt: skip
-def test_a_simulated_device_for_each_process(size, total, name, monkeypatch, tmp_path):
-    monkeypatch.setattr(devices.build, "target", lambda: ROOT / "README.md")
-    monkeypatch.setattr(devices.build, "build", lambda: tmp_path / "simgpu_c.so")
-    monkeypatch.setattr(devices, "inspect_trial_machine", lambda variables: variables)
-    variables = devices.simulated_machine(size, 2)
-    assert variables["SIMGPU_MEMORY"] == f"{total},{total}"
-    assert variables["SIMGPU_WITHOUT_DATA"] == "1"
-    assert variables["SIMGPU_LIBRARY"].endswith("simgpu_c.so")
-    assert variables["SIMGPU_MODEL"] == name
 
 
 def test_of_a_model_its_shape_and_tokenizer_are_read():

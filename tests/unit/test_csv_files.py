@@ -1,7 +1,6 @@
 """CSV and Excel files as people have them: encodings, separators, files without a header or without a record."""
 
 import csv
-import importlib.util
 import io
 import json
 
@@ -11,7 +10,6 @@ from datasets import Dataset
 
 from tests.helpers import read_data, refusal
 from zerofit.data.chat.instructions import find_form
-from zerofit.data.file_formats import BUILDERS
 from zerofit.data.pairs.columns import find_columns
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import check_name, columns_present, worded_columns
@@ -65,17 +63,6 @@ def test_a_first_line_that_is_a_record_is_not_taken_for_names(tmp_path, cache):
     check_name("満足度", "text_column")
     assert not any(map(is_value, ("text", "Sentence 1", "本文", "No", "premise", "is spam")))
     assert all(map(is_value, ("1", "0.5", "It is good.", "良い。")))
-
-
-def test_excel_files_go_through_pandas_and_its_engine(tmp_path, cache, monkeypatch):
-    (tmp_path / "a.xlsx").write_bytes(b"PK")
-    recipe = ClsRecipe(train_file=[str(tmp_path / "a.xlsx")], cache_dir=cache)
-    if importlib.util.find_spec("openpyxl") is None:
-        assert "pip install openpyxl" in refusal(read, str(tmp_path / "a.xlsx"), cache)
-    sheet = pd.DataFrame(ROWS, columns=HEADER)
-    monkeypatch.setattr(pd, "read_excel", lambda *args, **kwargs: sheet)
-    assert BUILDERS["xlsx"][0] == "csv"
-    assert [tuple(record.values()) for record in read(*recipe.train_file, cache)] == ROWS
 
 
 # ------------------------------------------------------------------------------------------------- values as written

@@ -68,35 +68,12 @@ def test_formats_and_columns_that_are_found(tmp_path, prepare, ending, column):
     assert (first[0], first[-1]) == (data.tokenizer.cls_token_id, data.tokenizer.sep_token_id)
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
-def test_labels_that_look_like_numbers_stay_as_they_are_written(tmp_path, prepare, ending):
-    labels = [("0110", "0210", "110", "1e3")[n % 4] for n in range(40)]
-    held_out = [("110", "0110")[n % 2] for n in range(8)]  # a column of numbers, where the other one is none
-    paths = [
-        write(tmp_path / f"{name}.{ending}", {"text": TEXTS[: len(column)], "label": column})
-        for name, column in (("a", labels), ("b", held_out))
-    ]
-    data = prepare(paths[0], "--validation_file", paths[1])
-    assert data.labels.names == ("0110", "0210", "110", "1e3")
-    assert names(data) == labels
-    assert names(data, data.held_out[0].samples) == held_out
-
-
 def test_columns_that_are_not_found(tmp_path, prepare):
     path = write(tmp_path / "a.csv", {"one": TEXTS, "two": TEXTS, "three": LABELS})
     message = refusal(prepare, path)
     assert "--text_columns" in message
     assert "--label_column" in message
     assert message.count("the columns are one, two, three") == 2
-
-
-def test_regression(tmp_path, prepare):
-    path = write(tmp_path / "a.csv", {"text": TEXTS, "score": [n / 8 for n in range(40)]})
-    data = prepare(path, "--validation_split_percentage", "0")
-    assert data.labels.names is None
-    label = data.train[3]["label"]
-    assert label.dtype == np.float32
-    assert label == 0.375
 
 
 def test_mrpc_as_released(tmp_path, prepare):

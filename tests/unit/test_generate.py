@@ -97,17 +97,6 @@ def test_greedy_is_what_transformers_writes(tmp_path, tokenizer, generate, famil
     assert done.err == f"model {tmp_path / 'model'} in float32 on cpu\n"
 
 
-def test_the_streamed_text_is_the_text(model, generate, tmp_path):
-    """Piece by piece, with what it keeps back until a word is whole."""
-    file = tmp_path / "out.jsonl"
-    done = generate("--model", model, "--prompt", "a", "b c", "--max_new_tokens", 40, "--output", file)
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["prompt"] for line in lines] == ["a", "b c"]
-    assert [len(line["generated"]) > 10 for line in lines] == [True, True]
-    assert done.out == "".join(line["generated"] + "\n" for line in lines)
-    assert "[2/2] b c" in done.err
-
-
 def test_a_seed_repeats_what_was_drawn(model, generate):
     def drawn(*flags) -> str:
         return generate("--model", model, "--prompt", "The", "The", "--max_new_tokens", 12, *flags).out
@@ -178,17 +167,6 @@ def test_the_system_prompt_of_training_is_used(model, generate, given, template,
     assert [tokenizer.decode(ids) for ids in given.ids] == [
         "<system>Be kind.<user>hi<assistant>", "<system>Be short.<user>hi<assistant>", "<user>hi<assistant>", "hi"
     ]  # fmt: skip
-
-
-def test_templates(model, generate, given, template, tokenizer):
-    flags = ["--model", model, "--prompt", "hi", "--max_new_tokens", 2]
-    plain = generate(*flags)
-    marked = generate(*flags, "--chat_template", template, "--system_prompt", "Be kind.")
-    assert [tokenizer.decode(ids) for ids in given.ids] == ["hi", "<system>Be kind.<user>hi<assistant>"]
-    assert "template" not in plain.err
-    assert marked.err.count("chat template") == 1
-    generate(*flags, "--chat_template", "instruction")
-    assert tokenizer.decode(given.ids[-1]).startswith("### Instruction:\nhi")
 
 
 def test_the_tokenizers_own_template_and_raw(tmp_path, tokenizer, generate, given):

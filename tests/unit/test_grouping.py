@@ -57,11 +57,6 @@ def test_seeking_lands_on_the_next_sample(consumed):
     assert other.tolist() == global_batches(order(), 1000)[consumed // G :].reshape(-1, G).tolist()
 
 
-@pytest.mark.parametrize("place", [1, 7, SAMPLES - 1, SAMPLES, 2 * SAMPLES + 5])
-def test_any_place_can_be_asked_for_first(place):
-    assert order().places(place, place + 50).tolist() == order().places(0, place + 50)[place:].tolist()
-
-
 def spread(batches: np.ndarray) -> float:
     """The mean difference between the longest and the shortest sample of a batch."""
     lengths = LENGTHS[batches]

@@ -192,23 +192,6 @@ def test_a_best_model_without_a_state_keeps_no_run_from_starting_over(tmp_path):
         assert run.best == "update_00000012"
 
 
-def test_states_come_by_the_clock_however_often_an_evaluation_is_the_best(tmp_path, monkeypatch):
-    clock = iter(range(0, 10**6, 60))
-    monkeypatch.setattr("zerofit.checkpoint.manager.time", SimpleNamespace(
-        time=lambda: next(clock), perf_counter=lambda: 0.0))  # fmt: skip
-    held_out = {update: falling(update) for update in range(UPDATES + 1)}
-    run = Launches(tmp_path / "run", held_out, eval_steps=1, save_async=False, save_minutes=3.0)
-    engine, state = SavingEngine(), RunState()
-    recipe = ClmRecipe(max_train_steps=UPDATES, **run.options)
-    run.folder.path.mkdir()
-    manager = CheckpointManager(run.folder, engine, recipe, state, Exporter(engine), {}, {}, "accuracy", True)
-    due = []
-    for state.updates in range(1, UPDATES + 1):
-        due.append(manager.is_due_by_clock())
-        manager.save("clock" if due[-1] else None, True, {})
-    assert sum(due) >= 2
-
-
 @pytest.mark.parametrize(("before", "now"), [("accuracy", "loss"), ("loss", "accuracy")])
 @pytest.mark.parametrize("killed_after", [4, 5, 6, 7])
 def test_another_metric_is_never_compared_with_the_old_value(tmp_path, before, now, killed_after):

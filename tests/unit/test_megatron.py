@@ -19,70 +19,25 @@ from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
 
-LLAMA = """#!/bin/bash
-set -ex
-BASE=./data   # where things lie
-DS_CONFIG=${BASE}/ds.json
-WEIGHT="0.3 $BASE/one 0.7 $BASE/two"
-GPUS=8; NODES=2
-TP=2
-MICRO=2
-GLOBAL=$(( GPUS * NODES * MICRO ))
-recompute="full"
-cat <<EOT > $DS_CONFIG
-{
-  "train_batch_size" : $GLOBAL,
-  "train_micro_batch_size_per_gpu": $MICRO,
-  "zero_optimization": { "stage": ${STAGE:-1}, "reduce_bucket_size": 1000 },
-  "curriculum_learning": { "enabled": false },
-  "bf16": { "enabled": true }
-}
-EOT
-ds_args=" --deepspeed "
-ds_args=" --deepspeed_config=$DS_CONFIG ${ds_args}"
-if [ "${recompute}" = "full" ]; then
-  # whole layers
-  ds_args="--recompute-granularity full --recompute-method uniform ${ds_args}"
-elif [ "$recompute" = "selective" ]; then
-  ds_args="--recompute-activations ${ds_args}"
-fi
-DISTRIBUTED_ARGS="--nproc_per_node $GPUS --nnodes $NODES --node_rank 0 --master_addr alpha --master_port 6000"
-torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \\
-  --tensor-model-parallel-size $TP --num-layers 3 --hidden-size 96 --ffn-hidden-size 160 \\
-  --num-attention-heads 4 --num-key-value-heads 2 --micro-batch-size $MICRO --global-batch-size $GLOBAL \\
-  --seq-length 64 --max-position-embeddings 128 --train-iters 1000 --save ./run --load ./run \\
-  --data-path $WEIGHT --data-impl mmap --tokenizer-type GPTSentencePieceTokenizer \\
-  --tokenizer-model $BASE/llama/tokenizer.model --split 949,50,1 --distributed-backend nccl \\
-  --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5 --weight-decay 0.1 --clip-grad 1 --lr-warmup-iters 20 \\
-  --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --log-interval 1 --save-interval 100 --eval-interval 50 \\
-  --eval-iters 10 --bf16 --no-query-key-layer-scaling --attention-dropout 0 --hidden-dropout 0 \\
-  --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm \\
-  --disable-bias-linear --frobnicate 3 $ds_args
-"""
-GPT = """
-VOCAB_FILE=v/vocab.json
-MERGE_FILE=v/merges.txt
-DATA_PATH=${1:-"data/mine_text_document"}
-GPT_ARGS=(
-    --num-layers 2
-    --hidden-size 32   # wide
-    --num-attention-heads 4
-    --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 4
-    --global-batch-size 8
-    --lr 0.00015
-    --train-samples 4001 --lr-decay-samples 3200
-    --lr-decay-style cosine
-    --min-lr 1.0e-5
-    --lr-warmup-fraction .01
-    --fp16
-    --no-bias-gelu-fusion
-)
-DATA_ARGS="--data-path $DATA_PATH --vocab-file $VOCAB_FILE --merge-file $MERGE_FILE"
-CMD="deepspeed --num_gpus 2 ./Megatron/pretrain_gpt.py ${GPT_ARGS[@]} $DATA_ARGS"
-echo $CMD
-eval "$CMD" 2>&1 | tee log.txt
-"""
+LLAMA = """torchrun --nproc_per_node 8 --nnodes 2 --node_rank 0 --master_addr alpha --master_port 6000 pretrain_gpt.py
+  --tensor-model-parallel-size 2 --num-layers 3 --hidden-size 96 --ffn-hidden-size 160
+  --num-attention-heads 4 --num-key-value-heads 2 --micro-batch-size 2 --global-batch-size 32
+  --seq-length 64 --max-position-embeddings 128 --train-iters 1000 --save ./run --load ./run
+  --data-path 0.3 ./data/one 0.7 ./data/two --data-impl mmap --tokenizer-type GPTSentencePieceTokenizer
+  --tokenizer-model ./data/llama/tokenizer.model --split 949,50,1 --distributed-backend nccl
+  --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5 --weight-decay 0.1 --clip-grad 1 --lr-warmup-iters 20
+  --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --log-interval 1 --save-interval 100 --eval-interval 50
+  --eval-iters 10 --bf16 --no-query-key-layer-scaling --attention-dropout 0 --hidden-dropout 0
+  --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm
+  --disable-bias-linear --frobnicate 3 --recompute-granularity full --recompute-method uniform
+  --deepspeed_config=ds.json --deepspeed"""
+BLOCK = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "curriculum_learning": {"enabled": False},
+         "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}  # fmt: skip
+GPT = """deepspeed --num_gpus 2 ./Megatron/pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4
+  --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8 --lr 0.00015
+  --train-samples 4001 --lr-decay-samples 3200 --lr-decay-style cosine --min-lr 1.0e-5 --lr-warmup-fraction .01
+  --fp16 --no-bias-gelu-fusion --data-path data/mine_text_document --vocab-file v/vocab.json
+  --merge-file v/merges.txt"""
 STAGES = {"stages": 2, "use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
 MINIMAL = (
     "pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
@@ -92,18 +47,12 @@ MINIMAL = (
 OF_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
 
 
-def words_of(script: str, folder) -> list[str]:
-    """The words with which a script calls its launcher. bash runs it in `folder`."""
-    record = "".join(f"{name}() {{ printf '%s\\0' {name} \"$@\" >> words; }}\n" for name in ("torchrun", "deepspeed"))
-    (folder / "data").mkdir(exist_ok=True)
-    subprocess.run(["bash", "-c", record + script], cwd=folder, check=True, capture_output=True)
-    return (folder / "words").read_text().split("\0")[:-1]
-
-
 @pytest.fixture
 def llama(tmp_path, monkeypatch):
+    """The words of a call, in a folder with the DeepSpeed JSON that it names."""
     monkeypatch.chdir(tmp_path)
-    return words_of(LLAMA, tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps(BLOCK))
+    return shlex.split(LLAMA)
 
 
 def typed(words: str, **options):
@@ -148,8 +97,8 @@ def test_no_flag_is_lost(llama):
     assert "(--seed" in found, "Megatron's defaults count where ours are others"
 
 
-def test_a_gpt_counts_samples(tmp_path):
-    recipe = convert_pretraining(call_of(words_of(GPT, tmp_path)), MegatronArgsOptions()).recipe
+def test_a_gpt_counts_samples():
+    recipe = typed(GPT).recipe
     assert recipe["config_name"] == "gpt2"
     assert recipe["config_overrides"] == (
         "hidden_size=32,n_inner=128,num_hidden_layers=2,num_attention_heads=4,max_position_embeddings=64,"
@@ -370,9 +319,10 @@ def test_heads_and_tied_embeddings_are_those_of_the_weights(flags, stored, said,
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_writes_what_can_be_launched(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    output, words = tmp_path / "out", words_of("STAGE=2\n" + LLAMA, tmp_path)
+def test_the_command_writes_what_can_be_launched(llama, tmp_path, capsys):
+    output, words = tmp_path / "out", llama
+    of_stage_2 = {**BLOCK, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
+    (tmp_path / "ds.json").write_text(json.dumps(of_stage_2))
     line = ["convert", "megatron-args", "--output", str(output)]
     assert zerofit([*line, "--", *words]) == 0
     shown_text = capsys.readouterr().out

@@ -21,7 +21,6 @@ from transformers import (
 from zerofit.cli import main
 from zerofit.model.adapter_folder import find_base, open_adapter, sample_weights
 from zerofit.recipe import UserError
-from zerofit.tools import merge_adapter
 
 pytestmark = [pytest.mark.usefixtures("tools"), pytest.mark.filterwarnings("ignore::UserWarning")]  # of peft
 
@@ -396,18 +395,6 @@ def test_an_adapter_that_was_trained_on_quantised_weights(build, capsys):
     assert "quantization_config" not in json.loads((output / "config.json").read_text())
 
 
-def test_an_output_that_holds_something(build, tmp_path):
-    case = build()
-    arguments = ["merge", "--adapter", str(case.adapter), "--output", str(tmp_path / "taken")]
-    (tmp_path / "taken").mkdir()
-    assert main(arguments) == 0, "an empty folder may be used"
-    before = sorted((tmp_path / "taken").iterdir())
-    assert main(arguments) == 2
-    assert sorted((tmp_path / "taken").iterdir()) == before
-    (tmp_path / "file").write_text("")
-    assert main([*arguments[:-1], str(tmp_path / "file")]) == 2
-
-
 def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):
     """The proof has to be able to fail: fold the adapter in with the wrong sign."""
     from peft.tuners.lora import Linear
@@ -415,17 +402,5 @@ def test_a_merge_that_is_wrong_writes_nothing(build, monkeypatch):
     case, true = build(), Linear.get_delta_weight
     monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: -true(self, adapter))
     with pytest.raises(RuntimeError, match="logits differ by"):
-        main(["merge", "--adapter", str(case.adapter), "--output", str(case.base.parent / "merged")])
-    assert not list(case.base.parent.glob("merged*"))
-
-
-def test_a_folder_that_reads_back_differently_gets_no_name(build, monkeypatch):
-    case, true = build(), merge_adapter.export_model
-
-    def spoilt(model, weights, *others):
-        return true(model, ((name, tensor * 1.01) for name, tensor in weights), *others)
-
-    monkeypatch.setattr(merge_adapter, "export_model", spoilt)
-    with pytest.raises(RuntimeError, match="read back: logits differ by"):
         main(["merge", "--adapter", str(case.adapter), "--output", str(case.base.parent / "merged")])
     assert not list(case.base.parent.glob("merged*"))

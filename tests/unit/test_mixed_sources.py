@@ -12,7 +12,6 @@ from transformers import T5Config
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import class_weights
 from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, name_of_source, samples_of_a_pass
-from zerofit.data.order import MicroBatches
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
@@ -47,19 +46,6 @@ def test_each_source_is_read_as_a_run_on_it_alone_reads_it():
         for epoch in range(len(own) // size):
             assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
     assert not np.array_equal(whole, MixtureOrder(weights, sizes, seed=4).places(0, len(whole)))
-
-
-@pytest.mark.parametrize(("world", "micro", "accumulation"), [(1, 8, 1), (2, 2, 2), (4, 1, 2)])
-@pytest.mark.parametrize("consumed", [0, 24])
-def test_the_processes_of_an_update_have_the_same_samples_together(world, micro, accumulation, consumed):
-    order, total = MixtureOrder([0.75, 0.25], [30, 11], seed=0), 80
-    ranks = [[*MicroBatches(order, total, consumed, micro, accumulation, world, rank)] for rank in range(world)]
-    updates = [
-        sorted(index for rank in ranks for batch in rank[at : at + accumulation] for index in batch)
-        for at in range(0, len(ranks[0]), accumulation)
-    ]
-    expected = order.places(consumed, total).reshape(-1, 8)
-    assert updates == [sorted(update) for update in expected.tolist()]
 
 
 def test_an_epoch_ends_with_the_first_source():

@@ -1,20 +1,22 @@
-"""docs/options.md is what scripts/options_reference.py writes: it names every option that a user can set."""
+"""Pages that scripts write are current: docs/options.md names every option that a user can set."""
 
 import dataclasses
 import subprocess
 import sys
 
+import pytest
 from helpers import ROOT
 
 from zerofit.cli import COMMANDS
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 
-SCRIPT = ROOT / "scripts" / "options_reference.py"
 TEXT = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 
 
-def test_the_page_is_current():
-    done = subprocess.run([sys.executable, SCRIPT, "--check"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("script", ["options_reference", "recipes_index", "licences"])
+def test_the_page_is_current(script):
+    command = [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

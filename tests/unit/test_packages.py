@@ -70,10 +70,6 @@ def test_no_two_modules_import_each_other():
     assert not circles
 
 
-def test_what_trains_is_read_without_the_tools():
-    assert not [(a, b) for a, b in edges() if package(b) == "tools" and package(a) not in ("tools", "cli")]
-
-
 def test_modules_are_short():
     lines = {name: len(file.read_text().splitlines()) for name, file in modules().items()}
     assert len(lines) > 150
@@ -85,64 +81,6 @@ def test_nothing_in_train_hides_a_package():
     names = {path.stem for path in (ROOT / "train").iterdir()} - {"__pycache__"}
     assert names == {"clm", "dpo", "distill", "cls", "seq2seq"}
     assert not names & (set(sys.stdlib_module_names) | packages_distributions().keys() - {"train"})
-
-
-# Libraries that a function may import: they take long, and a message about a recipe, a tool's --help or a run without
-# them should not wait; or they are not installed everywhere.
-LATE = {
-    "torch": "seconds; recipes, launchers and tools are checked before",
-    "transformers": "its model code takes a second; a script imports it once the recipe is checked",
-    "deepspeed": "seconds, for DeepSpeed pairs alone",
-    "peft": "for adapters alone",
-    "accelerate": "what `zerofit --help` loads has to be small",
-    "safetensors": "with torch",
-    "huggingface_hub": "for the hub alone",
-    "matplotlib": "when a plot is drawn",
-    "pyarrow": "to unpack .zst files",
-    "psutil": "what `zerofit --help` loads has to be small",
-    "pydantic": "with deepspeed",
-    "megatron": "an optional package",
-    "bitsandbytes": "an optional package",
-    "torchao": "an optional package",
-    "charset_normalizer": "to guess an encoding",
-    "fcntl": "not on every system",
-}
-OWN_LATE = {
-    ("zerofit.strategy.builds", "zerofit.recipe.errors"),  # the watchdog starts without site-packages, and without
-    ("zerofit.strategy.builds", "zerofit.recipe.files"),  # modules of ours that load one of these
-    ("zerofit.strategy.builds", "zerofit.recipe.paths"),
-    ("zerofit.data.rendering", "zerofit.data.pairs.prepare"),
-    ("zerofit.model.configuration", "zerofit.model.attention"),
-    ("zerofit.model.pretrained_io", "zerofit.model.parameters"),
-    ("zerofit.strategy.gpus", "zerofit.strategy.devices"),
-    ("zerofit.strategy.gpus", "zerofit.recipe.errors"),  # scripts/setup.sh runs it before anything is installed
-    ("zerofit.strategy.prepare", "zerofit.strategy.pipeline_engine"),  # it loads DeepSpeed
-    ("zerofit.training.entry", "zerofit.recipe.addresses"),  # fsspec
-    ("zerofit.training.run", "zerofit.training.stored_model"),  # scipy
-    ("zerofit.training.evaluation", "zerofit.training.metrics"),  # scipy, sacrebleu, rouge_score
-}
-
-
-def late_imports() -> set[tuple[str, str]]:
-    """(module, what it imports in a function), of the packages that train."""
-    found = set()
-    for name, file in modules().items():
-        if name == "zerofit" or package(name) in ("estimate", "tools", "cli"):
-            continue
-        for function in ast.walk(ast.parse(file.read_text())):
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                for node in ast.walk(function):
-                    if isinstance(node, ast.ImportFrom):
-                        found.add((name, node.module))
-                    elif isinstance(node, ast.Import):
-                        found |= {(name, alias.name) for alias in node.names}
-    return found
-
-
-def test_imports_stand_at_the_top():
-    found = late_imports()
-    assert {pair for pair in found if pair[1].partition(".")[0] not in LATE} == OWN_LATE
-    assert {target.partition(".")[0] for _, target in found} >= {*LATE}
 
 
 @pytest.mark.parametrize(

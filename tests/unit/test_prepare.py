@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -21,9 +20,8 @@ from zerofit.cli import main
 from zerofit.data.megatron import corpus as corpus_files
 from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
 from zerofit.model.tokenizer import END_OF_TEXT, TokenizerOptions, load_tokenizer
-from zerofit.tools.prepare import documents, word_memo
-from zerofit.tools.prepare.corpora import encoder_of
-from zerofit.tools.prepare.named_tokenizer import named_tokenizer
+from zerofit.tools.prepare import documents
+from zerofit.tools.prepare.corpora import encoder_of, named_tokenizer
 from zerofit.tools.prepare.prepare_options import PrepareOptions
 
 pytest.importorskip("megatron.core")
@@ -146,14 +144,13 @@ def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
     assert card.fingerprint == tokenizer_fingerprint(tokenizers[name])
 
 
-def test_without_an_end_and_without_the_memo(lines, texts, tokenizers, data, tmp_path, capsys):
+def test_without_an_end(lines, texts, tokenizers, data, tmp_path, capsys):
     some = write_lines(tmp_path / "some.jsonl", texts[-300:])
     reference(tmp_path / "reference", texts[-300:], tokenizers["small"], end=False)
-    for more in ((), ("--word_memo", "false", "--overwrite")):
-        ours = prepared(tmp_path, some, data(FOLDERS["small"]), "--workers", 1, *more)
-        assert "--append_eod" in capsys.readouterr().out
-        assert content(ours) == content(tmp_path / "reference")
-        assert read_card(str(ours)).eod is None
+    ours = prepared(tmp_path, some, data(FOLDERS["small"]), "--workers", 1)
+    assert "--append_eod" in capsys.readouterr().out
+    assert content(ours) == content(tmp_path / "reference")
+    assert read_card(str(ours)).eod is None
 
 
 def test_a_slow_tokenizer_and_a_large_vocabulary():
@@ -174,96 +171,6 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     assert (isinstance(encoder.tokenizer, Tokenizer), encoder.dtype) == (True, "int32")
     (row,) = encoder.ids(["w3 w69999  x"])
     assert np.frombuffer(row, np.int32).tolist() == [3, 69_999, 0]
-
-
-# ------------------------------------------------------------------------------------------------------- the word memo
-
-
-def random_text(draw: random.Random, added: list[str]) -> str:
-    words = [*"a the Word don't I'll 1999 3.14 naïve 日本 🙂 e\u0301 _x ... \u2581".split(" "), *added]
-    gaps = [" "] * 8 + "|| |  |   |\n|\n\n| \n|\n |\t|\r\n|\xa0|\u3000|\x1c|\x85| \xa0 ".split("|")[1:]
-    pieces = [draw.choice(words) + draw.choice(gaps) for _ in range(draw.randrange(40))]
-    return "".join(pieces) + draw.choice(["", " ", "x"])
-
-
-def random_letters(draw: random.Random, _: list[str]) -> str:
-    return "".join(draw.choice("ab .,'1\n\t é日🙂<s>/") for _ in range(draw.randrange(60)))
-
-
-def check_memo(tokenizer, examples: list[str]) -> None:
-    encoder = encoder_of(tokenizer, PrepareOptions(input=["x"], output_prefix="y", tokenizer="z"))
-    assert encoder.has_memo
-    for start in range(0, len(examples), 50):
-        some = examples[start : start + 50]
-        for text, row in zip(some, encoder.ids(some)):
-            assert np.frombuffer(row, np.uint16).tolist() == tokenizer(text)["input_ids"], repr(text)
-
-
-@pytest.mark.parametrize("name", list(FOLDERS))
-def test_the_memo_is_the_plain_tokenizer(tokenizers, name, monkeypatch):
-    monkeypatch.setattr(word_memo, "KEPT_SEGMENTS", 500)  # so few that it begins again and again
-    tokenizer, draw = tokenizers[name], random.Random(name)
-    added = list(tokenizer.get_added_vocab())
-    check_memo(tokenizer, [draw_text(draw, added) for draw_text in (random_text, random_letters) for _ in range(1500)])
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_the_memo_of_other_regular_expressions(texts, number):
-    """Llama 3's, GPT-4's, Qwen 2's, with NFC, on a vocabulary that was trained with them."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    native = Tokenizer(models.BPE(ignore_merges=number == 0))
-    native.normalizer = normalizers.NFC() if number == 1 else None
-    native.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(word_memo.SPLITS[number]), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
-    native.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000, initial_alphabet=alphabet, special_tokens=["<s>", "<|x|>"], show_progress=False
-    )
-    draw = random.Random(number)
-    examples = [random_text(draw, ["<s>", "<|x|>"]) for _ in range(800)]
-    native.train_from_iterator(texts[-50:] + examples * 3, trainer)
-    if number == 3:
-        native.add_tokens(["  ", "    ", " \n"])  # as GPT-NeoX has them
-    check_memo(PreTrainedTokenizerFast(tokenizer_object=native, eos_token="<s>"), examples)
-
-
-def test_a_wrong_memo_stops_the_work(tokenizers, monkeypatch):
-    encoder = encoder_of(tokenizers["gpt2"], PrepareOptions(input=["x"], output_prefix="y", tokenizer="z"))
-    monkeypatch.setattr(word_memo, "CHECK_EVERY", 1)
-    assert encoder.ids(["one two"])
-    encoder.memo.known["two"] = b"\0\0"
-    with pytest.raises(word_memo.Mismatch):
-        encoder.ids(["one two"])
-
-
-def bpe(**changes) -> dict:
-    """The JSON of a byte-level BPE."""
-    model = {"type": "BPE", "dropout": None, "vocab": {"a": 0, "\u2581": 1}, "merges": [], **changes.pop("model", {})}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {"model": model, "normalizer": None, "pre_tokenizer": level, "added_tokens": [], **changes}
-
-
-def test_which_tokenizers_have_a_memo():
-    token = {"content": "<x>", "lstrip": False, "rstrip": False, "single_word": False}
-    split = {"type": "Split", "pattern": {"Regex": word_memo.SPLITS[0]}, "behavior": "Isolated", "invert": False}
-    known = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": "first"}
-    assert all(map(word_memo.allows_memo, (bpe(), bpe(pre_tokenizer=known), bpe(pre_tokenizer=metaspace))))
-    other = {"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": r"\w+"}}, known["pretokenizers"][1]]}
-    for parts in (
-        bpe(normalizer={"type": "Lowercase"}), bpe(model={"dropout": 0.1}), bpe(model={"type": "Unigram"}),
-        bpe(added_tokens=[{**token, "lstrip": True}]), bpe(added_tokens=[{**token, "content": "a b"}]),
-        bpe(added_tokens=[{**token, "single_word": True}]), bpe(pre_tokenizer=other), bpe(pre_tokenizer=None),
-        bpe(pre_tokenizer=metaspace, model={"vocab": {"\u2581": 0, "a\u2581": 1}}),
-        bpe(pre_tokenizer=metaspace, model={"vocab": {"a": 0}}), bpe(model={"end_of_word_suffix": "</w>"}),
-        bpe(pre_tokenizer=metaspace, model={"ignore_merges": True, "vocab": {"\u2581": 0}}),
-    ):  # fmt: skip
-        assert not word_memo.allows_memo(parts), parts
 
 
 # ---------------------------------------------------------------------------------------------------------- tokenizers

@@ -15,8 +15,7 @@ import pytest
 import yaml
 from helpers import ROOT, refusal
 
-from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory, flaw
-from zerofit.checkpoint.mirror import files_of
+from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
 from zerofit.launch.command import exit_code_of, program_of
 from zerofit.launch.exit_code import ExitCode
@@ -216,28 +215,6 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
         lines = RunFolder(tmp_path).metrics.read()
         assert all(1 <= line["update"] <= 2 for line in lines)
         ExitCode(tmp_path, {"RANK": "0"}).write(7)
-
-
-@pytest.mark.parametrize("kind", damaged(b""))
-def test_a_damaged_checkpoint_is_never_used(tmp_path, kind):
-    """Its manifest, or what it tells of its run, where the record of the run is lost, too."""
-    for name in ("manifest.json", "state/progress.json"):
-        path = tmp_path / name.replace("/", "-")
-        a_run(path)
-        folder = path / "checkpoints" / "update_00000002"
-        file = folder / name
-        file.write_bytes(damaged(file.read_bytes())[kind])
-        assert flaw(folder)
-        plan(path)
-        with contextlib.suppress(UserError):
-            plan(path / "other", "--resume", str(folder))
-        (path / "recipe.yaml").unlink()
-        with contextlib.suppress(UserError):
-            plan(path)
-        checkpoint(path, 4)
-        checkpoint(path, 6)
-        assert files_of(file.read_bytes()) == []
-        CheckpointDirectory(path / "checkpoints").drop_after(-1)
 
 
 def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tmp_path):

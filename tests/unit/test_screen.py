@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from zerofit.data.causal import _named
-from zerofit.record import terminal
 from zerofit.record.terminal import columns_of, decimals, on_screen, say, say_aside, table
 
 TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is what vLLM's --lora-modules takes"
@@ -67,16 +66,6 @@ def test_say_wraps_on_a_screen_alone(monkeypatch, columns):
 )  # fmt: skip
 def test_small_figures_keep_their_digits(value, shown):
     assert decimals(value) == shown
-
-
-def test_the_bar_shows_a_small_loss(capsys, monkeypatch):
-    from zerofit.record.metrics import UpdateMetrics
-
-    bar = terminal.Bar(10, 1, main=True)
-    bar.begin(0)
-    figures = {"loss": 1.5e-5, "tokens_per_s": 10.0, "learning_rate": 1e-4}
-    bar.update(UpdateMetrics(update=1, epoch=0.1, consumed_samples=2, **figures))
-    assert "loss 1.5e-05" in capsys.readouterr().out
 
 
 def test_a_line_of_one_source_says_which():

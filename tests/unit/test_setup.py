@@ -1,7 +1,6 @@
 """scripts/setup.sh, driven by a Python that writes down what it is asked to do."""
 
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -49,13 +48,6 @@ def pinned() -> str:
     return next(line for line in lines if line.startswith("torch==")).removesuffix(" \\")
 
 
-def named(file: Path) -> set[str]:
-    """Names of the packages in a lock, of which each has a hash."""
-    entries = re.findall(r"^([\w.-]+)==.*\\\n    --hash=sha256:", file.read_text(), re.MULTILINE)
-    assert len(entries) == len(re.findall(r"^\w", file.read_text(), re.MULTILINE))
-    return set(entries)
-
-
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
@@ -90,17 +82,6 @@ def test_which_torch(setup, tmp_path, torch, gpus, words):
             tmp_path / "venv"
         )
     ]
-
-
-def test_only_torch_and_cuda_depend_on_the_build(setup, tmp_path):
-    setup()
-    of_torch, others, optional = (
-        named(tmp_path / "venv" / file) for file in ("torch.txt", "others.txt", "optional.txt")
-    )
-    assert optional == {"torchao"}
-    assert {"torch", "triton", "nvidia-nccl-cu13", "cuda-toolkit"} <= of_torch
-    assert {"accelerate", "deepspeed", "numpy", "setuptools", "sympy"} <= others
-    assert not [name for name in others if name.startswith(("torch", "nvidia", "cuda"))]
 
 
 def test_the_choice_holds_until_there_is_another(setup):

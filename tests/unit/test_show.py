@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -16,11 +15,8 @@ from zerofit.launch.exit_code import ExitCode
 from zerofit.recipe import UserError
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import columns_of
 from zerofit.tools.show.show import table_of_runs
-from zerofit.tools.show.watched_run import WatchedRun, WatchedRuns
-
-LONG = "a-run-with-a-name-that-is-far-longer-than-any-column"
+from zerofit.tools.show.watched_run import WatchedRun
 
 
 def line(update: int, **changes) -> dict:
@@ -99,16 +95,6 @@ def test_every_update_is_there_once_with_its_value_after_a_rewind_and_a_resume(t
     assert len(run.lines) == 6
 
 
-def test_a_run_that_starts_while_it_is_watched_has_not_restarted(tmp_path):
-    folder = make_run(tmp_path / "run", 2)
-    record = folder.metrics.path.read_bytes()
-    folder.metrics.path.unlink()
-    run = watched(folder)
-    folder.metrics.path.write_bytes(record)
-    run.poll()
-    assert len(run.lines) == 2
-
-
 def test_lines_that_are_half_written_or_damaged(tmp_path):
     folder = make_run(tmp_path / "run", 2)
     run = watched(folder)
@@ -132,19 +118,6 @@ def test_what_is_said_of_a_run(tmp_path):
     assert (run.updates, run.last("loss"), run.held_out) == (12, 4 - 0.11, 2.5)
     other = watched(make_run(tmp_path / "other", max_train_steps=40, metric_for_best_model="f1"))
     assert (other.num_updates, other.held_out) == (40, None)
-
-
-@pytest.mark.parametrize("width", [80, 120, None])
-def test_the_table_fits_the_terminal(tmp_path, width):
-    huge = {"tokens_per_s": 123.4e6, "peak_memory_bytes": 1023 * 2**30, "loss": 99.999, "eval_loss": 99.999}
-    for name in (LONG, "漢字の名前" * 6, "short"):
-        folder = make_run(tmp_path / name, code=137 if name == LONG else None, max_train_steps=200000)
-        folder.metrics.add(line(100000, seconds=3000.0, **huge))
-    text = table_of_runs(WatchedRuns([str(tmp_path)]).poll(), width, time.time() + 300000)
-    for shown in ("silent 83:", "exit 137", "100000/200000", "99.9990", "1,023.00 GiB", "zer...imizer"):
-        assert shown in text, text
-    assert max(map(columns_of, text.splitlines())) <= (width or 1000)
-    assert (len(text.splitlines()) == 4) == (width is None), "else the columns stand below each other"
 
 
 def test_twenty_runs_from_the_command_line(tmp_path, capsys, monkeypatch):

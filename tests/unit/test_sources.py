@@ -85,14 +85,6 @@ def test_an_edited_file_is_read_anew(tmp_path, cache):
     assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["afterwards"]
 
 
-def test_the_split_is_the_same_every_time_and_loses_nothing():
-    data = Dataset.from_dict({"text": ROWS})
-    (train, held), (again, _) = split_off(data, 0.25), split_off(data, 0.25)
-    assert train["text"][:] == again["text"][:]
-    assert len(held) == 10
-    assert sorted([*train["text"], *held["text"]]) == sorted(ROWS)
-
-
 def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
     path = write(tmp_path, "a.jsonl")
     recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], cache_dir=cache,

@@ -81,24 +81,6 @@ def test_further_options(written, kind, tmp_path):
         assert task["file_mounts"] == {"/data": "s3://b/data", "/runs": "s3://b/runs"}
 
 
-MISTAKES = [
-    ("slurm", "--signal=TERM@600", "--signal=B:TERM@600"),
-    ("slurm", "zerofit=(", "zerofit=(\n#SBATCH --time=10\n"),
-    ("jobset", "completions: 2", "completions: 1"),
-    ("jobset", '- "7"', "- 7"),
-    ("trainjob", "podFailurePolicy", "PodFailurePolicy"),
-    ("skypilot", "- 85", "- 86"),
-]
-
-
-@pytest.mark.parametrize(("kind", "right", "wrong"), MISTAKES)
-def test_a_mistake_is_found(written, kind, right, wrong):
-    text, _ = written(kind, RECIPE, "--strategy", "zero2", "--nodes", 2, "--seed", 7)
-    assert not problems(kind, text, 2)
-    assert right in text
-    assert problems(kind, text.replace(right, wrong), 2)
-
-
 @pytest.mark.parametrize("nodes", [1, 2, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_launchers_on_the_nodes_find_each_other(written, capsys, monkeypatch, kind, nodes):

@@ -75,13 +75,6 @@ def test_every_layout_has_the_same_updates_also_after_a_resume(layout, done):
     assert {len(rows) for rows in ranks} == {(last - done) * accumulation}
 
 
-def test_consumed_and_num_updates_belong_together():
-    by_tokens = updates(samples=300)
-    for number in (*range(12), 90, 91):
-        assert by_tokens.num_updates(by_tokens.consumed(number)) == number
-        assert by_tokens.num_updates(by_tokens.consumed(number) + 1) == number + 1
-
-
 def test_the_place_of_a_sample_does_not_depend_on_its_length():
     """The mean place of the shortest and of the longest tenth: the middle of a sample's update, in epochs."""
     seeds, places = 400, np.zeros(500)

@@ -3,9 +3,7 @@
 import math
 import os
 import sys
-import time
 from contextlib import contextmanager, suppress
-from random import Random
 
 import pytest
 from helpers import ROOT, refusal
@@ -287,44 +285,6 @@ class Launches:
 
 
 RESUMED = "resumed   x, after update 2, written under ddp"
-
-
-@pytest.mark.parametrize(
-    ("launches", "kills", "counted"),
-    [
-        ([("", 3, True), (RESUMED, 5, True), (RESUMED, 9, True)], 2, 2),
-        ([("", 3, True), ("", 0, True), (RESUMED, 9, True)], 2, 2),  # the second came before it could resume
-        ([("", 3, True), ("", 5, True), ("", 9, True)], 2, 0),  # each started over
-        ([("", 3, True), ("", 5, True), (RESUMED, 9, True)], 2, 1),
-        ([("", 3, False)], 0, 0),  # no checkpoint: it is not killed
-    ],
-)
-def test_a_kill_counts_when_a_resume_followed(monkeypatch, tmp_path, launches, kills, counted):
-    trial = Launches(monkeypatch, tmp_path, launches)
-    trial.output = tmp_path / "run"
-    moments = [killing.once_saved(lambda launch: True)] * 2
-    killed = killing.run_and_kill(trial, tmp_path, moments, iter([2, 2, 1]), 60, lambda text: None)
-    assert (killed.kills, killed.kills_resumed) == (kills, counted)
-    outcome = Outcome("ddp", [2], difference=compare_metrics(LINES, LINES, 5), ledger=compare_samples(LEDGER, LEDGER))
-    outcome.killed = killed
-    assert outcome.is_well(1e-5) == bool(counted)
-
-
-def test_every_moment_waits_for_a_checkpoint(tmp_path):
-    launch = RunningLaunch([], tmp_path, tmp_path / "log")
-    launch.log.write_text("update  50/50\n")
-    launch.began = time.time() - 1000
-    partial = tmp_path / "checkpoints" / "update_00000060.partial"
-    partial.mkdir(parents=True)
-    moments = killing.spread_moments(8, 50, 0.1, 5.0, Random(0))
-    assert len(moments) == 8
-    for moment in moments:
-        moment(launch)  # notes when the update was printed
-    launch.began -= 1000
-    assert not any(moment(launch) for moment in moments)
-    (tmp_path / "checkpoints" / "update_00000002").mkdir()
-    (tmp_path / "checkpoints" / "latest").symlink_to("update_00000002")
-    assert all(moment(launch) for moment in moments)
 
 
 def test_a_checkpoint_that_comes_after_the_end_is_refused():

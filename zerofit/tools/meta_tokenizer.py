@@ -5,13 +5,16 @@ Sources of Llama 3's special tokens: tokenizer.py of github.com/meta-llama/llama
 
 import base64
 import binascii
+import json
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import read_text
 
 RESERVED = "<|reserved_special_token_{}|>"
 LLAMA_3 = (
@@ -35,6 +38,7 @@ LLAMA_3_1 = (
     RESERVED,
     *"<|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>".split(),
 )
+LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
 ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 SENTENCE = "The quick brown fox jumps over 13 lazy dogs, naïve as they are."
 
@@ -97,6 +101,16 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
     if size > vocab:
         raise UserError(f"{file} has {size} tokens, and the model {vocab}: name this model's tokenizer")
     return made
+
+
+def tokenizer_of_file(file: Path):
+    """The tokenizer in a tokenizer.model without a model. The params.json beside one of Llama 3 says which special
+    tokens it has; without one they are those of 3.1."""
+    params, ranks = file.with_name("params.json"), len(tiktoken_ranks(file) or ())
+    values = json.loads(read_text(params)) if params.is_file() else {"use_scaled_rope": True}
+    special = max(LLAMA_3_SPECIAL, (values.get("vocab_size") or 0) - ranks) if ranks > 1000 else len(LLAMA_3)
+    vocab = ranks + special if ranks else sys.maxsize
+    return convert_tokenizer(file, vocab, "3.1" if values.get("use_scaled_rope") else "3").tokenizer
 
 
 def tiktoken_ranks(file: Path) -> dict[bytes, int] | None:

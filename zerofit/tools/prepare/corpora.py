@@ -1,31 +1,32 @@
 """One pass over the input of `zerofit prepare`: workers encode it, and the corpora are written in its order."""
 
-import json
 import time
-from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
+from transformers import GPT2Config
 
 from zerofit import __version__
 from zerofit.data.encodings import proposal
-from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
+from zerofit.data.megatron.corpus import megatron, tokenizer_fingerprint
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import TableCache
+from zerofit.model.folders import model_folder
 from zerofit.model.pretrained_io import silence_libraries
-from zerofit.model.tokenizer import tokenizer_from_vocabulary_files
+from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer, tokenizer_from_vocabulary_files
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import cache_root
 from zerofit.record.terminal import StatusLine, duration, size
+from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
 from zerofit.tools.prepare.corpus_writer import ENDINGS, PARTIAL, CorpusWriter, check_free
 from zerofit.tools.prepare.documents import InputFile, find_input, parts_of
 from zerofit.tools.prepare.encode import Encoder, Workers
-from zerofit.tools.prepare.named_tokenizer import named_tokenizer
 from zerofit.tools.prepare.prepare_options import PrepareOptions
-from zerofit.tools.prepare.word_memo import allows_memo, edge_case_texts
 
+EDGE_CASES = (" ", "\n", "a b  c \r\n\n d", " naïve e\u0301 日本語、", "\u2581a \xa0 I'LL 3.14 x" + "x" * 70)
+SELF_DESCRIBING = ("tokenizer.json", "tokenizer_config.json")  # files that name the kind of a folder's tokenizer
 SHOWN_BAD = 5  # bad records that are shown where bad ones are skipped
 
 
@@ -51,8 +52,34 @@ def prepare(options: PrepareOptions) -> list[str]:
     return _write(options, prefixes, files, tokenizer)
 
 
+def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
+    """The tokenizer in a folder, of a hub name, or in a tokenizer.model: the one that training loads from there.
+
+    Bare vocabulary files do not say which kind of tokenizer they are for. A config.json beside them says it, as in
+    training; without one, vocab.json and merges.txt are GPT-2's, and a tokenizer.model is a Llama's.
+
+    Args:
+        option: the option's name, for messages.
+
+    Raises:
+        UserError: there is none, or it cannot be loaded.
+    """
+    path, config = Path(name).expanduser(), None
+    if path.is_file():
+        if path.suffix in (".json", ".txt"):
+            raise UserError(f"{option} = {str(path)!r} is one file of a tokenizer. Name its folder: {path.parent}")
+        return tokenizer_of_file(path)
+    if path.is_dir():
+        name = model_folder(name)
+        model, config = Path(name) / "tokenizer.model", GPT2Config() if (Path(name) / "vocab.json").is_file() else None
+        is_bare = not any((Path(name) / file).is_file() for file in SELF_DESCRIBING)
+        if is_bare and model.is_file() and (tiktoken_ranks(model) or not (Path(name) / "config.json").is_file()):
+            return tokenizer_of_file(model)
+    return load_tokenizer(TokenizerOptions(option, name, trust_remote_code=trust_remote_code), config)
+
+
 def encoder_of(tokenizer, options: PrepareOptions) -> Encoder:
-    """The encoder of the workers: the fastest way that gives the ids of the tokenizer on edge-case texts.
+    """The encoder of the workers: the native tokenizer where it gives the same ids on edge-case texts.
 
     Raises:
         UserError: --append_eod, and the tokenizer has no end-of-text token.
@@ -66,18 +93,12 @@ def encoder_of(tokenizer, options: PrepareOptions) -> Encoder:
     plain, native = Encoder(tokenizer, *settings), getattr(tokenizer, "backend_tokenizer", None)
     if native is None:
         return plain
-    content = native.to_str()
-    native = type(native).from_str(content)
+    native = type(native).from_str(native.to_str())
     native.no_truncation()
     native.no_padding()
-    texts = edge_case_texts(list(tokenizer.get_added_vocab()))
-    expected = plain.ids(texts)
-    for has_memo in [True, False] if options.word_memo and allows_memo(json.loads(content)) else [False]:
-        encoder = Encoder(native, *settings, has_memo)
-        with suppress(ValueError):
-            if encoder.ids(texts) == expected:
-                return replace(encoder)  # without what the memo has learnt
-    return plain
+    added, fast = list(tokenizer.get_added_vocab())[:16], Encoder(native, *settings)
+    texts = ["", *EDGE_CASES, *added, *(f"a  {token} b{token}c" for token in added)]
+    return fast if fast.ids(texts) == plain.ids(texts) else plain
 
 
 def vocab_size(tokenizer) -> int:
@@ -106,14 +127,25 @@ def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile],
             for writer, documents in zip(writers, columns):
                 writer.add(documents)
             if line.is_due():
-                fraction = (before[part.file] + part.read) / total
-                line.show(_progress(fraction, time.perf_counter() - started, writers))
+                seconds, fraction = time.perf_counter() - started, (before[part.file] + part.read) / total
+                tokens = sum(writer.tokens for writer in writers)
+                left = [f"{duration(seconds * (1 - fraction) / fraction)} left"] if fraction else []
+                speed = f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)"
+                line.show([f"{fraction:6.1%}", *left, speed, f"{writers[0].documents:,} documents"])
         seconds = time.perf_counter() - started
         tokens = sum(writer.tokens for writer in writers)
         if not tokens:
             raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
+        about = {
+            "tokenizer": options.tokenizer,
+            "fingerprint": tokenizer_fingerprint(tokenizer),
+            "eod": encoder.end,
+            "vocab_size": vocab_size(tokenizer),
+            "sources": [str(file.path) for file in files],
+            "made_by": f"zerofit {__version__}",
+        }
         for writer in writers:
-            writer.finish(_card(writer, options, files, tokenizer, encoder.end))
+            writer.finish(about)
         for writer in writers:
             writer.publish()
     lines = [f"warning: skipped: {bad}" for bad in shown]
@@ -130,28 +162,3 @@ def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile],
     if encoder.end is None and tokenizer.eos_token_id is not None:
         lines.append(f"hint: nothing marks where a document ends. --append_eod adds {tokenizer.eos_token}")
     return lines
-
-
-def _card(writer: CorpusWriter, options: PrepareOptions, files: list[InputFile], tokenizer, end: int | None) -> Card:
-    return Card(
-        tokenizer=options.tokenizer,
-        fingerprint=tokenizer_fingerprint(tokenizer),
-        vocab_size=vocab_size(tokenizer),
-        eod=end,
-        documents=writer.documents,
-        tokens=writer.tokens,
-        largest_id=writer.largest,
-        sources=[str(file.path) for file in files],
-        made_by=f"zerofit {__version__}",
-    )
-
-
-def _progress(fraction: float, seconds: float, writers: list[CorpusWriter]) -> list[str]:
-    """The pieces of a status line, when this fraction of the input is read."""
-    documents, tokens = writers[0].documents, sum(writer.tokens for writer in writers)
-    return [
-        f"{fraction:6.1%}",
-        *([f"{duration(seconds * (1 - fraction) / fraction)} left"] if fraction else []),
-        f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)",
-        f"{documents:,} documents",
-    ]

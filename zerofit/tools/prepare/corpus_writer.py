@@ -11,10 +11,11 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from zerofit.data.megatron.corpus import Card, megatron
+from zerofit.data.megatron.corpus import Card, Corpus, megatron
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_without_links
 
@@ -94,16 +95,24 @@ class CorpusWriter:
         self.tokens += len(ids)
         self.largest = max(self.largest, int(ids.max()) if len(ids) else -1)
 
-    def add_corpus(self, prefix: str) -> None:
+    def add_corpus(self, corpus: Corpus) -> None:
         """Append all of a corpus of the same dtype."""
         with self._writing():
-            self.builder.add_index(prefix)
+            self.builder.add_index(corpus.prefix)
+        self.documents += corpus.documents
+        self.tokens += corpus.tokens
+        self.largest = max(self.largest, corpus.card.largest_id if corpus.card else -1)
 
-    def finish(self, card: Card | None) -> None:
-        """Write everything to the disk, still under the .partial names."""
+    def finish(self, about: dict[str, Any] | None) -> None:
+        """Write everything to the disk, still under the .partial names.
+
+        Args:
+            about: what the card says beside the numbers; None: there is no card.
+        """
         with self._writing():
-            if card is not None:
-                card.write(self.paths[".json"])
+            if about is not None:
+                numbers = {"documents": self.documents, "tokens": self.tokens, "largest_id": self.largest}
+                Card(**about, **numbers).write(self.paths[".json"])
             self.builder.finalize(str(self.paths[".idx"]))
             for path in self.paths.values():
                 if path.exists():

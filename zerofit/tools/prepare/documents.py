@@ -14,10 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pyarrow import ArrowException, parquet
-
 from zerofit.data.encodings import as_utf8, encoding_of_mark
-from zerofit.data.file_formats import FORMATS, unreadable
+from zerofit.data.file_formats import FORMATS
 from zerofit.data.megatron.corpus import INDICES
 from zerofit.data.options import DataOptions
 from zerofit.data.records import records_of
@@ -174,15 +172,6 @@ def _is_list(path: Path, encoding: str | None) -> bool:
 
 def _rows(file: InputFile, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any], int]]:
     """(number, row, 0) of a table or a JSON list."""
-    if file.kind == "parquet":  # which would be copied into a cache
-        try:
-            table = parquet.ParquetFile(file.path)
-            _check_columns(file.path, keys, table.schema_arrow.names)
-            rows = (row for batch in table.iter_batches(ROWS, columns=list(keys)) for row in batch.to_pylist())
-            yield from ((number, row, 0) for number, row in enumerate(rows, 1))
-        except ArrowException as error:
-            raise unreadable([file.path], file.kind, error) from None
-        return
     with one_process_at_a_time(options.cache.folder):
         own = replace(options, patterns={"train": [str(file.path)]}, named_columns=frozenset(keys))
         read = read_source(own).first

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import groupby, islice
+from itertools import islice
 from multiprocessing import active_children, get_context, parent_process
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,6 @@ from unittest.mock import patch
 from tokenizers import Tokenizer
 
 from zerofit.recipe.errors import UserError
-from zerofit.tools.prepare.word_memo import Mismatch, WordMemo, marks_of, suits_memo
 
 CODES = {"uint16": "H", "int32": "i"}  # of array.array
 TOGETHER = 256  # texts that are tokenised at a time: an Encoding takes many times the memory of its ids
@@ -60,7 +58,6 @@ class Encoder:
         dtype: uint16 or int32.
         end: the id after each document that has any; None: none.
         skip_bad: bad records are left out.
-        has_memo: whether words are looked up in a memo; see word_memo.py.
     """
 
     tokenizer: Any
@@ -69,36 +66,14 @@ class Encoder:
     dtype: str
     end: int | None
     skip_bad: bool
-    has_memo: bool = False
-
-    @cached_property
-    def memo(self) -> WordMemo:
-        """Made in each worker. Raises ValueError: the tokenizer adds something else to each text."""
-        before, after = marks_of(self.tokenizer)
-        return WordMemo(partial(self._plain, add_special_tokens=False), (self._bytes(before), self._bytes(after)))
 
     def ids(self, texts: list[str]) -> list[bytes]:
         """The token ids of each text, as bytes of `dtype`."""
         if not isinstance(self.tokenizer, Tokenizer):
             return [self._bytes(self.tokenizer(text, verbose=False)["input_ids"]) for text in texts]
         self.tokenizer.encode_special_tokens = self.special  # which pickling forgets
-        if not self.has_memo:
-            return self._plain(texts)
-        found: list[bytes] = []
-        for is_suited, group in groupby(texts, suits_memo):
-            ids_of = self.memo.ids if is_suited else self._plain
-            found += ids_of(list(group))
-        return found
-
-    def _plain(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
-        found = []
-        for start in range(0, len(texts), TOGETHER):
-            some = texts[start : start + TOGETHER]
-            found += [
-                self._bytes(row.ids)
-                for row in self.tokenizer.encode_batch_fast(some, add_special_tokens=add_special_tokens)
-            ]
-        return found
+        groups = (texts[start : start + TOGETHER] for start in range(0, len(texts), TOGETHER))
+        return [self._bytes(row.ids) for group in groups for row in self.tokenizer.encode_batch_fast(group)]
 
     def _bytes(self, ids: list[int]) -> bytes:
         return array(CODES[self.dtype], ids).tobytes()
@@ -203,10 +178,7 @@ class Workers:
             if not waiting:
                 return
             part, future = waiting.popleft()
-            try:
-                yield part, self._result(future)
-            except Mismatch as error:
-                raise UserError(f"{part.file}: wrong ids for {str(error)!r}. Say --word_memo false") from None
+            yield part, self._result(future)
 
     def _result(self, future: Future) -> Any:
         try:

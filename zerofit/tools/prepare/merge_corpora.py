@@ -1,12 +1,12 @@
 """`zerofit prepare merge`: join corpora."""
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from zerofit import __version__
-from zerofit.data.megatron.corpus import Card, Corpus, open_corpus
+from zerofit.data.megatron.corpus import Corpus, open_corpus
 from zerofit.recipe.errors import UserError
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.prepare_options import JoinOptions
@@ -23,15 +23,14 @@ def join(options: JoinOptions) -> int:
     corpora = [open_corpus("input", name) for name in corpora_of(options.input, prefix)]
     if any(Path(f"{corpus.prefix}.bin").resolve() == Path(f"{prefix}.bin").resolve() for corpus in corpora):
         raise UserError(f"output_prefix = {prefix!r} is one of the corpora that are joined. Name another prefix")
-    card = _joined_card(corpora)
+    about = _in_common(corpora)
     with CorpusWriter(prefix, np.dtype(corpora[0].dtype).name) as writer:
         for corpus in corpora:
-            writer.add_corpus(corpus.prefix)
-        writer.finish(card)
+            writer.add_corpus(corpus)
+        writer.finish(about)
         writer.publish()
-    documents, tokens = sum(corpus.documents for corpus in corpora), sum(corpus.tokens for corpus in corpora)
-    print(f"{prefix}: {documents:,} documents, {tokens:,} tokens of {len(corpora)} corpora", flush=True)
-    if card is None:
+    print(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {len(corpora)} corpora", flush=True)
+    if about is None:
         print(f"note: none of them has a card, so there is no {prefix}.json", flush=True)
     return 0
 
@@ -59,36 +58,30 @@ def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
     return prefixes
 
 
-def _joined_card(corpora: list[Corpus]) -> Card | None:
-    """The card of all; None where none has one.
+def _in_common(corpora: list[Corpus]) -> dict[str, Any] | None:
+    """What the card of all says beside their numbers; None where none has a card.
 
     Raises:
         UserError: they differ, or only some have a card.
     """
-    cards = [corpus.card for corpus in corpora if corpus.card]
-    problems = []
+    cards, problems = [corpus.card for corpus in corpora if corpus.card], []
     if 0 < len(cards) < len(corpora):
         without = next(corpus.prefix for corpus in corpora if not corpus.card)
         problems.append(f"input: {without} has no card (.json). Prepare that one again")
     for what, values in (
-        ("types of ids", [corpus.dtype.__name__ for corpus in corpora]),
-        ("tokenizers", [(card.fingerprint, card.tokenizer) for card in cards]),
-        ("ends of documents (--append_eod)", ["none" if card.eod is None else str(card.eod) for card in cards]),
+        ("types of ids", {corpus.dtype.__name__: corpus.dtype.__name__ for corpus in corpora}),
+        ("tokenizers", {card.fingerprint: card.tokenizer for card in cards}),
+        ("ends of documents (--append_eod)", {card.eod: str(card.eod).lower() for card in cards}),
     ):
-        different = list(dict.fromkeys(values))
-        if len(different) > 1:
-            shown = " and ".join(value[1] if isinstance(value, tuple) else value for value in different)
-            problems.append(f"input: the corpora have different {what}: {shown}. Prepare them alike")
+        if len(values) > 1:
+            problems.append(
+                f"input: the corpora have different {what}: {' and '.join(values.values())}. Prepare them alike"
+            )
     if problems:
         raise UserError(problems)
     if not cards:
         return None
-    return dataclasses.replace(
-        cards[0],
-        vocab_size=max(card.vocab_size for card in cards),
-        documents=sum(card.documents for card in cards),
-        tokens=sum(card.tokens for card in cards),
-        largest_id=max(card.largest_id for card in cards),
-        sources=[corpus.prefix for corpus in corpora],
-        made_by=f"zerofit {__version__}",
-    )
+    same = {name: getattr(cards[0], name) for name in ("tokenizer", "fingerprint", "eod")}
+    vocab_size = max(card.vocab_size for card in cards)
+    sources = [corpus.prefix for corpus in corpora]
+    return {**same, "vocab_size": vocab_size, "sources": sources, "made_by": f"zerofit {__version__}"}

@@ -30,8 +30,9 @@ def main(argv: list[str] | None = None) -> int:
             return join(options)
     if argv and not argv[0].startswith("-"):
         raise UserError(f"zerofit prepare {argv[0]}: use zerofit prepare --input ..., or merge")
+    hints = {**PREPARE_HINTS, "word_memo": "remove it: whole documents go through the tokenizer"}
     try:
-        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
+        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=hints)
     except SystemExit:
         print(MORE)
         raise

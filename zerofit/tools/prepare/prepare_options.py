@@ -30,7 +30,6 @@ class PrepareOptions(Recipe):
     )
     encoding: str | None = option(None, "Encoding of files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ...")
     overwrite: bool = option(False, "Replace corpora of that name.")
-    word_memo: bool = option(True, "Keep what words became; false: each document whole, and slower.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")
 
     @property
