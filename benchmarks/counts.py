@@ -50,6 +50,7 @@ KINDS = {
 }
 LETTERS = {"forward": "F", "backward": "B", "update": "U", "data": "U"}
 GRAPHS = "graphs"  # the phase of what torch.compile has done in all updates
+BEFORE_STEP = "before the step"  # that of the operations between the last backward pass and the optimizer's step
 PER = ("per layer and micro-batch", "per layer", "other, per micro-batch", "other")
 Counts = dict[tuple[str, str], list[float]]  # {(phase, what): [count, bytes]}
 
@@ -103,7 +104,7 @@ def waits(ranks: list[list[dict]]) -> Counts:
     for events in ranks:
         found: Counts = collections.defaultdict(lambda: [0, 0])
         for event in events:
-            if event["phase"] != GRAPHS and (not event["ranks"] or "barrier" in event["event"]):
+            if event["phase"] not in (GRAPHS, BEFORE_STEP) and (not event["ranks"] or "barrier" in event["event"]):
                 found[event["phase"], event["event"].removeprefix("aten::")][0] += event["count"]
         each.append(found)
     return max(each, key=lambda found: sum(count for count, _ in found.values()))
@@ -168,6 +169,7 @@ def tables(strategies: list[str], lines: bool) -> str:
     server, on_cpu = rank_server(), rank_server(on_cpu=True)
     heads = [f"| pair (processes) | {' | '.join(PER)} |", "|---" * 5 + "|"]
     exchanged, waited, behind = list(heads), list(heads), []
+    dispatched = ["| pair (processes) | operations per layer | other operations |", "|---|--:|--:|"]
     compiled = ["| pair (processes) | graphs of 4 layers | graph breaks |", "|---|--:|--:|"]
     for strategy in strategies:
         name = f"`{strategy}` ({PROCESSES.get(strategy, 2)})"
@@ -184,10 +186,13 @@ def tables(strategies: list[str], lines: bool) -> str:
         behind += [
             f"{strategy}: {event['count']} {event['event']} {event['phase']} {event['line']}"
             for event in runs[SIZES[0]][0]
-            if not event["ranks"] and event["phase"] != GRAPHS
+            if not event["ranks"] and event["phase"] not in (GRAPHS, BEFORE_STEP)
         ]
+        found = [next(e for e in runs[size][0] if e["phase"] == BEFORE_STEP)["count"] for size in SIZES[:2]]
+        of_layer = (found[1] - found[0]) / (SIZES[1][0] - SIZES[0][0]) * stages
+        dispatched.append(f"| {name} | {of_layer:g} | {found[0] - of_layer * SIZES[0][0] / stages:g} |")
         compiled.append(f"| {name} | {graphs(on_cpu, strategy)} |")
-        print(exchanged[-1], waited[-1], compiled[-1], sep="\n", flush=True)
+        print(exchanged[-1], waited[-1], dispatched[-1], compiled[-1], sep="\n", flush=True)
     if lines:
         print("\n".join(["", f"waits of rank 0, {SIZES[0][0]} layers, {SIZES[0][1]} micro-batches:", *behind]))
     sizes = (
@@ -206,6 +211,10 @@ def tables(strategies: list[str], lines: bool) -> str:
             "## Waits of the host",
             "",
             *waited,
+            "",
+            "## Operations between the last backward pass and the optimizer",
+            "",
+            *dispatched,
             "",
             "## Graphs of --torch_compile",
             "",
@@ -241,6 +250,8 @@ def count_and_run() -> None:
     import torch
     import torch._dynamo
     import torch.distributed as dist
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from zerofit.model import compilation
     from zerofit.training.run import Run
@@ -248,7 +259,7 @@ def count_and_run() -> None:
     if simgpu := sys.modules.get("simgpu"):  # its current device is that of the process that ranks are forked from
         simgpu.set_device(int(os.environ["LOCAL_RANK"]))
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"simgpu:{os.environ['LOCAL_RANK']}"
-    counts, now = collections.defaultdict(lambda: [0, 0]), {"phase": "update"}
+    counts, now, modes = collections.defaultdict(lambda: [0, 0]), {"phase": "update", "update": 0}, []
     updates, within = Run.updates, Run.within
 
     def note(event: str, size: int, group: str) -> None:
@@ -257,7 +268,21 @@ def count_and_run() -> None:
         found = counts["backward" if is_backward else now["phase"], event, tuple(ranks), line()]
         found[0], found[1] = found[0] + 1, found[1] + size
 
+    class Operations(TorchDispatchMode):
+        """Counts those outside autograd, from the last backward pass until an optimizer steps."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[BEFORE_STEP, "operations", (), ""][0] += torch._C._current_graph_task_id() < 0
+            return func(*args, **(kwargs or {}))
+
+    def enter(phase: str) -> None:
+        now["phase"] = phase
+        if phase == "backward" and now["update"] == COUNTED:
+            counts[BEFORE_STEP, "operations", (), ""][0] = 0
+            modes or modes.append(Operations().__enter__())
+
     def begins(update: int) -> None:
+        now["update"] = update
         if simgpu:
             simgpu.observe(note if update == COUNTED else None)
         if update == COUNTED + 1:
@@ -274,7 +299,8 @@ def count_and_run() -> None:
             yield update
 
     Run.updates = counted
-    Run.within = lambda self, phase: (now.update(phase=phase), within(self, phase))[1]
+    Run.within = lambda self, phase: (enter(phase), within(self, phase))[1]
+    register_optimizer_step_pre_hook(lambda *_: modes.pop().__exit__(None, None, None) if modes else None)
     compilation.compile_model.__defaults__ = ("eager",)  # graphs as dynamo finds them; nothing is generated
     sys.argv[0] = str(ROOT / "train" / "clm.py")
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,7 +1,8 @@
 """A script of train/ with one rank that is slow, stopped, or signals all: disturbed.py RANK WHAT SCRIPT OPTIONS ...
 
-WHAT is forward, data, `stop in PHASE`, or `SIGNAL PHASE UPDATE`: in that phase of that update, or of the next one that
-has it, the rank sends the signal to all ranks.
+WHAT is forward, data, `gradient FACTOR FACTOR ...`, `stop in PHASE`, or `SIGNAL PHASE UPDATE`: in that phase of that
+update, or of the next one that has it, the rank sends the signal to all ranks. Gradients of the first update are
+multiplied by the first factor, and so on; the loss stays as it is.
 """
 
 import os
@@ -16,6 +17,7 @@ import psutil
 import torch
 
 from zerofit.data.collate import CausalCollator
+from zerofit.strategy.engine import Engine
 from zerofit.training.run import Run
 
 
@@ -47,6 +49,13 @@ def disturb(what: str) -> None:
     elif what == "data":
         collate = CausalCollator.__call__
         CausalCollator.__call__ = lambda self, *args: wait_for_a_disk(collate, self, *args)
+    elif what.startswith("gradient "):
+        factors, forward_backward = iter(map(float, what.split()[1:])), Engine.forward_backward
+
+        def multiplied(self, micro_batches, loss_sum, scale):
+            return forward_backward(self, micro_batches, loss_sum, scale * next(factors))
+
+        Engine.forward_backward = multiplied
     elif what.startswith("stop in "):
         enter = Run.enter
 

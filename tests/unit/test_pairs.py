@@ -105,6 +105,22 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     assert not parsed.timers_config.enabled, "it would wait for the device in each pass"
 
 
+@pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
+def test_what_does_nothing_is_off(path):
+    """A second look at each gradient in bf16, and a stream for the communication of one rank, but for offload."""
+    config, source, _ = read_config(launch(path))
+    options = recipe_of(global_batch_size=16, per_device_train_batch_size=4)
+    for world_size in (1, 4):
+        layout = layout_of(config, world_size * layout_of(config, 4).replica_size)
+        resolved, _ = resolve_config(config, source, options, layout)
+        assert resolved["bf16"]["check_grad_overflow"] is False
+        zero = resolved["zero_optimization"]
+        copies = "offload_optimizer" in zero or "offload_param" in zero
+        exchanges = layout.data_size > 1 or layout.sequence > 1 or zero["stage"] == 3
+        as_stated = config["zero_optimization"].get("overlap_comm")
+        assert zero.get("overlap_comm") == (as_stated if exchanges or copies else False)
+
+
 # --------------------------------------------------------------------------------------------- what a user's JSON says
 
 
@@ -114,6 +130,11 @@ def resolve(tmp_path, content: dict, options: ClmRecipe) -> tuple[dict, ClmRecip
     config, source, _ = read_config(launch(path))
     resolved, _ = resolve_config(config, source, options, layout_of(config))
     return resolved, options
+
+
+def test_a_check_of_gradients_that_the_json_asks_for_stays(tmp_path):
+    resolved, _ = resolve(tmp_path, {"bf16": {"enabled": "auto", "check_grad_overflow": True}}, recipe_of())
+    assert resolved["bf16"]["check_grad_overflow"] is True
 
 
 def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,29 @@ from zerofit.strategy.disk import DiskState, keeps_optimizer_on_disk, own_folder
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
+from zerofit.strategy.torch_engine import gradient_norm
+
+
+def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Take the norm of a partition's gradients in one call each for those that DeepSpeed counts on all ranks alike.
+
+    Args:
+        combine: `get_grad_norm_direct` of a ZeRO optimizer, (gradients, their parameters) -> the norm over all ranks,
+            which casts and measures one gradient after another. It is given norms in the place of gradients: whether a
+            rank counts them is said by a parameter's being cut (tensor parallelism), or in several stages.
+    """
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    def norm(gradients: list[torch.Tensor], parameters: list[Any], **kwargs: Any) -> torch.Tensor:
+        kinds: dict[Any, tuple[Any, list[torch.Tensor]]] = {}
+        of_parameters = (each for each in gradients if not getattr(each, "_zero_padding", False))
+        for gradient, parameter in zip(of_parameters, parameters):
+            kind = is_model_parallel_parameter(parameter), getattr(parameter, "ds_pipe_replicated", False)
+            kinds.setdefault(kind, (parameter, []))[1].append(gradient)
+        norms = [gradient_norm(alike) for _, alike in kinds.values()]
+        return combine(norms, [parameter for parameter, _ in kinds.values()], **kwargs)
+
+    return norm
 
 
 class DeepSpeedEngine(Engine):
@@ -43,6 +66,7 @@ class DeepSpeedEngine(Engine):
             return
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
+        optimizer.get_grad_norm_direct = norm_at_once(optimizer.get_grad_norm_direct)
         name = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
         take_norm, update_scale = getattr(optimizer, name), optimizer._update_scale
 
