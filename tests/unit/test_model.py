@@ -21,7 +21,13 @@ from transformers import (
     M2M100Config,
 )
 
-from zerofit.model.configuration import from_hub_or_folder, known_architectures, load_configuration, override
+from zerofit.model.configuration import (
+    from_hub_or_folder,
+    known_architectures,
+    load_configuration,
+    override,
+    overrides_of,
+)
 from zerofit.model.load import build_model
 from zerofit.model.parameters import (
     check_finite,
@@ -300,6 +306,43 @@ def test_sizes_that_follow_others_follow_their_overrides():
     assert (deberta.attention_head_size, deberta.pooler_hidden_size) == (16, 32)
     model = AutoModelForSequenceClassification.from_config(deberta)
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 2)
+
+
+SMALL = "num_hidden_layers=3,num_attention_heads=4,hidden_size=64,intermediate_size=96,vocab_size=300"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "cohere2", "gpt_oss", "mixtral", "olmo3"])
+@pytest.mark.parametrize("named", ["type", "folder"])
+def test_a_configuration_that_is_made_smaller_can_be_stored(family, named, tmp_path):
+    """Its class derives kinds of layers and heads of keys from other sizes; else the export would fail."""
+    recipe = ClmRecipe(model_type=family, config_overrides=SMALL)
+    if named == "folder":
+        AutoConfig.for_model(family).save_pretrained(tmp_path / "base")
+        recipe = ClmRecipe(config_name=str(tmp_path / "base"), config_overrides=SMALL)
+    config = load_configuration(recipe)
+    expected = AutoConfig.for_model(family, **overrides_of(SMALL))
+    names = [name for name in ("layer_types", "num_key_value_heads") if hasattr(expected, name)]
+    assert {name: getattr(config, name) for name in names} == {name: getattr(expected, name) for name in names} != {}
+    config.save_pretrained(tmp_path / "model")
+    assert AutoConfig.from_pretrained(tmp_path / "model").num_hidden_layers == 3
+
+
+def test_the_stated_kinds_of_layers_stay(tmp_path):
+    """A folder's own list is no list that its class would make; of fewer layers it keeps the first ones."""
+    kinds = ["full_attention", *["sliding_attention"] * 3, "full_attention", "sliding_attention"]
+    AutoConfig.for_model("gemma2", num_hidden_layers=6, layer_types=kinds).save_pretrained(tmp_path)
+    for count in (2, 4):
+        recipe = ClmRecipe(config_name=str(tmp_path), config_overrides=f"num_hidden_layers={count}")
+        assert load_configuration(recipe).layer_types == kinds[:count]
+    recipe = ClmRecipe(config_name=str(tmp_path), config_overrides="num_hidden_layers=8")
+    check_refusal(["config_overrides = 'num_hidden_layers=8'", "layer_types"], load_configuration, recipe)
+
+
+def test_sizes_that_do_not_go_together_are_refused_before_training():
+    recipe = ClmRecipe(model_type="gpt_neo", config_overrides="num_layers=4")  # attention_types has 24
+    check_refusal(["config_overrides = 'num_layers=4'", "attention_types"], load_configuration, recipe)
+    recipe = ClmRecipe(config_name="llama-3.1-8b", config_overrides="num_attention_heads=12")  # 8 heads of keys
+    check_refusal(["config_overrides = 'num_attention_heads=12'"], load_configuration, recipe)
 
 
 # ----------------------------------------------------------------------------- vocabulary files that have other names

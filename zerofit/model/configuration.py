@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from huggingface_hub.errors import StrictDataclassError
+
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
@@ -20,6 +22,7 @@ from zerofit.recipe.paths import is_missing_folder, why_no_model
 
 # What transformers raises at files that are not as it expects.
 OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
+PER_LAYER = re.compile("layer|_types$|pattern")  # names of lists with an entry for each layer
 ARCHITECTURES = Path(__file__).parent / "architectures"
 STORED_ROWS = "stored_vocab_size"  # of a configuration whose embeddings are resized: the rows of the stored weights
 AUTO_CLASSES = {  # AutoModelFor...: what transformers calls the task in the name of its table of models
@@ -262,9 +265,17 @@ def _value(text: str) -> Any:
 
 
 def override(config, text: str | None) -> None:
-    """Apply `config_overrides`. Raises UserError: a name or a kind of value is not that of the configuration."""
-    problems, head_size = [], _head_size(config)
-    for name, value in overrides_of(text).items():
+    """Apply `config_overrides`; what the configuration's class derives from the changed fields is derived anew, as
+    layer_types from num_hidden_layers.
+
+    Raises:
+        UserError: a name or a kind of value is not that of the configuration, or the values do not go together.
+    """
+    overrides = overrides_of(text)
+    if not overrides:
+        return
+    problems, head_size, before = [], _head_size(config), config.to_dict()
+    for name, value in overrides.items():
         rope = getattr(config, "rope_parameters", None) or {}
         if name in rope and not hasattr(config, name):
             config.rope_parameters = {**rope, name: value}
@@ -281,9 +292,49 @@ def override(config, text: str | None) -> None:
         setattr(config, name, value)
     if problems:
         raise UserError(problems)
-    family_of(config).derive_sizes(config, overrides_of(text))
-    if head_size and head_size == getattr(config, "head_dim", None) and "head_dim" not in overrides_of(text):
-        config.head_dim = _head_size(config)  # many families derive it when the configuration is made
+    _derive_again(config, before, {config.attribute_map.get(name, name) for name in overrides})
+    family_of(config).derive_sizes(config, overrides)
+    if head_size and head_size == getattr(config, "head_dim", None) and "head_dim" not in overrides:
+        config.head_dim = _head_size(config)  # some families have a constant there
+    try:
+        type(config).from_dict(config.to_dict())
+    except (*OF_FILES, StrictDataclassError) as error:  # transformers would refuse to store the trained model
+        raise UserError(f"config_overrides = {text!r}: {str(error).strip().splitlines()[-1].strip()}") from None
+
+
+def _derive_again(config, before: dict[str, Any], changed: set[str]) -> None:
+    """Set the fields anew that the configuration's class derives from others.
+
+    Args:
+        before: all fields before the overrides.
+        changed: the names of those that the overrides set.
+    """
+    kind, layers = type(config), config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+
+    def gives_all(fields: dict[str, Any]) -> bool:
+        try:
+            return bool(kind.from_dict(fields).to_dict() == before)
+        except (*OF_FILES, StrictDataclassError):
+            return False
+
+    stated = {name: before[name] for name in before if not gives_all(_without(before, name))}
+    if not gives_all(stated):
+        return
+    for name, value in stated.items():
+        is_by_layer = isinstance(value, list) and len(value) == before.get(layers) and PER_LAYER.search(name)
+        if is_by_layer and name not in changed:
+            stated[name] = value[: getattr(config, layers)]
+    try:
+        made = kind.from_dict({**stated, **{name: getattr(config, name) for name in changed if name in before}})
+    except (*OF_FILES, StrictDataclassError):  # what does not go together is said where all is set
+        return
+    for name, value in made.to_dict().items():
+        if name in before and name not in changed and not isinstance(value, dict) and value != before[name]:
+            setattr(config, name, value)
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 def _head_size(config) -> int | None:
