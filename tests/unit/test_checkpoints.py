@@ -5,6 +5,7 @@ import json
 import pytest
 
 from zerofit.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, CheckpointDirectory, flaw
+from zerofit.checkpoint.run_state import BestEvaluation, RunState
 
 
 def write(checkpoints: CheckpointDirectory, update: int, why: str = ASKED, best: bool = False) -> None:
@@ -107,6 +108,12 @@ def test_a_manifest_of_other_things_is_no_manifest(tmp_path):
     for content in ([], {"files": {}}, {"why": ASKED, "files": {"a": 1}}, {"why": ASKED, "files": []}):
         (checkpoints.folder(7) / "manifest.json").write_text(json.dumps(content))
         assert "manifest.json" in flaw(checkpoints.folder(7))
+
+
+def test_a_field_that_an_earlier_version_did_not_have_begins_as_in_a_new_run():
+    state = RunState(anomalies_in_a_row=2, best=BestEvaluation(update=7, worse_in_a_row=1))
+    state.restore({"updates": 3, "gone": 1, "best": {"update": 2, "metric": "loss"}})
+    assert state == RunState(updates=3, best=BestEvaluation(update=2, metric="loss", value=state.best.value))  # NaN
 
 
 def test_what_a_killed_run_left_half_goes_and_what_comes_again_goes(tmp_path):

@@ -113,7 +113,7 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
     import zerofit.checkpoint.directory as directory
 
     files = {name: directory.entry(tmp_path / "outside")}
-    (folder / "manifest.json").write_text(directory._manifest(ASKED, files))
+    (folder / "manifest.json").write_text(directory._manifest({"why": ASKED, "files": files}))
     assert "manifest.json" in (flaw(folder) or "")
 
 

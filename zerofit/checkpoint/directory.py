@@ -1,8 +1,8 @@
 """The checkpoints of a run: complete or absent, never half; `latest` and `best` point to one each.
 
 checkpoints/update_00000100/
-  manifest.json   why it was written, and size and checksum (XXH3, 128 bits) of every other file; a checkpoint without
-                  it, or that fails it, is never used
+  manifest.json   the number of the format, why it was written, and size and checksum (XXH3, 128 bits) of every other
+                  file; a checkpoint without it, or that fails it, is never used
   model/          what transformers (an adapter: peft) loads
   state/          what the run resumes from; absent where only the model was to be kept
 """
@@ -18,11 +18,18 @@ from typing import Any
 
 import xxhash
 
+from zerofit import __version__
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
 from zerofit.recipe.parsing import parse_json, read_record
 from zerofit.record.written_files import files_below, remove_empty
 
 MANIFEST = "manifest.json"
+# The number of the format of a checkpoint's files. This version reads each number up to it, and refuses a greater one.
+# It rises where an earlier version could not read, or would misread, what this one writes: not where a field is added
+# that an earlier one does not need. tests/material/checkpoints/ holds checkpoints of each number. In all of them the
+# manifest has `format` and the checksum of itself.
+FORMAT = 1
 STATE, PROGRESS = "state", "progress.json"
 # Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to
 # resume from, and the last two of them are enough.
@@ -207,7 +214,7 @@ def seal(folder: Path, why: str, checked: dict[str, dict[str, Any]]) -> None:
         name = path.relative_to(folder).as_posix()
         files[name] = checked.get(name) or entry(path)
     with atomic_file(folder / MANIFEST) as file:
-        file.write(_manifest(why, files))
+        file.write(_manifest({"format": FORMAT, "why": why, "files": files}))
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
 
@@ -223,17 +230,28 @@ def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
 
     Args:
         rank: look at every `num_ranks`-th file only, from this one on: ranks share the reading.
+
+    Raises:
+        UserError: a later version has written it, in a format that this one does not know.
     """
     try:
         text = (folder / MANIFEST).read_text()
-        why, files = parse_json(text)["why"], parse_json(text)["files"]
+        content = parse_json(text)
+        del content["checksum"]
+        number = content.get("format", 1)  # the first checkpoints had no number
+        if text == _manifest(content) and number > FORMAT:
+            raise UserError(
+                f"{folder} has checkpoint format {number}, and zerofit {__version__} reads formats up to {FORMAT}. "
+                "Install the version that wrote it, or choose another --output_dir"
+            )
+        files = content["files"]
         expected = {name: (about["bytes"], about["xxh3_128"]) for name, about in files.items()}
         outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
-    if text != _manifest(why, files):
+    if text != _manifest(content):
         return f"{MANIFEST} is not what was written (its checksum differs)"
     if outside:
         return f"{MANIFEST} names a file of another folder, {outside!r}"
@@ -251,12 +269,10 @@ def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
     return None if expected else f"{MANIFEST} names no file"
 
 
-def _manifest(why: str, files: dict[str, dict[str, Any]]) -> str:
+def _manifest(content: dict[str, Any]) -> str:
     """The text of a manifest, which bears a checksum of its own."""
-    content = {"why": why, "files": files}
-    return (
-        json.dumps({**content, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}, indent=1) + "\n"
-    )
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+    return json.dumps({**content, "checksum": digest}, indent=1) + "\n"
 
 
 def checksum(path: Path) -> str:

@@ -201,13 +201,7 @@ class CheckpointManager:
     def _restore(self, checkpoint: Path) -> dict[str, Any]:
         saved = self.writer.load(checkpoint)
         check_data(self._data, saved["data"], checkpoint)
-        try:
-            self.state.restore(saved)
-        except KeyError:
-            raise UserError(
-                f"{checkpoint} has the format of an earlier version, which this one does not read. Start over with "
-                f"{START_OVER}"
-            ) from None
+        self.state.restore(saved)
         self._saved_update = self.state.updates
         return saved
 

@@ -36,9 +36,11 @@ class RunState:
         return asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take the values of state/progress.json, in place: whoever holds this object sees them."""
+        """Take the values of state/progress.json, in place: whoever holds this object sees them. A field that the
+        version which wrote the file did not have begins as in a new run."""
+        new, saved_best = RunState(), saved.get("best", {})
         for each in fields(self):
             if each.name != "best":
-                setattr(self, each.name, saved[each.name])
+                setattr(self, each.name, saved.get(each.name, getattr(new, each.name)))
         for each in fields(self.best):
-            setattr(self.best, each.name, saved["best"][each.name])
+            setattr(self.best, each.name, saved_best.get(each.name, getattr(new.best, each.name)))

@@ -90,7 +90,7 @@ def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
     """
     if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
         return
-    kept = {name for state in optimizer.state.values() for name in state} - {"step"}
+    kept = {name for state in optimizer.state.values() for name in state} - {"step", "ema"}  # ema: of state.py
     moments = set(KEPT["adamw"])
     if kept - moments or (kept != moments and not isinstance(optimizer, torch.optim.Adam)):
         raise UserError(
