@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 ONE    := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-cls train-seq2seq compare test test-all test-real test-unit test-launch test-gpu lint \
+.PHONY: help setup train train-cls train-seq2seq compare test test-all test-real test-unit test-launch test-gpu test-versions lint \
   format docs docs-check bench wheel image lock audit sbom clean
 ifdef TORCH
 .PHONY: $(READY)
@@ -57,6 +57,9 @@ test-unit: $(READY)  ## the tests of single parts: a few minutes
 
 test-launch: $(READY) ## the tests that launch real runs with several processes
 	$(BIN)/python -m pytest tests/launch $(ARGS)
+
+test-versions: $(READY) ## the unit tests and the short agreement with the lowest and newest versions of the libraries: hours
+	$(BIN)/python scripts/test_versions.py $(ARGS)
 
 test-gpu: $(READY)   ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

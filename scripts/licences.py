@@ -1,4 +1,5 @@
-"""Write docs/licences.md: the licence of each package in constraints.txt, from the metadata of the installed ones.
+"""Write docs/licences.md: the licence of each package in constraints.txt, by the metadata of the installed ones. Of a
+package that is not installed in that version the page keeps what it has.
 
 python scripts/licences.py            # writes the page
 python scripts/licences.py --check    # exit code 1 if the page is not current, or a licence is not in ALLOWED
@@ -11,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "licences.md"
-LOCKED = re.compile(r"^([\w.-]+)==", re.MULTILINE)
+LOCKED = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
+ROW = re.compile(r"^\| (.+) \| (.+) \|$", re.MULTILINE)
+UNKNOWN = "unknown, since it is not installed in this version (add it to the page by hand, or type make setup)"
 
 # Names in "License" and in classifiers that are no SPDX names. "BSD" is one of its forms.
 NAMES = {
@@ -25,19 +28,6 @@ NAMES = {
     "MIT License": "MIT",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "Python Software Foundation License": "PSF-2.0",
-}
-# Packages of an extra or a platform that is not everybody's.
-ELSEWHERE = {
-    "aiobotocore": "Apache-2.0",
-    "aioitertools": "MIT",
-    "botocore": "Apache-2.0",
-    "httpx2-jsfetch": "BSD-3-Clause",
-    "jmespath": "MIT",
-    "s3fs": "BSD",
-    "torchao": "BSD-3-Clause",
-    "triton": "MIT",
-    "tzdata": "Apache-2.0",
-    "wrapt": "BSD-2-Clause",
 }
 NVIDIA = re.compile(r"nvidia-|cuda-")  # comes with torch for CUDA
 ALLOWED = set(
@@ -56,12 +46,14 @@ TAIL = """
 Linux."""
 
 
-def licence(package: str) -> str:
-    """An SPDX expression, as far as the metadata has one."""
+def licence(package: str, locked: str) -> str | None:
+    """An SPDX expression, as far as the metadata has one; None: the package is not installed in this version."""
     try:
         about = metadata(package)
     except PackageNotFoundError:
-        return ELSEWHERE.get(package, "not installed")
+        return None
+    if about["Version"].partition("+")[0] != locked:
+        return None
     classifiers = [line.split(" :: ")[-1] for line in about.get_all("Classifier", []) if line.startswith("License ::")]
     stated = about["License-Expression"] or " OR ".join(NAMES.get(name, name) for name in classifiers)
     return stated or NAMES.get(about["License"], about["License"] or "unknown")
@@ -70,9 +62,12 @@ def licence(package: str) -> str:
 def licences() -> dict[str, list[str]]:
     """{licence: packages}, sorted."""
     by_licence: dict[str, list[str]] = {}
-    for package in LOCKED.findall((ROOT / "constraints.txt").read_text(encoding="utf-8")):
+    rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
+    on_page = {package: name for name, packages in rows for package in packages.split(", ")}
+    for package, locked in LOCKED.findall((ROOT / "constraints.txt").read_text(encoding="utf-8")):
         if not NVIDIA.match(package):
-            by_licence.setdefault(licence(package), []).append(package)
+            name = licence(package, locked) or on_page.get(package, UNKNOWN)
+            by_licence.setdefault(name, []).append(package)
     return dict(sorted(by_licence.items()))
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Create a virtual environment and install zerofit with the versions of constraints.txt: setup.sh FOLDER [dependencies]
-# The last word leaves this clone out (Dockerfile).
+# Create a virtual environment and install zerofit with the versions of constraints.txt: setup.sh FOLDER [PART]
+# PART is `dependencies`, which leaves this clone out (Dockerfile), or `torch==VERSION`, which installs nothing else
+# (scripts/test_versions.py).
 # Each file that pip takes has a hash that constraints.txt names, but for three: torch of another source than PyPI, which
 # has hashes of its own; the build tools of packages that come as source; and this clone.
 # torch comes with CUDA where the machine has an NVIDIA GPU, and without where it has none (a few GB less). To choose:
@@ -14,7 +15,10 @@ venv=${1:?usage: setup.sh FOLDER [dependencies]}
 python=${PYTHON:-python3}
 chosen=$(cat "$venv/.torch" 2>/dev/null || true)
 choice=${TORCH:-$chosen}
-pinned=$(grep -o '^torch==[^ ]*' constraints.txt)
+case ${2:-} in
+  torch==*) pinned=$2 ;;
+  *) pinned=$(grep -o '^torch==[^ ]*' constraints.txt) ;;
+esac
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
   echo "zerofit needs Python 3.11 or newer, and $python is $("$python" --version 2>&1 || true)." \
@@ -64,6 +68,7 @@ install_torch() {
 awk -v folder="$venv" '/^[^ ]/ { file = /^(torch|triton|nvidia-.*|cuda-.*)==/ ? "torch" : /^torchao==/ ? "optional" : "others" }
   { print > folder "/" file ".txt" }' constraints.txt
 has_the_torch || install_torch
+case ${2:-} in torch==*) exit ;; esac
 echo "installing the other dependencies ..."
 "${pip[@]}" --require-hashes --no-deps --requirement "$venv/others.txt"
 if [ "${2:-}" = dependencies ]; then exit; fi

@@ -1,18 +1,18 @@
-"""Describes what a run runs on (versions, commit, hardware, command, variables) for environment.json."""
+"""Describes what a run runs on (versions, commit, hardware, command, variables) for environment.json, and says which
+packages have a version that was not tried. Imports torch only where a run is described."""
 
 import contextlib
 import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
+from packaging.requirements import Requirement
 
-from zerofit.strategy.devices import device_names
+from zerofit import __version__
 from zerofit.strategy.host_memory import cpu_model
 
 PACKAGES = (
@@ -40,6 +40,10 @@ SETTINGS = (
 
 def describe_environment(command: list[str], device) -> dict[str, Any]:
     """Versions, commit, hardware and command of this run."""
+    import psutil
+    import torch
+
+    from zerofit.strategy.devices import device_names
 
     root = Path(__file__).resolve().parents[2]
     hardware: dict[str, Any] = {
@@ -71,6 +75,28 @@ def installed_packages() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def untried_versions() -> list[str]:
+    """One line on the installed packages whose version is outside the bounds of zerofit's own metadata; none where all
+    are within them, or where zerofit runs from a clone that is not installed. Packages of an extra do not count."""
+    outside, remedies = [], []
+    with contextlib.suppress(PackageNotFoundError):
+        for needed in map(Requirement, requires("zerofit") or ()):
+            if needed.marker is None and needed.specifier and not _is_within(needed):
+                outside.append(f"{needed.name} {version(needed.name)}")
+                remedies.append(f"'{needed}'")
+    if not outside:
+        return []
+    return [f"zerofit {__version__} was not tried with {', '.join(outside)}: pip install {' '.join(remedies)}"]
+
+
+def _is_within(needed: Requirement) -> bool:
+    """Whether the installed version is one of these; a package that is not installed is for its import to tell."""
+    try:
+        return needed.specifier.contains(version(needed.name), prereleases=True)
+    except PackageNotFoundError:
+        return True
 
 
 def _git(root: Path, *words: str) -> str | None:

@@ -25,7 +25,8 @@ from zerofit.recipe.errors import (
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.terminal import outlive_the_terminal
+from zerofit.record.environment import untried_versions
+from zerofit.record.terminal import outlive_the_terminal, say
 from zerofit.record.timeline import Timeline
 from zerofit.strategy.builds import check_compiled_code
 
@@ -51,6 +52,9 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     A mistake ends the process here, with a message and exit code 2. How the process ends is in environment.json of the
     output folder from here on, whatever happens.
     """
+    if "CROSS_RANK" in os.environ and sys.argv[1:2] == [f"--local_rank={os.environ.get('LOCAL_RANK')}"]:
+        del sys.argv[1]  # of DeepSpeed's launcher, which names it in a variable as well
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
     record_the_end(task)
     opened: list[Start] = []
 
@@ -91,6 +95,7 @@ def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
     fetch_inputs(recipe)
     folder = output_folder(task, recipe)
     check_paths(recipe, folder)
+    say(*(f"warning   {line}" for line in untried_versions()), main=RANKS.rank == 0)  # before an import fails of it
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()

@@ -19,8 +19,9 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.options import StrategyOptions, TrainingRecipe
 from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.tasks import TASKS
+from zerofit.record.environment import untried_versions
 from zerofit.record.terminal import say
-from zerofit.tools.doctor.report import ERROR, DoctorReport
+from zerofit.tools.doctor.report import ERROR, WARNING, DoctorReport
 from zerofit.tools.rank_environment import environment_replaced
 from zerofit.tools.tool_recipe import TaskOption, join_with_recipe
 
@@ -81,6 +82,7 @@ def make_report(
     """
     report = DoctorReport(bad_input=bool(problems))
     report.add(ERROR, *problems)
+    report.add(WARNING, *untried_versions())
     try:
         from zerofit.tools.doctor.examine import examine
     except (ImportError, OSError) as error:  # OSError: a library that torch needs

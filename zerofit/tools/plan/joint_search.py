@@ -14,7 +14,6 @@ from zerofit.estimate.read_model import read_planned_model, rows_of
 from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
-from zerofit.strategy.host_memory import usable_cores
 from zerofit.tools.plan.parallel import in_processes
 from zerofit.tools.plan.planner import Planner, search
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
@@ -192,7 +191,7 @@ def find_best(
         top: how many.
     """
     groups = combinations(planner, names, check)
-    for group, bounds in zip(groups, in_processes(_bounds, groups, usable_cores()), strict=True):
+    for group, bounds in zip(groups, in_processes(_bounds, groups), strict=True):
         for one, bound in zip(group, bounds, strict=True):
             one.bound = bound
     found: list[tuple[Combination, Prediction]] = []

@@ -41,25 +41,28 @@ def find_all(
     several = list(shares.values())
     if not several:
         return
-    workers = min(usable_cores(), len(several)) if _can_fork() else 1
-    for share, found in zip(several, in_processes(find, several, workers, progress)):
+    for share, found in zip(several, in_processes(find, several, progress)):
         for outcome, (predictions, refused, remedies) in zip(share, found):
             outcome.predictions, outcome.refused, outcome.remedies = predictions, refused, remedies
 
 
 def in_processes(
-    function: Callable, items: list, workers: int, progress: Callable[[int, int], None] = lambda done, count: None
+    function: Callable, items: list, progress: Callable[[int, int], None] = lambda done, count: None
 ) -> list:
-    """[function(item) for each item], in `workers` copies of this process; an error is raised in this one."""
+    """[function(item) for each item], in copies of this process where one can work, one for each core; an error is
+    raised in this one."""
     _shared["work"] = function, items  # closures cannot be pickled: copies find them here
     done: list = []
+    workers = min(usable_cores(), len(items))
     with contextlib.ExitStack() as stack:
         results: Iterable = map(function, items)
-        if workers > 1:
+        if workers > 1 and _can_fork():
             # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads of this process.
             fork = multiprocessing.get_context("fork")
             pool = ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,))
-            results = stack.enter_context(pool).map(_one, range(len(items)))
+            stack.enter_context(pool)
+            if pool.submit(_can_differentiate).result():
+                results = pool.map(_one, range(len(items)))
         for found in results:
             done.append(found)
             progress(len(done), len(items))
@@ -72,6 +75,15 @@ _shared: dict[str, Any] = {}
 def _one(number: int) -> Any:
     function, items = _shared["work"]
     return function(items[number])
+
+
+def _can_differentiate() -> bool:
+    """Whether autograd works in this copy: some builds of torch refuse it after the first process has used it."""
+    try:
+        torch.ones((), requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _can_fork() -> bool:
