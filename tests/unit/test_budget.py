@@ -14,11 +14,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 510,  # 800
     "zerofit": 145,  # cli.py
     "zerofit/recipe": 4019,  # 2,700
-    "zerofit/model": 5885,  # 4,700
+    "zerofit/model": 5996,  # 4,700
     "zerofit/compat": 600,  # 600
     "zerofit/data": 7655,  # 6,000
     "zerofit/strategy": 5573,  # 4,800
-    "zerofit/estimate": 4972,  # 4,700
+    "zerofit/estimate": 4999,  # 4,700
     "zerofit/record": 1655,  # 4,300 with health and checkpoint
     "zerofit/health": 1560,
     "zerofit/checkpoint": 2080,
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1755,  # 1,300
     "zerofit/tools": 11852,  # 10,600
     "benchmarks": 1798,  # 1,800
-    "tests": 29985,  # 21,500
+    "tests": 30113,  # 21,500
 }
 
 

@@ -21,6 +21,7 @@ from zerofit.model.compilation import ends_of
 from zerofit.model.configuration import has_head
 from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.lora import split_targets
+from zerofit.model.norms import fuse_norms
 from zerofit.model.parameters import hidden_matrices
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
@@ -243,6 +244,7 @@ class PlannedModel:
             for parameter in model.parameters():
                 if self.recipe.lora and parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)
+            fuse_norms(model)
             rows.install(model)
             return model
 

@@ -25,6 +25,7 @@ from zerofit.estimate.traced_shares import (
     Collectives,
     CudaCasts,
     FakeHostStore,
+    fused_norm,
     linear_of_zero_3,
     rows_split,
     run_backward,
@@ -222,12 +223,13 @@ class Tracer:
 
     @contextlib.contextmanager
     def _as_it_will_run(self, ledger: AllocationTracker) -> Iterator[None]:
-        """Fake tensors, and collectives that exchange nothing; on behalf of a GPU, its way of multiplying in the loss
-        and the casts of its autocast. Experts are multiplied by an operator of transformers that has a shape for fake
-        tensors of every dtype: what each of them gets is no matter, all of them together get every choice."""
+        """Fake tensors, and collectives that exchange nothing; on behalf of a GPU, its kernel of RMSNorm, its way of
+        multiplying in the loss and the casts of its autocast. Experts are multiplied by an operator of transformers
+        that has a shape for fake tensors of every dtype: what each of them gets is no matter, all of them together get
+        every choice."""
         from transformers.integrations import moe
 
-        from zerofit.model import chunked_loss
+        from zerofit.model import chunked_loss, norms
 
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
@@ -235,10 +237,14 @@ class Tracer:
         chunks = replaced(chunked_loss, "chunk_starts", ledger.some_chunks)
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
         adds = replaced(chunked_loss, "adds_half_products", lambda device: True)
+        norm = replaced(norms, "rms_norm", fused_norm if self.settings.gpu_kernels else norms.rms_norm)
         rows = rows_split(self.model, self.settings.sequence, ATTENTION)
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
         tokens = tokens_exchanged(self.settings.experts, ledger.note)
-        with collectives.in_place(), rows, tokens, chunks, grouped, linear, multiplies, adds, self.mode, casts:
+        loss = contextlib.ExitStack()
+        for each in (chunks, multiplies, adds):
+            loss.enter_context(each)
+        with loss, collectives.in_place(), rows, tokens, grouped, linear, norm, self.mode, casts:
             yield
 
 

@@ -26,6 +26,7 @@ from zerofit.model.adapter_loading import continue_adapter
 from zerofit.model.compilation import blocks_of, compile_model
 from zerofit.model.float8 import check_float8_device, convert_to_float8
 from zerofit.model.lora import add_adapter
+from zerofit.model.norms import fuse_norms
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.recipe.files import appears, is_there
 from zerofit.recipe.model_options import ModelOptions
@@ -67,7 +68,9 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         ignored_weights = [*ignored_weights, *continued.full_weights]
     # Known before, since loading may take all memory.
     run.facts.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
-    return load.build_model(auto_class, config, recipe, strategy, recipe.seed, ignored_weights, run.facts.parameters)
+    model = load.build_model(auto_class, config, recipe, strategy, recipe.seed, ignored_weights, run.facts.parameters)
+    fuse_norms(model)
+    return model
 
 
 def add_lora(model: Any, run: "Run") -> None:

@@ -1,0 +1,219 @@
+"""RMSNorm as one function: for which modules, how near to the exact values, and in how many operations."""
+
+from collections import Counter
+
+import pytest
+import torch
+from helpers import small_sizes, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from zerofit.model.compilation import compile_model
+from zerofit.model.norms import fuse_norms
+
+LEFT = {  # what is special about norms that are left as they are
+    "gemma": "GemmaRMSNorm",  # 1 + weight
+    "gemma3": "Gemma3RMSNorm",
+    "olmo2": "Olmo2RMSNorm",  # multiplies in fp32
+    "gpt_oss": "GptOssRMSNorm",
+    "t5": "T5LayerNorm",  # keeps fp32 where its weight is
+    "gpt2": "LayerNorm",
+    "nanochat": "NanoChatRMSNorm",  # without a weight
+}
+FUSED = {"llama": 2 * 3 + 1, "qwen3": 4 * 3 + 1, "mistral": 7, "deepseek_v3": 4 * 3 + 1, "mixtral": 7, "granite": 7}
+KINDS = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+}
+
+
+def of_family(name: str) -> torch.nn.Module:
+    """A small model without memory."""
+    auto_class = AutoModelForCausalLM if name != "t5" else AutoModelForSeq2SeqLM
+    with torch.device("meta"):
+        return auto_class.from_config(AutoConfig.for_model(name, **small_sizes(name), vocab_size=97))
+
+
+def classes(model: torch.nn.Module, fused: bool) -> Counter:
+    """The classes of norms that are computed by one function, or (not `fused`) by their own forward pass."""
+    norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
+    return Counter(type(each) for each in norms if ("forward" in vars(each)) == fused)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_norms_that_are_written_as_llama_s_are_fused(family):
+    model = of_family(family)
+    names = list(model.state_dict())
+    assert fuse_norms(model) == FUSED[family]
+    assert sum(classes(model, fused=True).values()) == FUSED[family]
+    assert not classes(model, fused=False)
+    assert list(model.state_dict()) == names
+    assert fuse_norms(model) == 0  # they are already
+    assert not classes(of_family(family), fused=True)  # other models of the process are as they were
+
+
+@pytest.mark.parametrize("family", LEFT)
+def test_others_are_left_as_they_are(family):
+    model = of_family(family)
+    assert fuse_norms(model) == 0
+    assert LEFT[family] in {each.__name__ for each in classes(model, fused=False)}
+
+
+def draw(norm_class: type, dtype: torch.dtype, width: int = 96) -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    norm = norm_class(width)
+    norm.weight.data = torch.randn(width).mul(0.3).add(1).to(dtype)
+    return norm, torch.randn(5, 17, width).mul(3).to(dtype).requires_grad_()
+
+
+def results(norm: torch.nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """The output and the gradients of hidden states and weight."""
+    norm.weight.grad = hidden.grad = None
+    output = norm(hidden)
+    output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
+    return [output.detach(), hidden.grad, norm.weight.grad]
+
+
+def exact(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    wide = hidden.detach().double()
+    return norm.weight.detach().double() * wide / (wide.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+
+
+def ulps(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far it is from the expected values at most, in units of the last place of bf16."""
+    place = torch.exp2(expected.abs().log2().floor() - 7)
+    return float(((output.detach().double() - expected).abs() / place).max())
+
+
+def check(norm_class: type) -> None:
+    """A fused norm of a class beside its own forward pass."""
+    norm, hidden = draw(norm_class, torch.float32)
+    before = results(norm, hidden)
+    assert fuse_norms(norm) == 1
+    for ours, theirs in zip(results(norm, hidden), before, strict=True):
+        assert torch.equal(ours, theirs)  # in fp32, on a CPU
+    norm, hidden = draw(norm_class, torch.bfloat16)
+    before = results(norm, hidden)
+    fuse_norms(norm)
+    ours = results(norm, hidden)
+    assert [each.dtype for each in ours] == [each.dtype for each in before]
+    assert ulps(ours[0], exact(norm, hidden)) <= min(0.51, ulps(before[0], exact(norm, hidden)))
+
+
+def test_it_computes_what_llama_s_does():
+    check(LlamaRMSNorm)
+
+
+@pytest.mark.parametrize(("half", "most"), [(False, 0.51), (True, 1.51)])
+def test_under_autocast_it_has_the_dtype_of_the_products(half, most):
+    """Of the weight of a product autocast makes a copy in half precision, too: that is one rounding more."""
+    norm, hidden = draw(LlamaRMSNorm, torch.float32)
+    fuse_norms(norm)
+    hidden = hidden.detach().to(torch.bfloat16 if half else torch.float32).requires_grad_()
+    expected = exact(norm, hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, *gradients = results(norm, hidden)
+    assert output.dtype == torch.bfloat16
+    assert ulps(output, expected) <= most
+    assert [each.dtype for each in gradients] == [hidden.dtype, torch.float32]
+
+
+def test_weight_and_input_of_two_dtypes_are_left_to_transformers():
+    norm, hidden = draw(LlamaRMSNorm, torch.float32)
+    halves = hidden.detach().bfloat16()
+    before = norm(halves)
+    fuse_norms(norm)
+    assert norm(halves).dtype == before.dtype == torch.float32
+    assert torch.equal(norm(halves), before)
+
+
+@pytest.mark.long
+def test_all_architectures():
+    """Each class of norms of the models of transformers that can be built small."""
+    found, built = set(), 0
+    for auto_class, mapping in KINDS.items():
+        for config in mapping:
+            try:
+                sizes = small_sizes(config.model_type)
+                with torch.device("meta"):
+                    model = auto_class.from_config(AutoConfig.for_model(config.model_type, **sizes, vocab_size=97))
+            except Exception:  # these sizes do not go together there
+                continue
+            built += 1
+            fuse_norms(model)
+            assert not classes(model, fused=True).keys() & classes(model, fused=False).keys()
+            found |= classes(model, fused=True).keys()
+    assert built > 170
+    assert len(found) > 60
+    for norm_class in found:
+        check(norm_class)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that make a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and function is not torch.ops.aten.detach.default:
+            self.names.append(function._overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def fused_kernel():
+    """A CPU that, as CUDA, has a kernel for the norm: torch takes it where there is one."""
+
+    def forward(hidden, shape, weight, epsilon):
+        inverse = (hidden.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        return (hidden.float() * inverse * weight.float()).to(hidden.dtype), inverse
+
+    def backward(gradient, hidden, shape, inverse, weight, mask):
+        return torch.empty_like(hidden), torch.empty_like(weight)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", forward, "CPU")
+    library.impl("_fused_rms_norm_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("half", "before", "after"), [(False, (6, 14), (1, 1)), (True, (8, 16), (1, 1))], ids=["fp32", "bf16"]
+)
+def test_operations_of_a_norm(half, before, after, fused_kernel):
+    """Forward and backward, as docs/measurements/counts.md has them."""
+    for count in (before, after):
+        norm, hidden = draw(LlamaRMSNorm, torch.bfloat16 if half else torch.float32)
+        if count is after:
+            fuse_norms(norm)
+        with Operations() as forward:
+            output = norm(hidden)
+        gradient = torch.ones_like(output)
+        with Operations() as backward:
+            output.backward(gradient)
+        assert (len(forward.names), len(backward.names)) == count, (forward.names, backward.names)
+
+
+def test_a_compiled_model_is_one_graph_still():
+    model, plain = (tiny_model("llama").train() for _ in range(2))
+    fuse_norms(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_model(model, "blocks", backend="aot_eager")
+    ids = torch.arange(32).view(2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [each(input_ids=ids, labels=ids).loss for each in (model, plain)]
+    losses[0].backward()
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
