@@ -61,7 +61,6 @@ BUSY = dataclasses.replace(A100, free=10 * GIB)
         ({**vars(CPU), "bf16_slowdown": 12.4}, {}, "warning", ["12 times", "--precision fp32"]),
         ({"devices": (T4, T4)}, {}, "warning", ["a T4", "--precision fp16"]),
         ({"devices": (A100, BUSY)}, {}, "warning", ["device 1 (A100): 30.00 GiB of 40.00 GiB"]),
-        ({"memory_free": 2**20}, {}, "warning", ["of host memory", "1.0 MiB are free"]),
         ({"shm": 64 * 2**20}, {}, "warning", ["/dev/shm has 64.0 MiB", "--shm-size"]),
         ({"disk_free": 2**20}, {}, "warning", ["outputs/x: only 1.0 MiB free", "--output_dir"]),
         ({}, {"num_machines": 2}, "warning", ["file system", "--output_dir"]),

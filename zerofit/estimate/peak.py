@@ -17,9 +17,6 @@ from zerofit.estimate.traced_steps import TracedStep
 # libraries' code. Source: 287 MB at first, and 667 MB with all of torch's kernels loaded (pytorch/pytorch#86509).
 CUDA_CONTEXT_BYTES = 640 * 2**20
 
-# Host memory of a rank before it has a model: Python, torch and transformers. Source: measured.
-PROGRAM_BYTES = 400 * 2**20
-
 # Buffers of an NCCL communicator, in each process of a group of several. Source: NCCL's documentation of
 # NCCL_BUFFSIZE (4 MiB for each channel and peer; rings of 16 to 32 channels, send and receive). An estimate.
 NCCL_BYTES = 256 * 2**20

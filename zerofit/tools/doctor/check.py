@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from zerofit.estimate.peak import PROGRAM_BYTES
 from zerofit.recipe.files import is_shared
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import size
@@ -108,10 +107,6 @@ def check_machine(
     if machine.shm is not None and machine.shm < SMALL_SHM and (there or processes > 1):
         what = f"/dev/shm has {size(machine.shm)}: processes that exchange data through it may die with a bus error"
         yield WARNING, f"{what}. Start the container with --shm-size=1g or more"
-    program = processes * PROGRAM_BYTES
-    if program > machine.memory_free:
-        what = f"{counted_processes} without any model take about {size(program)} of host memory"
-        yield WARNING, f"{what}, and {size(machine.memory_free)} are free. Use fewer, or end other programs"
     if machine.output and machine.disk_free < FULL_DISK:
         what = f"{machine.output}: only {size(machine.disk_free)} free"
         yield WARNING, f"{what}. Name another folder with --output_dir"

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zerofit.recipe.base import shown
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import shortened
@@ -64,7 +65,9 @@ class DoctorReport:
         verdict = counts or "nothing is wrong"
         if self.examined:
             verdict += f": {self.examined} {'would not run' if self.exit_code else 'can run'} here"
-        values = [(name, shortened(shown_value(value), VALUE), source) for name, value, source in self.values]
+        values = [
+            (name, shortened(shown(value).replace("\n", "\\n"), VALUE), source) for name, value, source in self.values
+        ]
         launch = [f"  {self.command}"] if self.command else []
         parts = [[verdict], [f"{level:<9}{message}" for level, message in found]]
         titled = {"launch": launch, "values": _aligned(values), "machine": _aligned(self.facts)}
@@ -76,12 +79,3 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows of cells as lines: all columns but the last are as wide as their longest cell."""
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
     return ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]
-
-
-def shown_value(value: Any) -> str:
-    """A value as a recipe or a JSON writes it."""
-    if isinstance(value, list):
-        return " ".join(map(shown_value, value))
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
