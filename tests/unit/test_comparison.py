@@ -134,16 +134,6 @@ def comparison(tmp_path, *flags, outcomes: dict, simulated: bool = False) -> Com
     return made
 
 
-def test_named_sizes_are_tried_up_to_the_first_that_does_not_fit(tmp_path, capsys):
-    found = comparison(tmp_path, outcomes={2: tried(2, 100), 4: tried(4, 200), 8: tried(8), 16: tried(16)})
-    found.run()
-    assert found.tried == [2, 4, 8]
-    assert "ddp: holds 4, and 8 does not" in capsys.readouterr().out
-    again = comparison(tmp_path, outcomes={2: tried(2, 100), 4: tried(4, 200), 8: tried(8), 16: tried(16)})
-    again.run()
-    assert not again.tried, "the journal has all of it"
-
-
 def test_a_trial_that_is_killed_twice_ran_out_of_memory(tmp_path):
     killed = {"outcome": "killed", "text": "a process was killed"}
     found = comparison(tmp_path, outcomes={2: tried(2, 100), 4: killed})

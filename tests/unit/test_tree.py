@@ -83,12 +83,3 @@ def test_pages_that_programs_and_recipes_name_exist():
     }
     assert len(named) >= 30
     assert not [(page, file) for page, file in sorted(named) if not (ROOT / page).is_file()]
-
-
-def test_names_in_contributing_exist():
-    text = without_code((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    names = {name for name in re.findall(r"`([A-Za-z]\w+)`", text) if not PLACEHOLDER.search(name)}
-    files = [*(ROOT / "zerofit").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
-    assert len(names) >= 30
-    assert not names - words

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 from helpers import ROOT, refusal
@@ -13,7 +13,6 @@ from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify import killing
 from zerofit.tools.verify.killing import Killed
 from zerofit.tools.verify.proof import Outcome
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples, relative_difference
@@ -256,35 +255,6 @@ def test_locks_that_nobody_holds(tmp_path, monkeypatch):
     finally:
         os.close(held)
     assert drop_abandoned_locks() == [str(tmp_path / "held" / "lock")]
-
-
-class Launches:
-    """Launches that end, or are killed, where a test says so: (what each prints, the updates that it made, whether a
-    checkpoint is there then)."""
-
-    def __init__(self, monkeypatch, folder, launches: list[tuple[str, int, bool]]):
-        self.left, self.log = list(launches), folder / "log"
-        monkeypatch.setattr(killing, "launched", self)
-        monkeypatch.setattr(killing, "failure", lambda launch, how: None)
-
-    def command(self, num_processes: int) -> list[str]:
-        return []
-
-    @contextmanager
-    def __call__(self, command, output, log):
-        self.text, self.newest_update, self.has_saved = self.left.pop(0)
-        log.write_text(self.text)
-        self.is_saving, self.seconds = False, 1.0
-        yield self
-
-    def wait(self, limit_s: float, moment) -> str:
-        return "until" if moment is not None and moment(self) else "ended"
-
-    def kill(self) -> None:
-        pass
-
-
-RESUMED = "resumed   x, after update 2, written under ddp"
 
 
 def test_a_checkpoint_that_comes_after_the_end_is_refused():
