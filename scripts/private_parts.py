@@ -10,6 +10,7 @@ to see whether a class of ours overrides a private method of theirs.
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -23,10 +24,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("zerofit", "train")
 COMPAT = "zerofit/compat"
+DEVICE = "zerofit/tools/simulate/device"  # a backend of these libraries, in processes that import nothing of zerofit
 # Private by name alone: these are documented. A metric of the evaluate library has to define `_info`.
-DOCUMENTED = {"_asdict", "_replace", "_fields", "_make", "os._exit", "evaluate.Metric._info"}
-# Settings that a library asks its users to assign.
-SETTINGS = re.compile(r"torch\.backends\.|matplotlib\.rcParams")
+MEMORY = "torch.cuda.memory"
+DOCUMENTED = {
+    *("_asdict", "_replace", "_fields", "_make", "os._exit", "evaluate.Metric._info"),
+    *(f"{MEMORY}._record_memory_history", f"{MEMORY}._dump_snapshot"),  # "Understanding CUDA Memory Usage"
+}
+# Settings that a library asks its users to assign, and an object of this process that is found by a name of a module.
+SETTINGS = re.compile(r"torch\.(backends|compiler\.config|distributed\.group\.WORLD)\.|matplotlib\.rcParams")
+CALLED_BY_NAME = {"forward"}  # what a module of torch does when it is called: its own attribute comes first
 # Libraries whose objects meet ours. A name that the syntax tree leads to none of them is looked up in their sources.
 LIBRARIES = (
     "deepspeed torch accelerate peft transformers datasets tokenizers trackio lm_eval evaluate megatron wandb tqdm"
@@ -47,6 +54,10 @@ class Use:
     @property
     def is_in_compat(self) -> bool:
         return self.file.startswith(COMPAT)
+
+    @property
+    def is_of_device(self) -> bool:
+        return self.file.startswith(DEVICE)
 
 
 def is_private(name: str) -> bool:
@@ -97,12 +108,7 @@ class Module:
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 origin = self.origin(node.value)
-                called = node.value if isinstance(node.value, ast.Call) else None
-                if called and ast.unparse(called.func).endswith("import_module") and called.args:
-                    origin = str(getattr(called.args[0], "value", "")) or None
-                elif called:
-                    origin = None
-                if isinstance(target, ast.Name) and origin and target.id not in self.origins:
+                if isinstance(target, ast.Name) and origin and "()" not in origin and target.id not in self.origins:
                     self.origins[target.id] = origin
 
     def origin(self, node: ast.AST) -> str | None:
@@ -114,6 +120,8 @@ class Module:
             return value and f"{value}.{node.attr}"
         if isinstance(node, ast.Call):
             value = self.origin(node.func)
+            if value == "importlib.import_module" and node.args:
+                return str(getattr(node.args[0], "value", "")) or None
             return value and f"{value}()"
         if isinstance(node, ast.Subscript):
             return self.origin(node.value)
@@ -153,6 +161,10 @@ def _private_names(module: Module, own: set[str]) -> Iterator[tuple[int, str, st
                 chain.append(chain[-1].value)
                 inner.add(id(chain[-1]))
             yield from _private_attribute(module, chain, own)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            name = getattr(node.args[0], "value", None)
+            if isinstance(name, str) and is_foreign(name) and any(map(is_private, name.split("."))):
+                yield node.lineno, name, "private"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1:
             name = getattr(node.args[1], "value", None)
             if isinstance(name, str) and is_private(name) and name not in own:
@@ -187,9 +199,12 @@ def _replaced(module: Module, own: set[str]) -> Iterator[tuple[int, str, str]]:
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             origin = module.origin(node.args[0]) if node.args else None
-            if called in CHANGES and (is_foreign(origin) or (called == "replaced" and origin is None)):
-                what = getattr(node.args[1], "value", "*") if len(node.args) > 1 else "*"
+            what = "*" if len(node.args) < 2 else getattr(node.args[1], "value", None)
+            what = what if isinstance(what, str) else "*"
+            if called in CHANGES and is_foreign(origin):
                 yield node.lineno, f"{origin}.{what}", "replaced"
+            elif called == "replaced" and origin is None and what not in own:
+                yield node.lineno, what, "replaced"
             elif isinstance(node.func, ast.Attribute) and node.func.attr in TABLE_CHANGES:
                 origin = module.origin(node.func.value)
                 if is_foreign(origin) and "()" not in str(origin) and not SETTINGS.match(str(origin)):
@@ -207,7 +222,7 @@ def _replaced(module: Module, own: set[str]) -> Iterator[tuple[int, str, str]]:
                 and (
                     target.attr == "__class__"
                     or (
-                        target.attr not in own
+                        target.attr not in own | CALLED_BY_NAME
                         and ast.unparse(target.value) not in ("self", "cls", "ctx")
                         and _is_function(module, value)
                     )
@@ -225,17 +240,19 @@ def _is_function(module: Module, value: Any) -> bool:
 
 
 def _overridden(module: Module) -> Iterator[tuple[int, str, str]]:
-    """Private methods of a foreign class that a class of ours defines again."""
+    """Private methods and attributes of a foreign class that a class of ours defines again."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.ClassDef):
             continue
         for origin in filter(is_foreign, map(module.origin, node.bases)):
-            for part in node.body:
-                if not isinstance(part, ast.FunctionDef) or not is_private(part.name):
-                    continue
-                name = f"{origin}.{part.name}"
-                if name not in DOCUMENTED and hasattr(_imported(str(origin)), part.name):
-                    yield part.lineno, name, "overridden"
+            found = {part.name: part.lineno for part in node.body if isinstance(part, ast.FunctionDef)}
+            for part in ast.walk(node):
+                is_stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+                if is_stored and ast.unparse(part.value) == "self":
+                    found.setdefault(part.attr, part.lineno)
+            for name in filter(is_private, found):
+                if f"{origin}.{name}" not in DOCUMENTED and _has(_imported(str(origin)), name):
+                    yield found[name], f"{origin}.{name}", "overridden"
 
 
 def _imported(dotted: str) -> Any:
@@ -244,6 +261,14 @@ def _imported(dotted: str) -> Any:
         return getattr(importlib.import_module(name), attribute)
     except (ImportError, AttributeError, ValueError):
         return None
+
+
+def _has(kind: Any, name: str) -> bool:
+    """Whether a class, or one that it is made from, has a method of this name or assigns such an attribute."""
+    if hasattr(kind, name):
+        return True
+    foreign = [each for each in getattr(kind, "__mro__", ()) if each.__module__ != "builtins"]
+    return any(re.search(rf"self\.{name}\b[^=\n]*=[^=]", inspect.getsource(each)) for each in foreign)
 
 
 def library_of(uses: list[Use]) -> dict[Use, str]:
@@ -298,12 +323,13 @@ def main(argv: list[str]) -> None:
     if "--list" in argv:
         for use in uses:
             print(f"{use.file}:{use.line}: {library[use]} {use.kind} {use.name}")
-    inside, outside = (Counter(library[use] for use in uses if use.is_in_compat is where) for where in (True, False))
-    files = len({use.file for use in uses if not use.is_in_compat})
+    inside = Counter(library[use] for use in uses if use.is_in_compat)
+    outside = Counter(library[use] for use in uses if not use.is_in_compat)
+    files, device = len({use.file for use in uses if not use.is_in_compat}), sum(use.is_of_device for use in uses)
     print(f"{'library':16}{'in compat':>10}{'elsewhere':>11}")
     for name in sorted(inside | outside, key=lambda name: -(inside + outside)[name]):
         print(f"{name:16}{inside[name]:10}{outside[name]:11}")
-    print(f"{'all':16}{sum(inside.values()):10}{sum(outside.values()):11}   (in {files} files)")
+    print(f"{'all':16}{sum(inside.values()):10}{sum(outside.values()):11}   (in {files} files; {device} in {DEVICE})")
 
 
 if __name__ == "__main__":

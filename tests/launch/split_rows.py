@@ -13,12 +13,12 @@ import torch
 from helpers import tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from zerofit.compat.deepspeed import without_shared_memory
 from zerofit.data.collate import CausalCollator
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import check_packing, check_split_rows
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.processes import spare_deepspeed_on_a_cpu
 from zerofit.strategy.sequence import SplitRows
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -104,8 +104,8 @@ def checks(model, rows: SplitRows, layout: ParallelLayout) -> dict[str, str]:
 
 
 def main(output: Path) -> None:
-    spare_deepspeed_on_a_cpu()
-    deepspeed.init_distributed("gloo", verbose=False)
+    with without_shared_memory():
+        deepspeed.init_distributed("gloo", verbose=False)
     layout = ParallelLayout(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), sequence=2)
     found = {}
     for name, (family, changes) in MODELS.items():

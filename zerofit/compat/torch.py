@@ -2,10 +2,16 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerofit.compat import replaced
@@ -17,6 +23,15 @@ class DispatchMode(TorchDispatchMode):
     torch documents the protocol (`__torch_dispatch__`) and not the class. Tried with torch 2.13. Without it: no trace
     of a step's memory, no recomputed products, and no tensor-parallel weights drawn as one process draws them.
     """
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which tensors have shapes, dtypes and storages, and no memory; it can be entered again.
+
+    torch's public `torch.device("meta")` computes without memory too, but tells no CPU from a GPU. Tried with torch
+    2.13. Without it: `zerofit plan` cannot trace a step.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def number_of_tensors(storage: torch.UntypedStorage) -> int:
@@ -41,3 +56,116 @@ def computed_as_linear(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(replaced(layer, "forward", functools.partial(torch.nn.Linear.forward, layer)))
         yield
+
+
+def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's GradScaler itself divide the gradients of fp16 by the loss scale, and leave a step out.
+
+    A fused optimizer says that its step does both, and so does what is made from it. Tried with torch 2.13. Without
+    it: in fp16 the matrices of Muon would step by gradients that are too large by the loss scale.
+    """
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the 2-norm of each tensor in this dtype, by one kernel for many of them.
+
+    torch.nn.utils.get_total_norm takes no dtype: of bf16 it rounds to bf16. Tried with torch 2.13. Without it: a
+    kernel for each gradient, or norms that are rounded.
+    """
+    return list(torch._foreach_norm(tensors, 2, dtype))
+
+
+def argument_names(operator: Any) -> list[tuple[str, Any]]:
+    """Return (name, default value) of each argument of an operator, as `__torch_dispatch__` meets it.
+
+    Nothing public tells an operator's signature. Tried with torch 2.13. Without it: recomputation cannot tell
+    attention that draws random numbers from attention that does not.
+    """
+    return [(argument.name, argument.default_value) for argument in operator._schema.arguments]
+
+
+def flight_record() -> dict[str, Any]:
+    """Return what torch's flight recorder has of this rank: its collectives, in `entries`, and its groups.
+
+    torch's own watchdog writes it (TORCH_FR_DUMP_TEMP_FILE) for NCCL alone, and only when a collective has waited for
+    the timeout. gloo's record names no groups. Tried with torch 2.13. Without it: a run that hangs is ended, and not
+    told which collective waits for which rank.
+    """
+    c10d: Any = import_module("torch._C._distributed_c10d")
+    of_nccl = distributed_c10d.is_initialized() and distributed_c10d.get_backend() == "nccl"
+    dump = c10d._dump_nccl_trace if of_nccl else c10d._dump_fr_trace
+    record = pickle.loads(dump(includeStackTraces=False))  # stacks would import torch._inductor first: seconds
+    world = distributed_c10d._world
+    for group, ranks in world.pg_group_ranks.items():
+        name, members = world.pg_names[group], sorted(ranks)
+        record["pg_config"].setdefault(name, {"name": name, "desc": group.group_desc, "ranks": str(members)})
+    record["pg_config"].pop("", None)
+    return record
+
+
+@contextlib.contextmanager
+def group_timeout(timeout: timedelta) -> Iterator[None]:
+    """Within this context a process group that is made without a timeout has this one.
+
+    DeepSpeed's groups and those of a device mesh are made without, and NCCL's is 10 minutes then. Tried with torch
+    2.13. Without it: a rank that waits longer for another, as for data that it prepares, ends the run.
+    """
+    with (
+        replaced(distributed_c10d, "default_pg_timeout", timeout),
+        replaced(distributed_c10d, "default_pg_nccl_timeout", timeout),
+    ):
+        yield
+
+
+def number_of_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process.
+
+    torch.compiler tells no number. Tried with torch 2.13. Without it: a run's last lines do not say whether blocks
+    were compiled again and again.
+    """
+    return import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+
+
+class Ring:
+    """Attention over rows of which each rank has two pieces, without dropout: ranks pass keys and values on.
+
+    torch's public `context_parallel` knows no kernel of the CPU, and replaces F.scaled_dot_product_attention for the
+    whole process; so the functions below it are called, with the kernels of a CPU and of a GPU. Tried with torch 2.13
+    (2.11 has the functions in another module). Without it: no sequence parallelism over more ranks than can share the
+    heads.
+
+    Shapes: query (B, H, T / ranks, D), key and value alike (repeated where heads share one).
+    """
+
+    MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
+    SEQUENCE = 2  # the dimension of (B, H, T, D)
+
+    def __init__(self) -> None:
+        self.module = import_module(self.MODULE)
+        self.module.set_rotate_method("alltoall")  # not all keys and values at once
+
+    def forward(self, group: Any, attend: Callable[..., Any], *tensors: torch.Tensor, scale: float | None) -> Any:
+        """Return (output, log of the sums of a row's weights, what a GPU's kernel hands to its backward pass)."""
+        return self.module._templated_ring_attention(
+            group, self.SEQUENCE, attend, *tensors, is_causal=True, scale=scale
+        )
+
+    def backward(self, group: Any, attend: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
+        """Return the gradients of query, key and value; tensors: the output's gradient, query, key, value, output,
+        sums."""
+        gradient, *others = tensors
+        return self.module._templated_ring_attention_backward(
+            group, self.SEQUENCE, attend, gradient, "grad_out", *others, is_causal=True, **options
+        )
+
+    @staticmethod
+    def kernels(device: torch.device) -> tuple[Any, Any]:
+        """Return (forward, backward) of fused attention on a device."""
+        aten = torch.ops.aten
+        if device.type == "cuda":
+            return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+        return (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        )

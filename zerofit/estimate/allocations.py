@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from zerofit.compat import replaced
 from zerofit.compat.torch import DispatchMode
 from zerofit.estimate.module_visits import Visit
-from zerofit.estimate.operations import BY_FLOPS, Operation, operation_of
+from zerofit.estimate.operations import BY_FLOPS, Operation, operation_of, tensors_in
 
 
 @dataclass
@@ -123,17 +122,15 @@ class AllocationTracker(DispatchMode):
             return result
         if function is torch.ops.aten.add.Tensor and result.shape in self.tied:
             self._resize(args[0].untyped_storage(), 0)  # under this mode autograd does not add in place
-        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._follow(storage, self._rounded(storage.nbytes()) if self.counts else 0)
+        for tensor in tensors_in((result,)):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._known:
+                self._follow(storage, self._rounded(storage.nbytes()) if self.counts else 0)
         if self.thin_masks and function is torch.ops.aten.bernoulli_.float:
             self._resize(result.untyped_storage(), self._rounded(result.numel()))
         operation = operation_of(function, args, kwargs or {}, result)
         if operation and operation.kind in BY_FLOPS:
-            tensors = (tensor for tensor in tree_leaves((args, result)) if isinstance(tensor, torch.Tensor))
-            self.multiplied.update(tensor.untyped_storage()._cdata for tensor in tensors)
+            self.multiplied.update(id(tensor.untyped_storage()) for tensor in tensors_in((args, result)))
         self.note(operation)
         return result
 
@@ -156,7 +153,7 @@ class AllocationTracker(DispatchMode):
         return -(-size // self.rounding) * self.rounding
 
     def _follow(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
+        key = id(storage)
         if key in self._known:
             return
         self._known[key] = size
@@ -164,8 +161,8 @@ class AllocationTracker(DispatchMode):
         self._change(size)
 
     def _resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        self._change(-self._known[storage._cdata])
-        self._known[storage._cdata] = size
+        self._change(-self._known[id(storage)])
+        self._known[id(storage)] = size
         self._change(size)
 
     def _release(self, key: int) -> None:
@@ -222,7 +219,7 @@ class FusedLayers:
         kept = self.before | self.ledger.multiplied
         for saved in self.saved:
             assert saved.tensor is not None  # no backward pass has begun
-            if saved.tensor.untyped_storage()._cdata not in kept:
+            if id(saved.tensor.untyped_storage()) not in kept:
                 saved.tensor = None
         self.saved = []
 

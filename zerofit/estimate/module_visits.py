@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofit.compat.deepspeed import visit_modules
 from zerofit.compat.torch import number_of_tensors
 
 
@@ -46,7 +47,7 @@ class ModuleVisits:
         }
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        self._register_deepspeed_module(model, [0])
+        visit_modules(self, model)
 
     def begin(self, note: Callable[[Visit], None]) -> None:
         """A pass begins, whose visits `note` takes."""
@@ -55,11 +56,6 @@ class ModuleVisits:
         self.holders = {name: _holders(parameter) for name, parameter in self.parameters.items()}
         for module in self.module.modules():
             module.applied_pre_backward_ref_cnt = 0  # type: ignore[assignment]
-
-    def _register_deepspeed_module(self, module: torch.nn.Module, count: list[int]) -> None:
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-        DeepSpeedZeRoOffload._register_deepspeed_module(self, module, count)
 
     def get_param_coordinator(self) -> None:
         """There is none."""

@@ -14,10 +14,8 @@ EXCHANGES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)  # between rank
 BY_FLOPS = (MATRIX, ATTENTION)  # what they take is counted in FLOPs, of the others in bytes
 ROWS_EXCHANGED = "dim_zero_all_to_all"  # DeepSpeed's operator of Ulysses (deepspeed/sequence/layer.py)
 KINDS = (*BY_FLOPS, MEMORY, MATH, RANDOM)
-FLASH, FLASH_BACKWARD = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+FLASH_BACKWARD = f"{FLASH}_backward"
 # Matrix products of experts, as the tracer lets them run (tracer.py): (S, K) rows with (E, K, N) weights.
 EXPERTS, EXPERTS_BACKWARD = "grouped_mm_fallback", "grouped_mm_fallback_backward"
 # They make no tensor, or one that nothing is written into.
@@ -57,7 +55,7 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
     FLOPs are those of torch.utils.flop_counter; a causal mask halves those of attention.
     """
-    packet = getattr(function, "_overloadpacket", None)
+    packet = getattr(function, "overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name == ROWS_EXCHANGED:
         return Operation(ALL_TO_ALL, _is_half(args, result), 0, _bytes(result))
@@ -65,11 +63,11 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         rows, weight = args[0], args[1]
         flops = 2 * rows.numel() * weight.shape[2] * (1 if name == EXPERTS else 2)
         shape = (weight.shape[0], -(-len(rows) // weight.shape[0]), weight.shape[2], weight.shape[1])
-        return Operation(MATRIX, _is_half(args, result), flops, sum(map(_bytes, _tensors((args, result)))), shape)
+        return Operation(MATRIX, _is_half(args, result), flops, sum(map(_bytes, tensors_in((args, result)))), shape)
     if packet is None or function.namespace != "aten" or function.is_view or name in FREE:  # prim: a question
         return None
-    flops, written = _flops(packet, args, kwargs, result), sum(map(_bytes, _tensors((result,))))
-    read = 0 if name in WRITING else sum(map(_bytes, _tensors(args[1:] if name == "copy_" else args)))
+    flops, written = _flops(packet, args, kwargs, result), sum(map(_bytes, tensors_in((result,))))
+    read = 0 if name in WRITING else sum(map(_bytes, tensors_in(args[1:] if name == "copy_" else args)))
     read = min(read, written) if name in LOOKUPS else read
     if not read + written:
         return None
@@ -96,10 +94,10 @@ def _shape(kind: str, name: str, factors: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    if packet is FLASH:
+    if packet.__name__ == FLASH:
         flops = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
         return flops // 2 if _is_causal(args, kwargs, 4) else flops
-    if packet is FLASH_BACKWARD:
+    if packet.__name__ == FLASH_BACKWARD:
         flops = sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
         return flops // 2 if _is_causal(args, kwargs, 7) else flops
     if packet is aten.addmm:  # its formula takes the `out_dtype` that may follow for the result
@@ -112,12 +110,13 @@ def _is_causal(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> boo
     return bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in values, and in lists and tuples of these."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -126,6 +125,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _is_half(args: tuple[Any, ...], result: Any) -> bool:
-    floating = (one for one in _tensors((args, result)) if one.is_floating_point())
+    floating = (one for one in tensors_in((args, result)) if one.is_floating_point())
     first = next(floating, None)
     return first is not None and first.itemsize < 4

@@ -7,6 +7,7 @@ many tokens reach a rank's experts depends on the routers; here they are balance
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,14 +16,12 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import _functional_collectives as functional
 
 from zerofit.compat import replaced
+from zerofit.compat.torch import Ring
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel
-from zerofit.strategy.sequence import RING
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Collectives:
 
     ReduceOp = distributed.ReduceOp
     ProcessGroup = FakeGroup
-    AsyncCollectiveTensor = functional.AsyncCollectiveTensor
+    AsyncCollectiveTensor = type("AsyncCollectiveTensor", (), {})  # whose kind no tensor is here
 
     def __init__(self, note: Callable[[Operation], None], size: int):
         self.note, self.size = note, size
@@ -83,7 +82,7 @@ class Collectives:
             return
         places = [(layers, "distributed")]
         with contextlib.suppress(ImportError):
-            ring = import_module(RING)
+            ring = import_module(Ring.MODULE)
             places += [(ring, "dist"), (ring, "ft_c")]
         with contextlib.suppress(ImportError):
             from deepspeed.runtime.sequence_parallel import ulysses_sp
@@ -165,10 +164,9 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
     class Balanced(library.AllToAllEP):
         """The exchange, whose sizes are on the host before there are any: fake tensors have no values."""
 
-        def _dispatch_tokens(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
-            sizes = _even(top_k_index.numel(), ranks)
-            with replaced(FakeTensor, "tolist", lambda counts: [sizes] * len(counts)):
-                return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
+        def __call__(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
+            with KnownItems(_even(top_k_index.numel(), ranks)):
+                return super().__call__(hidden_states, top_k_index, top_k_weights)
 
     with contextlib.ExitStack() as replacements:
         for place, name, other in (
@@ -177,10 +175,10 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
         ):
             replacements.enter_context(replaced(place, name, other))
         for module in expert_parallel.experts_of(model):
-            for name, whole in module.named_parameters(recurse=False):
+            for name, whole in list(module.named_parameters(recurse=False)):
                 stored = torch.float32 if whole.requires_grad else whole.dtype
                 own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
-                module._parameters[name] = torch.nn.Parameter(own, whole.requires_grad)
+                setattr(module, name, torch.nn.Parameter(own, whole.requires_grad))
             expert_parallel.dispatch(module, FakeMesh(ranks), FakeMesh(1), None if dtype == torch.float32 else dtype)
 
 
@@ -229,6 +227,17 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
         yield
 
 
+class KnownItems(torch.overrides.TorchFunctionMode):
+    """Lets the host read these numbers of tensors, in turn: fake tensors have no values."""
+
+    def __init__(self, values: list[int]):
+        super().__init__()
+        self.values = itertools.cycle(values)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return next(self.values) if function is torch.Tensor.item else function(*args, **(kwargs or {}))
+
+
 def _even(total: int, parts: int) -> list[int]:
     """A total in parts that differ by one at most."""
     return [len(range(part, total, parts)) for part in range(parts)]
@@ -272,10 +281,8 @@ def _widened(value: Any) -> Any:
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """loss.backward(), with CudaCasts in force: they would be off in it, and layers are computed again there."""
-    torch.autograd.graph._engine_run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    """loss.backward(), with CudaCasts in force: they are off in a tensor's method, and layers are recomputed in it."""
+    torch.autograd.backward(loss)
 
 
 class FakeHostStore:
@@ -300,8 +307,11 @@ class FakeHostStore:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def linear_of_zero_3() -> AbstractContextManager[Any]:
-    """The context in which linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+class LinearOfZero3(torch.overrides.TorchFunctionMode):
+    """Lets linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
 
-    return replaced(torch.nn.functional, "linear", zero3_linear_wrap)
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+        function = zero3_linear_wrap if function is torch.nn.functional.linear else function
+        return function(*args, **(kwargs or {}))

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofit.compat import replaced
+from zerofit.compat.torch import fake_tensors
 from zerofit.estimate.allocations import AllocationTracker, FusedLayers, Segment
 from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs
@@ -25,8 +25,8 @@ from zerofit.estimate.traced_shares import (
     Collectives,
     CudaCasts,
     FakeHostStore,
+    LinearOfZero3,
     fused_norm,
-    linear_of_zero_3,
     rows_split,
     run_backward,
     tokens_exchanged,
@@ -115,8 +115,8 @@ class Tracer:
         self._steps: dict[tuple[int, int | None], list[TracedStep]] = {}
 
     @functools.cached_property
-    def mode(self) -> FakeTensorMode:
-        return FakeTensorMode(allow_non_fake_inputs=True)
+    def mode(self) -> AbstractContextManager[Any]:
+        return fake_tensors()
 
     @functools.cached_property
     def model(self) -> Any:
@@ -233,7 +233,7 @@ class Tracer:
 
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
-        linear = linear_of_zero_3() if self.settings.keeps_inputs else contextlib.nullcontext()
+        linear = LinearOfZero3() if self.settings.keeps_inputs else contextlib.nullcontext()
         chunks = replaced(chunked_loss, "chunk_starts", ledger.some_chunks)
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
         adds = replaced(chunked_loss, "adds_half_products", lambda device: True)
@@ -282,16 +282,15 @@ def _make_fake(model: torch.nn.Module) -> None:
     parameters stay tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    made[id(tensor)]._backward_hooks = tensor._backward_hooks
-                held[name] = made[id(tensor)]
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(tensor) not in made:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                if hasattr(tensor, "gradient_hook"):
+                    made[id(tensor)].register_hook(tensor.gradient_hook)
+            setattr(module, name, made[id(tensor)])
 
 
 def _tied_shapes(model: torch.nn.Module) -> frozenset[torch.Size]:

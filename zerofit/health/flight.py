@@ -24,18 +24,13 @@ SHOWN = 3  # groups in a summary
 
 def write_record(folder: str, rank: int) -> None:
     """Write this rank's record into a run's folder, unless no run has begun there. Nothing is raised."""
-    c10d, groups = sys.modules.get("torch._C._distributed_c10d"), sys.modules.get("torch.distributed.distributed_c10d")
     begun = os.path.isfile(os.path.join(os.path.dirname(folder), "files.json"))
-    if c10d is None or groups is None or not begun:
+    if "torch.distributed.distributed_c10d" not in sys.modules or not begun:
         return
     with contextlib.suppress(Exception):
-        of_nccl = groups.is_initialized() and groups.get_backend() == "nccl"
-        dump = c10d._dump_nccl_trace if of_nccl else c10d._dump_fr_trace
-        record = pickle.loads(dump(includeStackTraces=False))  # stacks would import torch._inductor first: seconds
-        for group, ranks in groups._world.pg_group_ranks.items():  # gloo's record has no names of groups
-            name, members = groups._world.pg_names[group], sorted(ranks)
-            record["pg_config"].setdefault(name, {"name": name, "desc": group.group_desc, "ranks": str(members)})
-        record["pg_config"].pop("", None)
+        from zerofit.compat.torch import flight_record
+
+        record = flight_record()
         os.makedirs(folder, exist_ok=True)
         target = os.path.join(folder, f"{PREFIX}{rank}")
         with open(f"{target}.partial", "wb") as file:

@@ -27,12 +27,14 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
 import psutil
 import yaml
 from accelerate.commands import launch
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
-from torch.distributed.launcher import api as launcher
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from zerofit.compat.torch_elastic import AskingAgent, launching_with
 from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.rendezvous import Ended, serve_store
 from zerofit.launch.restart_rule import Restarts, code_of_run, have_saved
@@ -47,7 +49,7 @@ STOP = signal.SIGUSR2  # no restart from here on
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class RestartingAgent(LocalElasticAgent):
+class RestartingAgent(AskingAgent):
     """torch's agent, which is told after each failure whether another restart is left.
 
     Attributes:
@@ -59,26 +61,28 @@ class RestartingAgent(LocalElasticAgent):
     group: MachineGroup | None = None
     _failures = 0
 
-    def _monitor_workers(self, worker_group: Any) -> Any:
-        result = super()._monitor_workers(worker_group)
-        if not result.is_failed():
-            return result
-        ends = ", ".join(f"rank {rank} {_end(failure.exitcode)}" for rank, failure in sorted(result.failures.items()))
+    def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
+        if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
+            spec.rdzv_handler = MachineRendezvous(spec.rdzv_handler)
+        spec.master_port = None  # that of the rendezvous holds: a restart has a new store
+        super().__init__(spec, *args, **kwargs)
+
+    def starts_again(self, failures: dict[int, Any], allowed: int) -> bool:
+        ends = ", ".join(f"rank {rank} {_end(failure.exitcode)}" for rank, failure in sorted(failures.items()))
         ended = f"{ends} after update {self.restarts.updates()}"
-        codes, allowed = {failure.exitcode for failure in result.failures.values()}, worker_group.spec.max_restarts
+        codes = {failure.exitcode for failure in failures.values()}
         refused = self.restarts.refused(codes) if allowed else "--max_restarts 0"
         if allowed and self.group is not None and self.group.has_finished():
             refused = "another machine has finished"
         used = self._count(not have_saved(codes))
         if not refused and used > allowed:
             refused = "none is left"
-        self._remaining_restarts = int(not refused)
         if allowed:
             what = f"no restart ({refused})" if refused else f"restart {used} of {allowed}"
             print(f"{ended}: {what}", file=sys.stderr, flush=True)
         if refused and self.group is not None:
             self.group.end(ended, code_of_run([_positive(code) for code in codes]))
-        return result
+        return not refused
 
     def _count(self, failed: bool) -> int:
         """Failures so far, of all machines."""
@@ -87,41 +91,66 @@ class RestartingAgent(LocalElasticAgent):
         self._failures += failed
         return self._failures
 
-    def _rendezvous(self, worker_group: Any) -> None:
-        worker_group.spec.master_port = None  # that of the rendezvous holds: a restart has a new store
-        super()._rendezvous(worker_group)
-
-    def _start_workers(self, worker_group: Any) -> Any:
+    def restarts_left(self, allowed: int) -> int:
         """Ranks read the number of restarts, which has to be the same on all machines."""
-        self._remaining_restarts = max(0, worker_group.spec.max_restarts - self._count(False))
-        return super()._start_workers(worker_group)
+        return max(0, allowed - self._count(False))
 
-    def _exit_barrier(self) -> None:
-        """Wait for other launchers: a group does so in MachineGroup.settle, as long as they are alive."""
-        if self.group is None:
-            super()._exit_barrier()
+    def waits_for_others(self) -> bool:
+        """A group waits for other launchers in MachineGroup.settle, as long as they are alive."""
+        return self.group is None
 
 
-class MachineRendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
-    """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one."""
+class MachineRendezvous(RendezvousHandler):
+    """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one.
+
+    Args:
+        static: torchrun's own.
+    """
+
+    def __init__(self, static: StaticTCPRendezvous):
+        self.static = static
+        self.store: Any = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self.world_size == 1 and self.master_addr in LOOPBACK:
-            store = serve_store(0 if self._store else self.master_port, everywhere=False)
-            self._store = store
-            self.master_port = store.port
-        elif self.world_size > 1:
+        static = self.static
+        if static.world_size > 1:
             if RestartingAgent.group is None:
                 RestartingAgent.group = MachineGroup(
-                    self.master_addr, self.master_port, self.rank, self.world_size, self.timeout.total_seconds()
+                    static.master_addr,
+                    static.master_port,
+                    static.rank,
+                    static.world_size,
+                    static.timeout.total_seconds(),
                 )
-            store = RestartingAgent.group.meet()
-            self._store = store
-            self.master_port = store.port
-        return super().next_rendezvous()
+            self.store = RestartingAgent.group.meet()
+        elif static.master_addr in LOOPBACK:
+            self.store = serve_store(0 if self.store else static.master_port, everywhere=False)
+        else:
+            return static.next_rendezvous()
+        bootstrap = RendezvousStoreInfo(static.master_addr, self.store.port)
+        return RendezvousInfo(PrefixStore(static.run_id, self.store), static.rank, static.world_size, bootstrap)
 
     def num_nodes_waiting(self) -> int:
         return 0 if RestartingAgent.group is None else RestartingAgent.group.num_waiting()
+
+    def get_backend(self) -> str:
+        return self.static.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self.static.use_agent_store
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """It never is."""
+
+    def get_run_id(self) -> str:
+        return self.static.run_id
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def main() -> int:
@@ -134,12 +163,11 @@ def main() -> int:
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
     folder = Path(os.environ[RUN]) if RUN in os.environ else None
-    static_tcp_rendezvous.StaticTCPRendezvous = MachineRendezvous  # type: ignore[misc]
     RestartingAgent.restarts = restarts = Restarts(folder)
-    launcher.LocalElasticAgent = RestartingAgent  # type: ignore[misc]
     signal.signal(STOP, lambda number, frame: restarts.stop())
     try:
-        code = run_launcher()
+        with launching_with(RestartingAgent):
+            code = run_launcher()
     except SignalException as error:  # the others may restart without this machine: they are not waited for
         return 128 + error.sigval
     if (group := RestartingAgent.group) is None:

@@ -37,7 +37,7 @@ def compile_model(model: torch.nn.Module, what: str, backend: str = "inductor") 
         raise UserError(f"torch_compile = {what}: the code of a {kind} names no blocks. Use --torch_compile model")
     for module in modules:
         module.compile(backend=backend)
-    torch._dynamo.config.recompile_limit = GRAPHS
+    torch.compiler.config.recompile_limit = GRAPHS
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def ends_of(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.n
     blocks, embedding, head = blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()
     if not blocks or head is None:
         return [], []
-    sharers = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+    sharers = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     own = [all(sharers[id(each)] == 1 for each in end.parameters()) for end in (embedding, head)]
     modules, within = list(model.modules()), set(head.modules())
     after = modules[modules.index([*blocks[-1].modules()][-1]) + 1 :]

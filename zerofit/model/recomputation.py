@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zerofit.compat.torch import DispatchMode
+from zerofit.compat.torch import DispatchMode, argument_names
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import Recomputation
@@ -127,9 +127,9 @@ def _kind(operator: Any) -> str | None:
 
 def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call of an operator has a probability of dropout above 0."""
-    for place, argument in enumerate(operator._schema.arguments):
-        value = kwargs.get(argument.name, args[place] if place < len(args) else argument.default_value)
-        if "dropout" in argument.name and isinstance(value, (int, float)) and value > 0:
+    for place, (name, default) in enumerate(argument_names(operator)):
+        value = kwargs.get(name, args[place] if place < len(args) else default)
+        if "dropout" in name and isinstance(value, (int, float)) and value > 0:
             return True
     return False
 

@@ -1,7 +1,6 @@
 """ZeRO of any stage, through DeepSpeed's engine."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zerofit.compat.deepspeed import SplitStep, is_padding
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
@@ -31,7 +31,7 @@ def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     def norm(gradients: list[torch.Tensor], parameters: list[Any], **kwargs: Any) -> torch.Tensor:
         kinds: dict[Any, tuple[Any, list[torch.Tensor]]] = {}
-        of_parameters = (each for each in gradients if not getattr(each, "_zero_padding", False))
+        of_parameters = (each for each in gradients if not is_padding(each))
         for gradient, parameter in zip(of_parameters, parameters):
             kind = is_model_parallel_parameter(parameter), getattr(parameter, "ds_pipe_replicated", False)
             kinds.setdefault(kind, (parameter, []))[1].append(gradient)
@@ -54,55 +54,8 @@ class DeepSpeedEngine(Engine):
             zero["offload_optimizer"]["nvme_path"] = str(self._folder)
         with initializing_deepspeed(self.layout):
             self.engine = self.accelerator.prepare(model, optimizer)[0]
-        self._decide_before_step(self.engine.optimizer)
+        self._split = SplitStep(self.engine.optimizer, self.strategy.shards_parameters, norm_at_once)
         return self.engine
-
-    def _decide_before_step(self, optimizer: Any) -> None:
-        """DeepSpeed takes the norm, and decides whether to step, within its optimizer's `step`. Let that use the norm
-        that `gradient_norm` has taken before, and end, where `discard` says so, as it ends after an overflow: every
-        ZeRO optimizer decides in `_update_scale`, and drops the gradients; only the loss scale stays here."""
-        if not hasattr(optimizer, "_update_scale"):
-            self._decide_before_bf16_step(optimizer)
-            return
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        optimizer.get_grad_norm_direct = norm_at_once(optimizer.get_grad_norm_direct)
-        name = "_get_norm_groups" if self.strategy.shards_parameters else "scaled_global_norm"
-        take_norm, update_scale = getattr(optimizer, name), optimizer._update_scale
-
-        def norm_before_step() -> float:
-            if hasattr(optimizer, "_wait_for_offload_copies"):  # ZeRO-1 and ZeRO-2; `step` begins with it
-                optimizer._wait_for_offload_copies()
-            self._norm = take_norm()
-            norms = self._norm if isinstance(self._norm, list) else [self._norm]
-            return float(combine_grad_norm_groups(norms)) / optimizer.loss_scale
-
-        def update_scale_unless_discarded(has_overflow: bool = False) -> None:
-            if self._discards:
-                optimizer.overflow = True
-            else:
-                update_scale(has_overflow)
-
-        self._take_norm = norm_before_step
-        setattr(optimizer, name, lambda *args, **kwargs: self._norm)
-        optimizer._update_scale = update_scale_unless_discarded
-
-    def _decide_before_bf16_step(self, optimizer: Any) -> None:
-        """The same of the BF16_Optimizer, which adds gradients up in fp32 (under ZeRO-1 and bf16, where the JSON's
-        data_types.grad_accum_dtype says so). It steps unless the norm is no number, of which DeepSpeed makes -1
-        (runtime/utils.py, get_global_norm_of_tensors)."""
-        from deepspeed.runtime import bf16_optimizer
-
-        take_norm = bf16_optimizer.get_global_norm_of_tensors
-
-        def norm_before_step() -> float:
-            tensors, _ = optimizer.get_grads_for_norm()
-            self._norm = take_norm(input_tensors=tensors, mpu=optimizer.mpu, norm_type=optimizer.norm_type)
-            return float(self._norm) if self._norm >= 0 else math.nan
-
-        self._take_norm = norm_before_step
-        bf16_optimizer.get_global_norm_of_tensors = lambda **_: self._norm
-        bf16_optimizer.is_invalid_grad_norm = lambda _: self._discards
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         self.engine.set_gradient_accumulation_boundary(is_boundary=last)
@@ -115,15 +68,15 @@ class DeepSpeedEngine(Engine):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def gradient_norm(self) -> float:
-        return self._take_norm()
+        if self.strategy.offloads_optimizer and torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # gradients are on their way to the host
+        return self._split.norm()
 
     def apply(self) -> None:
-        self._discards = False
-        self._take_step()
+        self._split.run(self._take_step, discards=False)
 
     def discard(self) -> None:
-        self._discards = True
-        self._take_step()
+        self._split.run(self._take_step, discards=True)
 
     def _take_step(self) -> None:
         self.engine.step()

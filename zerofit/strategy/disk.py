@@ -1,7 +1,6 @@
 """Optimizer state on a disk (ZeRO-3, DeepSpeed's `device: nvme`): the folder of a process, and what lies there,
 of which DeepSpeed brings one sub-group at a time."""
 
-import contextlib
 import fcntl
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerofit.compat.deepspeed import step_sub_group, swapped_in
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_without_links
 from zerofit.strategy.state import Piece, Read, ShardedState
@@ -95,7 +95,7 @@ class DiskState(ShardedState):
         room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
         saved, start = {}, 0
         for number, several in self._by_sub_group(pieces):
-            with self._swapped_in(number):
+            with swapped_in(self._zero, number):
                 for piece in several:
                     for kind in self.kinds:
                         values = self.get(kind, piece)
@@ -106,7 +106,7 @@ class DiskState(ShardedState):
 
     def _weights(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         for number, several in self._by_sub_group(self.own()):
-            with self._swapped_in(number):
+            with swapped_in(self._zero, number):
                 yield from ((piece, self.get("weight", piece)) for piece in several)
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
@@ -120,37 +120,24 @@ class DiskState(ShardedState):
 
     def _take(self, read: Read) -> None:
         for number, several in self._by_sub_group(self.held()):
-            with self._swapped_in(number, written=True):
+            with swapped_in(self._zero, number, written=True):
                 for piece in several:
                     for kind in self.kinds:
                         self.set(kind, piece, read(kind, piece))
 
     def _shards_follow(self, pieces: list[Piece]) -> None:
         for number, several in self._by_sub_group(pieces):
-            with self._swapped_in(number):
+            with swapped_in(self._zero, number):
                 super()._shards_follow(several)
 
     def _step(self) -> None:
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
-            with self._swapped_in(number, written=True):
+            with swapped_in(self._zero, number, written=True):
                 flat.grad = torch.zeros_like(flat)
-                self._zero._optimizer_step(number)
+                step_sub_group(self._zero, number)
 
     def _by_sub_group(self, pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
         def number(piece: Piece) -> int:
             return self._zero.grad_position[self._zero.get_param_id(self.parameters[piece.name])][0]
 
         return ((key, list(several)) for key, several in groupby(sorted(pieces, key=number), number))
-
-    @contextlib.contextmanager
-    def _swapped_in(self, number: int, written: bool = False) -> Iterator[None]:
-        """The context in which a sub-group is in memory; small ones always are (stage3.py)."""
-        if not self._zero._swappable_optimizer_subgroup(number):
-            yield
-            return
-        self._zero._optimizer_states_and_gradient_swap_in(number)
-        yield
-        if written:
-            self._zero._optimizer_states_and_gradient_swap_out(number)
-        else:
-            self._zero._release_swap_buffers(number)

@@ -5,8 +5,6 @@ says which modules are experts. Ranks have different samples, as in data paralle
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,30 +64,30 @@ def dispatch(experts: torch.nn.Module, mesh: Any, alone: Any, half: torch.dtype 
     experts.num_experts //= mesh.size()  # each rank sees its own
     exchange = AllToAllEP(experts, mesh, alone)
 
+    called = _Exchanged(experts, exchange)
+
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        with _local_parameters(experts, half):
-            return exchange(hidden, chosen, weights).to(hidden.dtype)
+        local = {name: own_experts(each) for name, each in experts.named_parameters(recurse=False)}
+        if half is not None:
+            local = {name: parameter.to(half) for name, parameter in local.items()}
+        own = {f"experts.{name}": parameter for name, parameter in local.items()}
+        return torch.func.functional_call(called, own, (hidden, chosen, weights)).to(hidden.dtype)
 
     experts.forward = forward
 
 
-@contextmanager
-def _local_parameters(module: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """This rank's experts in the place of the DTensors, in the precision of the products."""
-    sharded: dict[str, Any] = dict(module._parameters)
-    for name, parameter in sharded.items():
-        local = own_experts(parameter)
-        module.__dict__[name] = local if dtype is None else local.to(dtype)
-        del module._parameters[name]
-    try:
-        yield
-    finally:
-        for name, parameter in sharded.items():
-            del module.__dict__[name]
-            module._parameters[name] = parameter
+class _Exchanged(torch.nn.Module):
+    """A module with experts, whose forward pass is the exchange: for torch to call with other parameters."""
+
+    def __init__(self, experts: torch.nn.Module, exchange: Any):
+        super().__init__()
+        self.experts, self.exchange = experts, exchange
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.exchange(hidden, chosen, weights)
 
 
-def own_experts(parameter: DTensor) -> torch.Tensor:
+def own_experts(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's experts."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()

@@ -173,7 +173,7 @@ class FullyShardedEngine(Engine):
 
     def apply(self) -> None:
         if self.max_grad_norm > 0:
-            torch._foreach_mul_(self.gradients(), (self.max_grad_norm / (self._norm + 1e-6)).clamp(max=1.0))
+            torch.nn.utils.clip_grads_with_norm_(self._shards_with_gradients(), self.max_grad_norm, self._norm)
         self.optimizer.step()
         self.discard()
 
@@ -182,6 +182,15 @@ class FullyShardedEngine(Engine):
 
     def gradients(self) -> list[torch.Tensor]:
         return [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
+
+    def _shards_with_gradients(self) -> list[torch.Tensor]:
+        """This rank's rows of what has a gradient, as plain tensors that have its rows of the gradient as theirs."""
+        shards = []
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                shards.append(parameter.detach().to_local())
+                shards[-1].grad = parameter.grad.to_local()
+        return shards
 
     def _norm_of_all(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """The 2-norm of the gradients of a replica's ranks together, a scalar."""
@@ -249,6 +258,5 @@ def replace_parameters(model: torch.nn.Module, made: dict[str, torch.nn.Paramete
     """Put others in the place of parameters, by name; tied ones stay tied."""
     by_id = {id(parameter): made[name] for name, parameter in model.named_parameters()}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = by_id[id(parameter)]
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, by_id[id(parameter)])

@@ -107,11 +107,14 @@ def check_launch(launch: Launch) -> None:
 
 
 def tell_deepspeed_of_a_cpu() -> None:
-    """Before DeepSpeed is imported: where there is no GPU it finds that out for itself, and warns on every rank."""
+    """Tell DeepSpeed, before it is imported, what it finds out for itself on a host without a GPU: that there is none,
+    of which it warns on every rank; and the number of processes that share the CPU, for which ZeRO-3 starts `numactl`
+    with every bucket of gradients (zero/stage3.py)."""
     import torch
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ["LOCAL_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
+from zerofit.compat.torch import leave_scaling_to_scaler
 from zerofit.model.parameters import decay_groups, hidden_matrices, true_shape
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions
@@ -81,7 +82,7 @@ class Muon(torch.optim.AdamW):
             eps=recipe.adam_epsilon,
             fused=fused or None,
         )
-        self._step_supports_amp_scaling = False  # fp16: GradScaler itself leaves a step out
+        leave_scaling_to_scaler(self)
         self.dtype = torch.float32 if recipe.precision in (None, "fp32") else torch.bfloat16  # of Newton-Schulz
         self.matrices = {
             name: Matrix(shape := true_shape(parameter), parameter, 0, ((0, shape.numel()),))

@@ -12,7 +12,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
 
-from zerofit.compat.deepspeed import with_groups
+from zerofit.compat.deepspeed import run_schedule, step_pipeline, with_groups
 from zerofit.data.collate import Batch
 from zerofit.model.attention import packed_rows
 from zerofit.model.stages import is_tied, whole_model
@@ -155,11 +155,10 @@ class PipelineEngine(DeepSpeedEngine):
         self.stage.feed(batches, at_the_end, phase)
         # DeepSpeed would wait for them to be copied.
         engine.set_dataiterator((each.to(self.device, non_blocking=True), None) for each in ids)
-        engine.total_loss, engine._compute_loss = None, True
-        engine._exec_schedule(schedule(len(batches), engine.num_stages, engine.stage_id))
+        run_schedule(engine, schedule(len(batches), engine.num_stages, engine.stage_id))
 
     def _take_step(self) -> None:
-        self.engine._exec_optimizer_step()
+        step_pipeline(self.engine)
 
     def from_last_stage(self, found: torch.Tensor | None) -> torch.Tensor:
         """What the last stage of this replica has, on all of its stages."""

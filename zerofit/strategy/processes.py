@@ -1,7 +1,6 @@
 """The processes of a run: their process group, and accelerate's Accelerator over it."""
 
-import functools
-import importlib
+import contextlib
 import os
 import warnings
 from datetime import timedelta
@@ -9,8 +8,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch.distributed import distributed_c10d
 
+from zerofit.compat.deepspeed import without_shared_memory
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.builds import describe_build, drop_abandoned_locks
 from zerofit.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
@@ -44,8 +43,6 @@ def start_processes(
     warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     strategy.check_precision()
-    # What a group without a timeout of its own has, as DeepSpeed makes them: NCCL's is 10 minutes.
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     launch, on_cpu = strategy.launch, not torch.accelerator.is_available()
     notes: list[str] = []
     if on_cpu:
@@ -59,7 +56,6 @@ def start_processes(
         if os.environ.get("LOCAL_RANK", "0") == "0":
             notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
             notes += filter(None, [describe_build("cpu_adam") if strategy.offloads_optimizer else None])
-        spare_deepspeed_on_a_cpu()
         kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
         if keeps_optimizer_on_disk(strategy.deepspeed["zero_optimization"]):
             check_async_io()
@@ -69,13 +65,15 @@ def start_processes(
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     for name in ("FSDP", "PARALLELISM_CONFIG"):  # the engine shards, and transformers would load on one rank only
         os.environ.pop(f"ACCELERATE_USE_{name}", None)
-    accelerator = Accelerator(
-        cpu=on_cpu and strategy.deepspeed is None,
-        mixed_precision={"fp32": "no"}.get(strategy.precision, strategy.precision),
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **backend), ddp],
-        **kwargs,
-    )
+    sums = without_shared_memory() if strategy.deepspeed is not None else contextlib.nullcontext()
+    with sums:
+        accelerator = Accelerator(
+            cpu=on_cpu and strategy.deepspeed is None,
+            mixed_precision={"fp32": "no"}.get(strategy.precision, strategy.precision),
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **backend), ddp],
+            **kwargs,
+        )
     everyone = torch.distributed.group.WORLD
     if shared and everyone is not None:  # DeepSpeed has bound it to a device, and gloo cannot split such a group
         everyone.bound_device_id = None
@@ -110,20 +108,6 @@ def _share_devices(num_devices: int) -> bool:
     # Both accelerate and DeepSpeed take LOCAL_RANK for the number of the device.
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % num_devices)
     return True
-
-
-def spare_deepspeed_on_a_cpu() -> None:
-    """Leave out what DeepSpeed does on CPUs for nothing.
-
-    With its first process group it compiles a sum that its own layers use in inference (comm/torch.py,
-    inference_all_reduce): nothing here calls it. ZeRO-3 asks for the number of devices with every bucket of gradients
-    (zero/stage3.py), which starts `numactl` each time.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    backend: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
-    backend.build_shm_op = lambda: None
-    get_accelerator().device_count = functools.cache(get_accelerator().device_count)
 
 
 def _deepspeed_plugin(strategy: Strategy) -> DeepSpeedPlugin:

@@ -14,12 +14,12 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from zerofit.compat.torch import Ring
 from zerofit.data.collate import within_documents
 from zerofit.model.attention import added_mask, has_attention_dropout
 from zerofit.model.families import family_of
@@ -28,12 +28,6 @@ from zerofit.model.tensor_parallel.layers import summed
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
 
-RING = "torch.distributed.tensor.experimental._context_parallel._attention"  # where a torch has it
-aten = torch.ops.aten
-SEQUENCE = 2  # the dimension of (B, H, T, D)
-CPU, GPU = aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention
-CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-GPU_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 OF_GPU = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")  # what it hands to its backward
 FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
 BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
@@ -70,7 +64,7 @@ def check_model(config: Any, degree: int, source: str, recipe: Any, precision: s
             "has no dropout (remove it: --config_overrides attn_pdrop=0, or attention_dropout=0)": (
                 recipe.trains and has_attention_dropout(config)
             ),
-            f"is not in torch {torch.__version__}": importlib.util.find_spec(RING.rpartition(".")[0]) is None,
+            f"is not in torch {torch.__version__}": importlib.util.find_spec(Ring.MODULE.rpartition(".")[0]) is None,
             "has no kernel in fp32 on a GPU": precision == "fp32" and torch.cuda.is_available(),
         }
         problems += [
@@ -235,10 +229,9 @@ class RingAttention(torch.autograd.Function):
     """Causal attention to rows in full, without dropout, of queries, keys and values of a part of them: ranks pass
     keys and values on to each other, and keep all heads (Liu et al. 2023, arXiv:2310.01889).
 
-    The ring and the merging of its parts are torch's (distributed/tensor/experimental/_context_parallel, 2.13). Its
-    public `context_parallel` knows no kernel of the CPU, and replaces F.scaled_dot_product_attention for the whole
-    process; so the functions below it are called. With a causal mask the first ranks would wait for the last: torch's
-    ring expects that a rank has two pieces of a row, one from its beginning and one from its end.
+    The ring and the merging of its parts are torch's (zerofit.compat.torch.Ring). With a causal mask the first ranks
+    would wait for the last: torch's ring expects that a rank has two pieces of a row, one from its beginning and one
+    from its end.
 
     Shapes: query (B, H, T / ranks, D), key and value (B, heads of keys, T / ranks, D) -> (B, H, T / ranks, D).
     """
@@ -247,33 +240,27 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, scale: float | None
     ) -> torch.Tensor:
-        ring = import_module(RING)
-        ring.set_rotate_method("alltoall")  # not all keys and values at once
-        groups = query.shape[1] // key.shape[1]
+        groups, kernel = query.shape[1] // key.shape[1], Ring.kernels(query.device)[0]
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-            kernel = GPU if query.device.type == "cuda" else CPU
             return kernel(query, *(each.repeat_interleave(groups, dim=1) for each in (key, value)), **options)
 
-        output, sums, *rest = ring._templated_ring_attention(
-            group, SEQUENCE, attend, query, key, value, is_causal=True, scale=scale
-        )
+        output, sums, *rest = Ring().forward(group, attend, query, key, value, scale=scale)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.groups, ctx.group, ctx.scale, ctx.rest = groups, group, scale, dict(zip(OF_GPU, rest, strict=False))
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ring, (query, key, value, output, sums) = import_module(RING), ctx.saved_tensors
+        query, *_ = ctx.saved_tensors
+        kernel = Ring.kernels(query.device)[1]
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-            kernel = GPU_BACKWARD if query.device.type == "cuda" else CPU_BACKWARD
             key, value = (each.repeat_interleave(ctx.groups, dim=1) for each in (key, value))
             of_query, *of_wide = kernel(query=query, key=key, value=value, dropout_p=0.0, **options)
             return of_query, *(each.unflatten(1, (-1, ctx.groups)).sum(2) for each in of_wide)
 
-        of_query, of_key, of_value = ring._templated_ring_attention_backward(
-            ctx.group, SEQUENCE, attend, gradient.contiguous(), "grad_out", query, key, value, output, sums,
-            is_causal=True, scale=ctx.scale, **ctx.rest,
-        )  # fmt: skip
+        of_query, of_key, of_value = Ring().backward(
+            ctx.group, attend, gradient.contiguous(), *ctx.saved_tensors, scale=ctx.scale, **ctx.rest
+        )
         return of_query, of_key, of_value, None, None

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from zerofit.compat.deepspeed import fragment_of, step_sub_group
 from zerofit.model.parameters import true_numel, true_shape
 from zerofit.model.tensor_parallel.cut import Cut, rows_of
 from zerofit.strategy.muon import Muon, flat
@@ -315,26 +316,20 @@ class FlatState(OptimizerState):
     """ZeRO-1 and ZeRO-2: each rank holds a range of all parameters laid end to end."""
 
     def _range(self, parameter: Any) -> tuple[int, int]:
-        if parameter._hp_mapping is None:
-            return 0, 0
-        address = parameter._hp_mapping.lp_fragment_address
-        return address.start, address.start + address.numel
+        fragment = fragment_of(parameter)
+        return (0, 0) if fragment is None else (fragment.start, fragment.start + fragment.numel)
 
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
         flat = next(group["params"][0] for group in self.optimizer.param_groups if group["muon"])
-        mapping = parameter._hp_mapping
-        return flat, 0 if mapping is None else mapping.hp_fragment_address.start
+        fragment = fragment_of(parameter)
+        return flat, 0 if fragment is None else fragment.offset
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
-        fragment = self.parameters[piece.name]._hp_mapping
-        if kind != "weight" and not fragment.optim_fragment:
-            self._link()
-        return fragment.get_hp_fragment(None if kind == "weight" else kind)
-
-    def _link(self) -> None:
-        """Tell the fragments where the moments are: DeepSpeed does it once, when only its first group has any."""
-        self.engine.engine.optimizer._hp_optimizer_states_linked = False
-        self.engine.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        fragment = fragment_of(self.parameters[piece.name])
+        assert fragment is not None, "a piece that this rank holds"
+        flat = self.optimizer.param_groups[fragment.group]["params"][0]
+        held = flat if kind == "weight" else self.optimizer.state[flat][kind]
+        return held.detach()[fragment.offset : fragment.offset + fragment.numel]
 
     def _weights_follow(self) -> None:
         self.engine.engine.optimizer.update_lp_params()
@@ -380,7 +375,7 @@ class ShardedState(OptimizerState):
 
     def _step(self) -> None:
         for number in range(len(self._optimized())):
-            self.engine.engine.optimizer._optimizer_step(number)
+            step_sub_group(self.engine.engine.optimizer, number)
 
     def _weights_follow(self) -> None:
         optimizer = self.engine.engine.optimizer

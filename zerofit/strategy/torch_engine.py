@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zerofit.compat.torch import norms_of
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState
@@ -19,7 +20,7 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     5e-5 for a tensor of 0.8 M elements and by 0.4 % for one of 50 M.
     """
     wide = torch.float64 if gradients and gradients[0].device.type == "cpu" else torch.float32
-    norms = torch._foreach_norm(gradients, 2, wide)
+    norms = norms_of(gradients, wide)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 

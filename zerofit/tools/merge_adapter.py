@@ -101,9 +101,8 @@ def fold(adapted: AdaptedModel):
 
 def _untie(model) -> None:
     owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for module in model.modules():
         weight = getattr(getattr(module, "base_layer", None), "weight", None)
         if weight is not None and owners.get(id(weight), 0) > 1:

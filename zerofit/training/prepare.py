@@ -16,6 +16,7 @@ from torch import distributed
 from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from zerofit.compat.torch import group_timeout
 from zerofit.data.sources import files_and_sizes
 from zerofit.health.flight import FOLDER, PREFIX
 from zerofit.launch.ranks import RANKS
@@ -107,10 +108,12 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     watchdog.phase("process group", patience=2.0)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
     silence = timedelta(minutes=run.recipe.watchdog_minutes)
+    timeout = max(processes.COLLECTIVE_TIMEOUT, 2 * LONG * silence)  # the watchdog is to speak first
+    run.starting.enter_context(group_timeout(timeout))
     store = store_of_one_process()  # noqa: F841 - it serves until the process group has taken it over
     accelerator, notes = processes.start_processes(
         run.strategy,
-        max(processes.COLLECTIVE_TIMEOUT, 2 * LONG * silence),  # the watchdog is to speak first
+        timeout,
         log_with=list(run.config.trackers) or None,
         project_dir=str(run.folder.path),
     )

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,7 @@ class Run:
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.facts = RunFacts(self.strategy)
         self.notes, self.lines = list(config.notes), list[str]()
+        self.starting = ExitStack()  # what holds until the engine is there
         self.adapter: Any = None  # LoRA's, of this run
         self.length: Any = None  # a RunLength, once the data is known
         self.growth: Any = None  # the length of rows in the first updates; None: they are read in full
@@ -238,6 +240,7 @@ class Run:
             self.notes += filter(None, [without_mfu(self.device, strategy.precision)])
         self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
+        self.starting.close()
         if schedule is not None and schedule.warning:
             self.say(f"warning: {schedule.warning}")
         self.engine.alive = self.watchdog.alive

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.run_state import RunState
+from zerofit.compat.torch import number_of_graphs
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.lora import Adapter
 from zerofit.recipe.options import TrainingRecipe
@@ -117,10 +118,7 @@ def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> li
 
 def compiled() -> str:
     """How often torch.compile compiled, as torch counts it on this process."""
-    from torch._dynamo.utils import counters
-
-    number = counters["stats"]["unique_graphs"]
-    return f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
+    return f"compiled    {counted(number_of_graphs(), 'graph')}: parts of the model, and some again for other shapes"
 
 
 def summary(

@@ -15,11 +15,10 @@ import shutil
 import warnings
 from collections import OrderedDict
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
-import torch
 
+from zerofit.compat.megatron import as_first_rank
 from zerofit.data.megatron.corpus import Corpus, megatron
 from zerofit.data.pack import DatasetStats, Sample
 from zerofit.data.tables import one_process_at_a_time
@@ -245,8 +244,7 @@ def _dataset(blend: Blend, part: int, weights, count: int, ends: _TokenizerStub,
     )
     config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
     sizes = [count if place == part else 0 for place in range(len(config.split_matrix))]
-    # BlendedDataset asks for its rank, but no process group exists yet.
-    with patch.object(torch.distributed, "get_rank", lambda *_: 0), warnings.catch_warnings():
+    with as_first_rank(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
         builder = core.builder.BlendedMegatronDatasetBuilder(core.gpt.GPTDataset, sizes, lambda: True, config)

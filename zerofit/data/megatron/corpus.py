@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from zerofit.compat.megatron import load_without_pickles
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.paths import missing_corpus
@@ -57,8 +58,7 @@ def megatron() -> SimpleNamespace:
             )
         except ImportError as error:
             raise UserError(f"pip install '.[megatron]' for megatron-core ({first_line(error)})") from None
-    for module in (blended_dataset, gpt_dataset):
-        module.numpy = _NumpyWithoutPickles()
+    load_without_pickles((blended_dataset, gpt_dataset), _NumpyWithoutPickles())
     return SimpleNamespace(
         builder=blended_megatron_dataset_builder,
         config=blended_megatron_dataset_config,
@@ -68,7 +68,7 @@ def megatron() -> SimpleNamespace:
 
 
 class _NumpyWithoutPickles:
-    """numpy for megatron-core's datasets, which load an index, now or later, with allow_pickle=True."""
+    """numpy for megatron-core's datasets."""
 
     def __getattr__(self, name: str):
         return getattr(np, name)

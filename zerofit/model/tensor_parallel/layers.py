@@ -365,7 +365,9 @@ def _share_tokens(model: torch.nn.Module, parts: TokenParts) -> None:
     norms = (module for module in (*layers.modules(), last) if not isinstance(module, RowLinear))
     for parameter in (each for module in norms for each in module.parameters(recurse=False)):
         if parameter.requires_grad and not hasattr(parameter, "cut"):
-            parameter.register_hook(partial(total, group=parts.tensor.group))
+            hook = partial(total, group=parts.tensor.group)
+            parameter.register_hook(hook)
+            parameter.gradient_hook = hook  # what takes the parameter's place has to have it too
 
 
 def _split_vocabulary(model: torch.nn.Module, tensor: TensorGroup) -> None:

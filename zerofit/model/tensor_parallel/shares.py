@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofit.compat.torch import DispatchMode
 
@@ -71,9 +72,8 @@ def draw_share(make: Callable[[], nn.Module], keep: Callable[[nn.Module], None])
         id(parameter): _with_values(parameter, calls.replay(whole[id(parameter)])) for parameter in model.parameters()
     }
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = drawn[id(parameter)]
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, drawn[id(parameter)])
     return model
 
 
@@ -81,25 +81,25 @@ def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
     cut = getattr(parameter, "cut", None)
     made = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
-    made._backward_hooks = parameter._backward_hooks
+    if hasattr(made, "gradient_hook"):
+        made.register_hook(made.gradient_hook)
     return made
 
 
 @contextlib.contextmanager
 def _parameters_without_memory() -> Iterator[None]:
     """Put parameters on the meta device as modules take them. Buffers (rotary frequencies) are computed as usual."""
-    register = nn.Module.register_parameter
 
-    def register_on_meta(self, name, parameter):
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(self, name, parameter)
+    def on_meta(module, name, parameter):
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    nn.Module.register_parameter = register_on_meta
+    handle = register_module_parameter_registration_hook(on_meta)
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        handle.remove()
 
 
 class _Calls(DispatchMode):
@@ -108,18 +108,18 @@ class _Calls(DispatchMode):
     def __init__(self):
         super().__init__()
         self._calls: dict[int, list[tuple]] = {}  # of each storage
-        self._alive: list[torch.Tensor] = []  # so that no other tensor takes a storage's address
+        self._alive: list[torch.Tensor] = []  # so that no other storage takes one's id
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name, tensor = kwargs or {}, func.__name__.split(".")[0], args[0] if args else None
-        if not torch.is_tensor(tensor) or not tensor.is_meta or not name.endswith("_") or not func._schema.is_mutable:
+        if not torch.is_tensor(tensor) or not tensor.is_meta or not name.endswith("_"):
             return func(*args, **kwargs)
         state = None
         if name in RANDOM:
             state = torch.get_rng_state()
             func(torch.empty(tensor.shape, dtype=tensor.dtype), *args[1:], **kwargs)
         place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self._calls.setdefault(tensor.untyped_storage()._cdata, []).append((state, func, place, args[1:], kwargs))
+        self._calls.setdefault(id(tensor.untyped_storage()), []).append((state, func, place, args[1:], kwargs))
         self._alive.append(tensor)
         return tensor
 
@@ -127,7 +127,7 @@ class _Calls(DispatchMode):
         """The values that a tensor on the meta device would have had."""
         before = torch.get_rng_state()
         flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
-        for state, func, place, args, kwargs in self._calls.get(tensor.untyped_storage()._cdata, []):
+        for state, func, place, args, kwargs in self._calls.get(id(tensor.untyped_storage()), []):
             if state is not None:
                 torch.set_rng_state(state)
             func(flat.as_strided(*place), *args, **kwargs)
