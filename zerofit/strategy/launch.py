@@ -114,7 +114,8 @@ def tell_deepspeed_of_a_cpu() -> None:
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ["LOCAL_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ.get("WORLD_SIZE", "1")
+        os.environ["LOCAL_SIZE"] = here
 
 
 @dataclass(frozen=True)
