@@ -68,7 +68,7 @@ def main(start: Start) -> int:
     engine = run.prepare(model, optimizer, schedule)
 
     width = data.max_length if recipe.pad_to_max_length else None
-    collate = ExampleCollator(padding_values(data.tokenizer), width, multiple_for(run.device))
+    collate = ExampleCollator(padding_values(data.tokenizer), width, multiple_for(run.device, config))
     on_device = None if weights is None else torch.tensor(weights, device=run.device)
 
     def loss_sum(model, batch: Batch) -> torch.Tensor:

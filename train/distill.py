@@ -45,7 +45,9 @@ def main(start: Start) -> int:
     add_lora(model, run)  # if the recipe says so; everything else is frozen then
     choose_loss_and_attention(model, run)
     collate = CausalCollator(
-        padding_token(data.tokenizer), multiple=multiple_for(run.device), marks_filling=model.routing is not None
+        padding_token(data.tokenizer),
+        multiple=multiple_for(run.device, config),
+        marks_filling=model.routing is not None,
     )
 
     # Accelerate or DeepSpeed wraps, shards and places model and optimizer as the strategy says.

@@ -50,7 +50,7 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    pad, multiple = padding_token(data.tokenizer), multiple_for(run.device)
+    pad, multiple = padding_token(data.tokenizer), multiple_for(run.device, config)
     run.note(*check_rows(engine, recipe, CausalCollator(pad, multiple=multiple)))
 
     # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now.

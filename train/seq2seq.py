@@ -65,7 +65,7 @@ def main(start: Start) -> int:
     run.note(None if recipe.predict_file else check_loss(engine, recipe))
 
     widths = data.widths if recipe.pad_to_max_length else None
-    collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(run.device))
+    collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(run.device, config))
     settings = generation_settings(recipe, data.widths, model.generation_config) | first_target_tokens(data.tokenizer)
     model.generation_config.update(**settings)  # saved with the model: whoever talks to it later is answered likewise
 

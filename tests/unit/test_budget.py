@@ -16,17 +16,17 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 4019,  # 2,700
     "zerofit/model": 5998,  # 4,700
     "zerofit/compat": 600,  # 600
-    "zerofit/data": 7655,  # 6,000
+    "zerofit/data": 7664,  # 6,000
     "zerofit/strategy": 5490,  # 4,800
-    "zerofit/estimate": 5000,  # 4,700
+    "zerofit/estimate": 5003,  # 4,700
     "zerofit/record": 1655,  # 4,300 with health and checkpoint
     "zerofit/health": 1551,
     "zerofit/checkpoint": 2080,
-    "zerofit/training": 3430,  # 2,000
+    "zerofit/training": 3431,  # 2,000
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11841,  # 10,600
     "benchmarks": 1798,  # 1,800
-    "tests": 30311,  # 21,500
+    "tests": 30333,  # 21,500
 }
 
 

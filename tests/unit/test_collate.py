@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from transformers import BloomConfig, LlamaConfig
 
 from zerofit.data.collate import (
     CausalCollator,
     ExampleCollator,
     PairCollator,
+    multiple_for,
+    round_up,
 )
 from zerofit.data.order import FILLER
 from zerofit.model.attention import packed_rows
@@ -27,6 +30,25 @@ def pair(source: int, target: int) -> dict[str, np.ndarray]:
 
 def padded(values: np.ndarray, width: int, filler: int) -> list[int]:
     return [*values.tolist(), *[filler] * (width - len(values))]
+
+
+def test_long_rows_share_widths_on_a_gpu_and_short_ones_are_not_padded_to_64():
+    lengths = np.arange(1, 2049)
+    widths = round_up(lengths, 64)
+    assert round_up(np.array([5, 120, 129, 257, 513, 2000]), 64).tolist() == [8, 120, 144, 288, 576, 2048]
+    assert [round_up(int(each), 64) for each in lengths[::97]] == widths[::97].tolist()
+    assert len(set(widths.tolist())) == 16 + 8 + 8 + 24  # of each of 2,048 lengths; by 8 there are 256
+    assert ((widths >= lengths) & (widths - lengths < np.maximum(8, lengths / 8 + 1))).all()
+    assert (round_up(lengths, 1) == lengths).all()
+
+
+@pytest.mark.parametrize(("positions", "multiple"), [(None, 64), (1024, 64), (1000, 8), (50, 2), (33, 1)])
+def test_no_row_is_padded_beyond_the_model_s_positions(positions, multiple):
+    config = LlamaConfig(max_position_embeddings=positions) if positions else BloomConfig()
+    assert multiple_for(torch.device("cuda"), config) == multiple
+    assert multiple_for(torch.device("cpu"), config) == 1
+    lengths = np.arange(1, (positions or 4096) + 1)
+    assert round_up(lengths, multiple).max() == (positions or 4096)
 
 
 @pytest.mark.parametrize(("width", "multiple", "expected"), [(None, 1, 5), (None, 8, 8), (12, 8, 12)])

@@ -4,20 +4,22 @@ A collator is called with (sample, index) pairs. The index FILLER marks a place 
 the shape; it is not trained on and not counted.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from zerofit.data.order import FILLER
 from zerofit.data.pack import Sample
+from zerofit.model.configuration import usable_positions
 from zerofit.model.loss import IGNORE
 
 Samples = list[tuple[Sample, int]]
 Lengths = TypeVar("Lengths", int, np.ndarray)
-GPU_MULTIPLE = 8  # of row lengths, for the matrix units of GPUs
+GPU_MULTIPLE = 64  # of the lengths of long rows on GPUs, a power of two
 
 
 @dataclass
@@ -69,7 +71,7 @@ class CausalCollator:
         pad_id: the token that pads rows; its label is ignored and attention does not see it.
         flatten: concatenate packed rows to (1, B * T) and pass the ends of documents to flash attention, which would
             otherwise compute them from position_ids in each layer, and for one row only.
-        multiple: widths are rounded up to a multiple of this.
+        multiple: widths are rounded up to a multiple of this, or of less (round_up).
         marks_filling: packed rows come with `is_token`, for a model with experts.
     """
 
@@ -249,14 +251,23 @@ class PromptCollator:
         return Batch({"input_ids": ids, "attention_mask": seen}, 0, total(lengths, indices), ids.numel(), indices)
 
 
-def multiple_for(device: torch.device) -> int:
-    """The multiple for row lengths."""
-    return 1 if device.type == "cpu" else GPU_MULTIPLE
+def multiple_for(device: torch.device, config: Any) -> int:
+    """The multiple for row lengths on a device: 1, or a power of two that divides the model's positions."""
+    if device.type == "cpu":
+        return 1
+    return math.gcd(GPU_MULTIPLE, usable_positions(config) or GPU_MULTIPLE)
 
 
 def round_up(length: Lengths, multiple: int) -> Lengths:
-    """`length`, or each of an array, rounded up to a multiple."""
-    return -(-length // multiple) * multiple
+    """`length`, or each of an array, rounded up: to `multiple` from 512 tokens on, below to a smaller power of two, at
+    most an eighth of the length or 8, which is what the matrix units of GPUs ask for.
+
+    An epoch then has a few dozen widths, and not hundreds: a GPU's attention and torch.compile make a plan or a graph
+    for each (docs/measurements/counts.md). Short rows are not padded to 64.
+    """
+    step = np.minimum(multiple, 8 * (1 + (length >= 128) + 2 * (length >= 256) + 4 * (length >= 512)))
+    rounded = -(-length // step) * step
+    return rounded if isinstance(length, np.ndarray) else int(rounded)
 
 
 def counted(indices: list[int]) -> torch.Tensor:

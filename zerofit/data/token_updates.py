@@ -6,9 +6,9 @@ that r rows of the update's longest are no longer than a full row. The updates a
 fill no update, at a random place among the sorted ones, wait for the next window; those left at the end of the epoch
 are its last update or two, which are smaller. So each sample is seen once an epoch, at any place alike.
 
-A micro-batch of m full rows becomes one of r x m rows, which takes no more memory: lengths count as GPUs pad them,
-also on a CPU. So an update depends on the lengths, the seed and G alone, not on the device, the micro-batch, the
-accumulation or the processes, and the position in the data stays one number, the consumed samples.
+A micro-batch of m full rows becomes one of r x m rows, which takes no more memory: lengths count as GPUs pad them
+(round_up in collate.py), also on a CPU. So an update depends on the lengths, the seed and G alone, not on the device,
+the micro-batch, the accumulation or the processes, and the position in the data stays one number: consumed samples.
 """
 
 from collections.abc import Iterator

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from zerofit.data.collate import multiple_for, round_up
 from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
 from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_on_configuration
@@ -59,7 +60,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     add_lora(full, recipe, task)
     if recipe.gradient_checkpointing:
         check_recomputation(full, recipe.gradient_checkpointing)
-    rows, teacher = rows_of(recipe, task, config, full), _teacher_of(recipe)
+    rows, teacher = rows_of(recipe, task, config, full, on_gpu), _teacher_of(recipe)
     if teacher is not None:
         assert rows.terms.distillation is not None, "the recipe names a divergence"
         head = PlannedHead(teacher.config.get_text_config().hidden_size, teacher.config.get_text_config().vocab_size)
@@ -119,17 +120,22 @@ def _set_vocabulary(config: Any, recipe: Any) -> None:
     config.vocab_size = -(-size // multiple) * multiple
 
 
-def rows_of(recipe: Any, task: str, config: Any, full: Any) -> Rows:
+def rows_of(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -> Rows:
+    """Return the longest rows that a recipe trains on, as wide as a batch of different lengths pads them."""
+    fixed = getattr(recipe, "pad_to_max_length", False)
+    multiple = multiple_for(torch.device("cuda" if on_gpu and not fixed else "cpu"), config)
     if task == "cls":
-        return Rows(task, recipe.max_length)
+        return Rows(task, round_up(recipe.max_length, multiple))
     head = full.get_output_embeddings()
     whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
     kind, terms = "full" if whole else "chunked", terms_of(recipe)
     if task == "seq2seq":
-        return Rows(task, recipe.max_source_length, recipe.max_target_length, loss_kind=kind, terms=terms)
+        source, target = (round_up(each, multiple) for each in (recipe.max_source_length, recipe.max_target_length))
+        return Rows(task, source, target, loss_kind=kind, terms=terms)
     positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
     length = recipe.block_size or min(positions, LONGEST_BLOCK)
     if recipe.preference_loss:
-        return Rows(task, length, loss_kind=kind, per_sample=2)
+        return Rows(task, round_up(length, multiple), loss_kind=kind, per_sample=2)
     masked = recipe.packing == "documents" and not recipe.data_path
+    length = round_up(length, multiple) if recipe.packing == "none" and not recipe.data_path else length
     return Rows(task, length, masked=masked, loss_kind=kind, terms=terms)

@@ -92,7 +92,9 @@ def continue_prompts(engine: Engine, data: TextData, recipe: ClmRecipe, folder: 
     """Write predictions.jsonl: how a causal model continues each prompt of predict_file, or answers it in a chat.
     Returns the files."""
     prompts: Any = data.prompts
-    collate = PromptCollator(padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device))
+    collate = PromptCollator(
+        padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device, engine.module.config)
+    )
     batches = eval_batches(engine, prompts, collate, recipe.per_device_eval_batch_size)
     settings = writing_settings(recipe, engine.module.config, data.tokenizer, prompts.ends)
     return predict_texts(engine, batches, data.tokenizer, prompts, folder, settings)
@@ -188,7 +190,9 @@ def answer_sources(
     engine: Engine, data: PairData, recipe: Seq2SeqRecipe, folder: RunFolder, settings: dict[str, Any]
 ) -> list[str]:
     """Write predictions.jsonl: the text for each source of predict_file. Returns the files."""
-    collate = PromptCollator(padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device))
+    collate = PromptCollator(
+        padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device, engine.module.config)
+    )
     batches = eval_batches(engine, data.prompts, collate, recipe.per_device_eval_batch_size)
     return predict_texts(engine, batches, data.tokenizer, data.prompts, folder, settings)
 

@@ -116,7 +116,7 @@ def _changed(planner: Planner, options: Options) -> Planner | None:
     if "lora" in options or "load_in_4bit" in options or "optim" in options:  # other weights, or states
         model = read_planned_model(recipe, model.task, model.on_gpu)
     else:
-        model = model.with_options(recipe, rows_of(recipe, model.task, model.config, model.full))
+        model = model.with_options(recipe, rows_of(recipe, model.task, model.config, model.full, model.on_gpu))
     return Planner(recipe, model, planner.budget, timing and timing.of(model))
 
 
