@@ -72,3 +72,59 @@ def test_a_run_asks_before_it_reads_anything(machine):
     put(machine / "dev/nvidia0")
     recipe = parse_recipe(ClmRecipe, ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "none.txt"])
     assert "1 NVIDIA GPU," in refusal(read_strategy, recipe)
+
+
+@pytest.mark.parametrize(
+    ("has", "maps", "set_by_user", "found"),
+    [
+        (["dev/nvidia0"], True, {}, True),
+        (["dev/nvidia0"], True, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+        (["dev/nvidia0"], True, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, False),
+        (["dev/nvidia0"], False, {}, False),  # a virtual GPU
+        (["dev/nvidia0", "dev/dxg"], True, {}, False),  # WSL
+        (["dev/null"], True, {}, False),
+    ],
+)
+def test_segments_expand_where_the_driver_can_and_nobody_says_otherwise(
+    machine, monkeypatch, has, maps, set_by_user, found
+):
+    monkeypatch.setattr(gpus, "_maps_memory", lambda: maps)
+    kept = {name: value for name, value in gpus.os.environ.items() if name not in gpus.ALLOCATOR}
+    monkeypatch.setattr(gpus.os, "environ", {**kept, **set_by_user})
+    for name in has:
+        put(machine / name)
+    gpus.use_expandable_segments()
+    assert gpus.has_expandable_segments() is found
+    changed = {name: gpus.os.environ[name] for name in gpus.ALLOCATOR if name in gpus.os.environ}
+    assert changed == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if found else set_by_user)
+
+
+class Driver:
+    """Stands for libcuda: GPU 0, which maps memory page by page or not."""
+
+    def __init__(self, maps: bool):
+        self.maps = maps
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, device, number):
+        return number
+
+    def cuDeviceGetAttribute(self, answer, attribute, device):
+        answer._obj.value = int(self.maps)
+        return 0 if attribute == 102 else 1
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_the_driver_is_asked(monkeypatch, maps):
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: Driver(maps))
+    assert gpus._maps_memory() is maps
+
+
+def test_there_may_be_no_driver(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(gpus.ctypes, "CDLL", missing)
+    assert not gpus._maps_memory()

@@ -11,6 +11,7 @@ from zerofit.estimate.weights import AVERAGE_BYTES, MASTER_BYTES, NF4_BYTES
 from zerofit.model.parameters import hidden_matrices, true_numel, true_shape
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.engine import Engine
+from zerofit.strategy.gpus import has_expandable_segments
 from zerofit.strategy.optimizers import state_bytes
 from zerofit.strategy.strategy import Strategy
 
@@ -164,7 +165,7 @@ def remedies(s: Shortage) -> list[Remedy]:
     """At most five, the largest saving first, those of unknown size last. What is in force already, or has no effect
     where memory ran out, is not among them."""
     found = [*_of_passes(s), *_of_states(s)] if s.on_cpu or not s.on_host else []
-    if s.unused and not s.on_host:
+    if s.unused and not s.on_host and not has_expandable_segments():
         what = "in the environment: torch can use memory that it holds in pieces too small"
         found.append(Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", what, s.unused))
     if s.on_host and s.recipe.save_async is not False and s.phase != "load":

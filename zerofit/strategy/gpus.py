@@ -6,7 +6,9 @@ and all else works: slowly, and without a word.
 scripts/setup.sh runs this file before anything is installed: the top of it imports Python's own library only.
 """
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES"}
 ALSO_VISIBLE = {"NVIDIA": ("NVIDIA_VISIBLE_DEVICES",), "AMD": ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 OTHER_BUILD = "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started"
 NO_DEVICE = ("", "-1", "none", "void", "NoDevFiles")  # what users, containers and SLURM write where none may be seen
+# The variables of torch's allocator, the one for all devices first.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+VIRTUAL_MEMORY_MANAGEMENT = 102  # cuda.h: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 SMALLEST_AMD_BYTES = 6 * 2**30  # less has a processor's own graphics, which ROCm does not serve
 
 
@@ -54,6 +60,37 @@ def check_devices() -> None:
             f"this machine has {count} {maker} GPU{'s' if count > 1 else ''}, and torch sees none: {_why(maker)}. To "
             f"train on the CPU all the same, set {VISIBLE[maker]} to nothing: {VISIBLE[maker]}= accelerate launch ..."
         )
+
+
+def use_expandable_segments() -> None:
+    """Before CUDA's first allocation: let torch's allocator grow its segments page by page, so that fewer bytes lie in
+    pieces too small to use.
+
+    Only with NVIDIA's driver on Linux, where it maps memory so (some virtual GPUs and WSL do not), and where the user
+    has set nothing of the allocator. Tensors that processes share through CUDA need the right to trace each other
+    then (pytorch/pytorch#165685); here no process shares any.
+    """
+    if any(name in os.environ for name in ALLOCATOR) or sys.platform != "linux" or (ROOT / "dev/dxg").exists():
+        return
+    if "NVIDIA" in gpus_of_the_machine() and _maps_memory():
+        os.environ[ALLOCATOR[0]] = EXPANDABLE
+
+
+def has_expandable_segments() -> bool:
+    """Whether the allocator of CUDA's memory grows its segments."""
+    return any(EXPANDABLE in os.environ.get(name, "") for name in ALLOCATOR)
+
+
+def _maps_memory() -> bool:
+    """Whether the driver maps a GPU's memory page by page, asked of CUDA's driver interface."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    device, answer = ctypes.c_int(), ctypes.c_int()
+    failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
+    failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(answer), VIRTUAL_MEMORY_MANAGEMENT, device)
+    return not failed and bool(answer.value)
 
 
 def num_devices() -> int:
@@ -113,7 +150,8 @@ def describe_device(device: Any) -> str:
         return f"CPU, {threads} thread{'s' if threads > 1 else ''} per process"
     there = torch.accelerator.device_count()
     used = min(there, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return f"{used} x {device_name(device)}" + (f" of the {there} that this machine has" if used < there else "")
+    line = f"{used} x {device_name(device)}" + (f" of the {there} that this machine has" if used < there else "")
+    return line + (", expandable segments" if device.type == "cuda" and has_expandable_segments() else "")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from zerofit.recipe.parse import flag_value
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
+from zerofit.strategy.gpus import use_expandable_segments
 from zerofit.strategy.named import FP8_BACKEND, StrategyFlag, export_environment, problems_of_yaml
 
 # Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
@@ -70,6 +71,7 @@ def find_launch(named: StrategyFlag | None = None) -> Launch:
     # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
     # run ten times slower as soon as another process wants the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    use_expandable_segments()
     command, config_file, threads_are_the_users = _launcher()
     if named is not None:
         export_environment(named, config_file)
