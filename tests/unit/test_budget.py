@@ -17,8 +17,8 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 5998,  # 4,700
     "zerofit/compat": 600,  # 600
     "zerofit/data": 7664,  # 6,000
-    "zerofit/strategy": 5490,  # 4,800
-    "zerofit/estimate": 5003,  # 4,700
+    "zerofit/strategy": 5530,  # 4,800
+    "zerofit/estimate": 5004,  # 4,700
     "zerofit/record": 1655,  # 4,300 with health and checkpoint
     "zerofit/health": 1551,
     "zerofit/checkpoint": 2080,
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11841,  # 10,600
     "benchmarks": 1798,  # 1,800
-    "tests": 30333,  # 21,500
+    "tests": 30389,  # 21,500
 }
 
 
