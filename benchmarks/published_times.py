@@ -194,6 +194,7 @@ def main() -> None:
             )
     trusted = [row for row in rows if row.trust != "C"]
     for key in (
+        lambda row: "one card" if row.gpus == 1 else "many cards",
         lambda row: row.kind,
         lambda row: f"{row.kind}, {row.gpu}",
         lambda row: f"{row.id.rpartition('-')[0]}, {row.gpu}, {row.kind}",

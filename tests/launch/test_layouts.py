@@ -96,15 +96,28 @@ def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, stra
     go_on("single", strategy, "--gradient_checkpointing", which)
 
 
-def test_gradients_that_are_reduced_once_an_update(run, cache, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "processes", "name", "value"),
+    [
+        ({"fsdp_sync_each_batch": False}, 2, "sync_each_batch", False),
+        pytest.param({"fsdp_reshard_after_forward": 2}, 4, "reshard_after_forward", 2, marks=pytest.mark.long),
+        pytest.param({"fsdp_reduce_dtype": "bf16"}, 2, "reduced_in", "bf16", marks=pytest.mark.long),
+    ],
+)
+def test_settings_of_fsdp2_in_a_yaml(run, cache, tmp_path, settings, processes, name, value):
     pair = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
-    pair["fsdp_config"]["fsdp_sync_each_batch"] = False
-    (tmp_path / "once.yaml").write_text(yaml.safe_dump(pair))
-    flags = ["--per_device_train_batch_size", "2", "--cache_dir", cache]
-    lines = launch(tmp_path / "run", *RUN, *flags, strategy=str(tmp_path / "once.yaml"), processes=2)
-    check_alike(lines, metrics(run("single")))
+    pair["fsdp_config"] |= settings
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(pair))
+    flags = ["--per_device_train_batch_size", 4 // processes, "--cache_dir", cache]
+    lines = launch(tmp_path / "run", *RUN, *flags, strategy=str(tmp_path / "own.yaml"), processes=processes)
+    if value == "bf16":
+        ours, theirs = ([line["loss"] for line in updates(each)] for each in (lines, metrics(run("single"))))
+        assert ours != theirs
+        assert ours == pytest.approx(theirs, rel=1e-2)
+    else:
+        check_alike(lines, metrics(run("single")))
     made = yaml.safe_load((tmp_path / "run" / "strategy.yaml").read_text())
-    assert made["fsdp"]["sync_each_batch"] is False
+    assert made["fsdp"][name] == value
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", HSDP])

@@ -4,11 +4,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from helpers import ROOT, forked, refusal, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.load import build_model
@@ -17,6 +20,8 @@ from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.fsdp_engine import FullyShardedEngine
+from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 
@@ -54,6 +59,10 @@ def test_what_it_is(read):
     assert (twice.name, twice.layout.replicas, twice.layout.shard_size) == ("hsdp", 2, 2)
     once = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_sync_each_batch": False}})
     assert (strategy.syncs_each_batch, once.syncs_each_batch) == (True, False)
+    near = {"fsdp_version": 2, "fsdp_reshard_after_forward": 2, "fsdp_reduce_dtype": "bf16"}
+    half = read({**OWN, "fsdp_config": near}, processes=4)
+    assert (half.reshards, half.reduces_in_half, strategy.reduces_in_half) == (2, True, False)
+    assert half.reshards is not True
     alone = read(OWN, processes=1)
     assert not alone.fully_shards
     assert "nothing is sharded" in alone.notes[0]
@@ -68,6 +77,11 @@ def test_what_it_is(read):
             {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, [],
             "fsdp_auto_wrap_policy = size_based_wrap is not supported. Each block of the model is sharded. Remove it",
         ),
+        ({"fsdp_config": {"fsdp_version": 2, "fsdp_reduce_dtype": "fp16"}}, [], "Write fp32, or bf16 for half"),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": 3}}, [],
+            "fsdp_reshard_after_forward = 3 is not a part of the 2 processes that share weights. Write true, false",
+        ),
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, [], "parallelism_config_tp_size = 2 is not"),
         ({"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, [], "Use --num_processes 4"),
         ({}, ["--precision", "fp16"], "FSDP does not go together with precision = fp16. Use --precision bf16"),
@@ -78,6 +92,32 @@ def test_what_it_refuses(read, content, flags, said):
     message = refusal(read, {**OWN, **content}, *flags)
     assert said in message
     assert "own.yaml" in message
+
+
+def test_gradients_are_taken_without_autograd():
+    """DTensor.to_local starts an autograd function where gradients are on: then each shows in torch's profile."""
+    engine = object.__new__(FullyShardedEngine)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        engine.parameters = [
+            torch.nn.Parameter(DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)], run_check=False))
+            for _ in range(5)
+        ]
+        for parameter in engine.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        engine.experts, engine.strategy = [], SimpleNamespace(layout=ParallelLayout())
+
+        def started(take) -> int:
+            with torch.profiler.profile() as profiled:
+                take()
+            return sum(event.count for event in profiled.key_averages() if event.key == "_ToTorchTensor")
+
+        assert started(lambda: [parameter.grad.to_local() for parameter in engine.parameters]) == 5
+        assert started(engine._take_norm) == 0
+        assert len(engine._trained_rows) == 5
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 301])

@@ -8,7 +8,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT
 
 from zerofit.cli import main
-from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
+from zerofit.estimate.exchanges import fully_sharded_exchanges
+from zerofit.estimate.fully_sharded import FullyShardedMemory, FullyShards, ShardedGroup, fully_sharded_states
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.read_model import read_planned_model
@@ -63,6 +64,44 @@ def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
     states = fully_sharded_states(model_of(*GPT2).weights, processes, torch.float32, True, FullyShards(reshards=True))
     assert states.weights == held
     assert states.optimizer == 2 * held
+
+
+def test_fsdp2_may_share_weights_among_some_ranks_and_reduce_in_half():
+    weights = model_of(*GPT2).weights
+
+    def gathered_again(reshards) -> tuple[int, float]:
+        fsdp = FullyShards(reshards, reduce_width=2)
+        memory = FullyShardedMemory(weights, 2, 8, fsdp)
+        memory.begin(True, True)
+        memory.shared = {("a stack", 0)}
+        memory.groups["a stack", 0] = ShardedGroup(full=80, cast=0, reduced=0, shard=0)
+        exchanges = fully_sharded_exchanges(weights, 8, 2, fsdp)
+        (reduced,) = (one for one in exchanges.backward if one.kind == REDUCE_SCATTER)
+        assert (reduced.bytes, reduced.half) == (2 * weights.trained, True)
+        return memory.gathered, [one.among for one in exchanges.backward if one.kind == ALL_GATHER]
+
+    assert gathered_again(4) == (80 // 4, [4])
+    assert gathered_again(True)[1] == [0]
+    assert gathered_again(False)[1] == []
+
+
+def test_plan_advises_what_is_faster_of_fsdp2_and_zero3(capsys):
+    flags = ["--gpu", "a100-80gb", "--num_gpus", "16", "--precision", "bf16", "--batch_sizes", "4"]
+    small = [
+        "plan",
+        "--task",
+        "clm",
+        "--config_name",
+        "gpt2",
+        "--train_tokenizer_vocab_size",
+        "300",
+        "--block_size",
+        "64",
+    ]
+    assert main([*small, *flags, "--strategies", "zero3,fsdp2"]) == 0
+    said = capsys.readouterr().out
+    assert "fsdp2 shards as much as zero3, and is predicted to make" in said
+    assert "fsdp_reshard_after_forward: false in the YAML of fsdp2 fits, too" in said
 
 
 @pytest.mark.parametrize("flags", [GPT2, LLAMA])

@@ -3,7 +3,7 @@ in the cache of prepared data), the user's, or the maker's."""
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +26,30 @@ MULTIPROCESSORS = 108  # where the table of GPUs has none: those of an A100
 # flash attention 3 and 4; Shah et al. 2024 have 0.75 forward.
 NEWER_ATTENTION = 0.65
 
+# The same of torch's own kernels of 2025 (cuDNN 9's on Hopper), where one card trains. Measured on an H100 with torch
+# 2.11 (docs/measurements/gpu.md, "Where the time goes"): 7.7 TFLOP in 25 ms on rows of 2,048 tokens and heads of 64,
+# which is 31 % of the peak, divided by what `attention_efficiency` says of such a shape.
+ATTENTION_ALONE = 0.43
+
+# What operations that move bytes reach there of the rates below: 174 ms, norm and clipping included, where those rates
+# have 150; and what torch.compile leaves of their time: 77 of these ms.
+MEMORY_ALONE, FUSED_ALONE = 0.86, 0.44
+
 # What operations that move (size in bytes) reach of the memory's bandwidth. Source: Calculon, mem1, MB_efficiency.
 OF_MEMORY_BY_BYTES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
 
 # Python, torch, transformers and peft start an operation of the forward pass in so many seconds. Fitted on LoRA with
 # short rows; calibration replaces it.
 OPERATION_S = 22e-6
+
+# The same beside Hopper and Blackwell, in a newer host with the torch of 2025: DeepSpeed's step of some 1,600
+# operations leaves an H100 idle for 27 ms (GPT-2 under zero2: docs/measurements/gpu.md).
+NEWER_OPERATION_S = 16e-6
+
+# Operations that DeepSpeed's step starts for each tensor: hooks, copies into flat buffers and out of them. Counted in
+# the source of 0.19.8: some 500 for the 148 tensors of GPT-2; 1,600 where it also checks each gradient for overflow,
+# which zerofit turns off in bf16. The constants of many cards contain them.
+STEP_OPERATIONS = 3.5
 
 # What is reached of PCIe. Source: 55.4 of 63 GB/s measured beside an H200 (stas00/ml-engineering, network).
 OF_PCIE = 0.88
@@ -202,9 +220,14 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
         return None, f"{' and '.join(lacking)}, in TFLOP/s and GB/s" if len(lacking) > 1 else lacking[0]
     best, of_attention = (gpu.of_peak, gpu.attention_of_peak) if gpu else (OF_PEAK, ATTENTION_OF_PEAK)
     is_newer = gpu is not None and gpu.is_newer
+    if gpu is not None and gpu.alone_of_peak and options.num_gpus == 1:
+        best = gpu.alone_of_peak
+    is_alone = is_newer and options.num_gpus == 1
     if is_newer and options.attn_implementation in HOPPER_KERNELS:
         of_attention = NEWER_ATTENTION
-    moved = Curve(OF_MEMORY_BY_BYTES).times(memory)
+    elif is_alone:
+        of_attention = ATTENTION_ALONE
+    moved = Curve(OF_MEMORY_BY_BYTES).times(memory * (MEMORY_ALONE if is_alone else 1.0))
     rates = {(kind, width): moved for kind in (MEMORY, MATH, RANDOM) for width in (False, True)}
     rates[MATRIX, True] = Curve(((1.0, half * best),))
     rates[ATTENTION, True] = Curve(((1.0, half * of_attention),))
@@ -215,4 +238,8 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
     local = min(options.num_gpus, options.gpus_per_node)
     adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
     multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
-    return Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source, multiprocessors), ""
+    found = Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source, multiprocessors)
+    if is_alone:
+        step_s = STEP_OPERATIONS * NEWER_OPERATION_S
+        found = replace(found, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s)
+    return found, ""

@@ -158,6 +158,7 @@ class Exchanges:
         products: of the optimizer, and how often they are made on a rank (`product_rounds`).
         adam: elements that the host's Adam moves.
         disk: bytes that are read from a disk and written to it, in an update.
+        tensors: trained tensors, which DeepSpeed's Python handles one by one in its step.
     """
 
     forward: list[Exchange] = field(default_factory=list)
@@ -174,6 +175,7 @@ class Exchanges:
     product_rounds: float = 0.0
     adam: float = 0.0
     disk: float = 0.0
+    tensors: int = 0
 
 
 def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str = "adamw") -> Exchanges:
@@ -193,7 +195,7 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str 
 def fully_sharded_exchanges(
     weights: Weights, world_size: int, width: int, fsdp: FullyShards, replicas: int = 1
 ) -> Exchanges:
-    """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch, the latter in fp32; of several
+    """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch; of several
     replicas an all-reduce of the shards in the last one. What travels to divided experts is in the trace.
 
     Args:
@@ -207,14 +209,16 @@ def fully_sharded_exchanges(
     groups = len({weights.group_of(one.name) for one in gathered})
     blocks = len({weights.place_of(one.name) for one in gathered} - {None})
     shard = weights.trained / world_size
-    reduced = [Exchange(REDUCE_SCATTER, 4 * trained, groups)] * bool(trained)
-    between = [Exchange(ALL_REDUCE, 4 * trained / world_size, groups, among=replicas, apart=world_size)]
+    wide, is_half = fsdp.reduce_width, fsdp.reduce_width < 4
+    reduced = [Exchange(REDUCE_SCATTER, wide * trained, groups, is_half)] * bool(trained)
+    between = [Exchange(ALL_REDUCE, wide * trained / world_size, groups, is_half, replicas, world_size)]
     between = between if trained and replicas > 1 else []
     return Exchanges(
         forward=[Exchange(ALL_GATHER, width * total, groups, half)],
-        backward=[Exchange(ALL_GATHER, width * in_blocks, blocks, half)] * bool(in_blocks) + reduced * fsdp.syncs,
+        backward=[Exchange(ALL_GATHER, width * in_blocks, blocks, half, fsdp.kept_among)] * bool(in_blocks)
+        + reduced * fsdp.syncs,
         last_backward=reduced * (not fsdp.syncs) + between,
-        micro_moved=2 * width * (total + in_blocks) + (width + 4) * trained,  # out of flat tensors, and into them
+        micro_moved=2 * width * (total + in_blocks) + (width + wide) * trained,  # out of flat tensors, and into them
         step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW
     )
 
@@ -229,8 +233,10 @@ def deepspeed_exchanges(
         keeps_layers: ZeRO-3 keeps layers between their forward and their backward pass (zero3_weights.py).
     """
     if int(zero.stage) == 3:
-        return _third_stage(weights, zero, world_size, width, keeps_layers)
-    return _first_stages(weights, zero, world_size, width, accumulates)
+        found = _third_stage(weights, zero, world_size, width, keeps_layers)
+    else:
+        found = _first_stages(weights, zero, world_size, width, accumulates)
+    return replace(found, tensors=sum(weight.trained for weight in weights.all))
 
 
 def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:

@@ -25,14 +25,22 @@ class FullyShards:
     """FSDP2's settings.
 
     Attributes:
-        reshards: the forward pass forgets the weights of blocks that it has gathered.
+        reshards: the forward pass forgets the weights of blocks that it has gathered; a number: so many ranks share
+            them until the backward pass.
         syncs: gradients are reduced in each micro-batch; else a rank keeps full ones until the last.
         divided: names of weights of experts, of which each rank has its own and gathers none.
+        reduce_width: bytes of an element of gradients that travel.
     """
 
-    reshards: bool
+    reshards: bool | int
     syncs: bool = True
     divided: frozenset[str] = frozenset()
+    reduce_width: int = MASTER_BYTES
+
+    @property
+    def kept_among(self) -> int:
+        """Ranks that share a block's weights between its passes; 0: all, or nobody shares them."""
+        return 0 if isinstance(self.reshards, bool) else self.reshards
 
 
 EMBEDDING, LAST = (ENDS, 0), (ENDS, 1)
@@ -46,8 +54,8 @@ class ShardedGroup:
         full: all of its weights as they are computed with, filled up to as many rows for each rank; so large is the
             flat tensor that they arrive in, too.
         cast: of a rank's shards in the dtype that is gathered.
-        reduced: of the gradients in fp32, as they are brought together.
-        shard: of a rank's part of them.
+        reduced: of the gradients, as they are brought together.
+        shard: of a rank's part of them, in fp32.
     """
 
     full: int
@@ -90,20 +98,24 @@ class FullyShardedMemory(GradientMemory):
         for weight in weights.all:
             if weight.name not in fsdp.divided:
                 members.setdefault(self.place_of(weight.name), []).append(weight)
-        self.groups = {place: _group(several, width, world_size) for place, several in members.items()}
+        self.groups = {
+            place: _group(several, width, world_size, fsdp.reduce_width) for place, several in members.items()
+        }
         self.kept = 0  # shards of gradients
         self.full: dict[Place | None, int] = {}  # full gradients, until the last micro-batch
 
     @property
     def gathered(self) -> int:
         """Weights of other ranks, and what they arrive in."""
-        return sum(self.groups[place].full for place in self.here) + self.arrived + self.arriving
+        kept = sum(self.groups[place].full for place in self.shared) // max(1, self.fsdp.kept_among)
+        return sum(self.groups[place].full for place in self.here) + kept + self.arrived + self.arriving
 
     def begin(self, first: bool, last: bool) -> None:
         if first:
             self.kept, self.full = 0, {}
         self.first, self.last, self.gradients, self.buffers = first, last, self.kept + sum(self.full.values()), 0
         self.here: set[Place | None] = set()
+        self.shared: set[Place | None] = set()  # among some ranks, until the backward pass
         self.arrived = self.arriving = 0  # flat tensors: of the group that came last, and of the one that comes next
         self.next: Place | None = None  # which is on its way
         self.order: list[Place] = []  # of the forward pass
@@ -151,6 +163,7 @@ class FullyShardedMemory(GradientMemory):
             self.here.add(place)
             most = max(most, self.held)
             self.arriving = 0
+            self.shared.discard(place)
         return max(most, self._fetch_ahead(self.order.index(place)))
 
     def _fetch_ahead(self, place: int) -> int:
@@ -169,6 +182,8 @@ class FullyShardedMemory(GradientMemory):
             return self._reduce(self.place)
         if self.fsdp.reshards and self.place != LAST:
             self.here.discard(self.place)
+            if self.fsdp.kept_among and self.place != EMBEDDING:
+                self.shared.add(self.place)
         return self.held
 
     def complete(self, name: str) -> int:
@@ -223,8 +238,8 @@ class FullyShardedMemory(GradientMemory):
         return most
 
 
-def _group(weights: list[Weight], width: int, world_size: int) -> ShardedGroup:
+def _group(weights: list[Weight], width: int, world_size: int, reduce_width: int) -> ShardedGroup:
     full = width * sum(one.padded(world_size) for one in weights)
-    reduced = MASTER_BYTES * sum(one.padded(world_size) for one in weights if one.trained)
+    trained = sum(one.padded(world_size) for one in weights if one.trained)
     cast = full // world_size if width < MASTER_BYTES else 0
-    return ShardedGroup(full, cast, reduced, reduced // world_size)
+    return ShardedGroup(full, cast, reduce_width * trained, MASTER_BYTES * trained // world_size)

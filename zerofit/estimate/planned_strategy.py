@@ -74,7 +74,9 @@ def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> Planned
         sharding = None
         if strategy.fully_shards:
             divided = expert_names(model.full) if strategy.divides_experts else frozenset()
-            sharding = FullyShards(strategy.reshards, strategy.syncs_each_batch, divided)
+            sharding = FullyShards(
+                strategy.reshards, strategy.syncs_each_batch, divided, 2 if strategy.reduces_in_half else 4
+            )
         return PlannedStrategy(name, strategy.layout, strategy.precision, sharding)
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
     weights = model.weights_of(strategy.layout)

@@ -24,6 +24,9 @@ UNEVEN, MISALIGNED = 0.64, 0.27
 # Attention reaches S / (S + ROWS) of its best on rows of S tokens, and less with heads of at most 64. Fitted.
 ATTENTION_ROWS, NARROW_HEADS = 296, 0.82
 
+# What torch.compile leaves of the time of operations that move bytes. Fitted.
+FUSED = 0.15
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -90,6 +93,8 @@ class Speeds:
         contention: the part of hidden communication that computation loses.
         peak_half: FLOP/s of half precision that a utilisation refers to; None: there is none.
         source: where these figures are from.
+        fused: what torch.compile leaves of the time of operations that move bytes.
+        tensor_s: in which DeepSpeed's step handles a tensor while the device waits.
     """
 
     rates: dict[tuple[str, bool], Curve]
@@ -101,6 +106,8 @@ class Speeds:
     peak_half: float | None
     source: str
     multiprocessors: int | None = None
+    fused: float = FUSED
+    tensor_s: float = 0.0
 
     def seconds(self, operation: Operation) -> float:
         """Time of an operation's work alone, without starting it."""

@@ -34,8 +34,8 @@ from zerofit.strategy.layout import ParallelLayout
 # Autograd, which runs without Python, starts an operation of the backward pass in this part of the time. Fitted.
 BACKWARD_STARTS = 0.6
 
-# What torch.compile leaves of the time of operations that move bytes, and of starting operations. Fitted; assumption.
-FUSED, FUSED_STARTS = 0.15, 0.4
+# What torch.compile leaves of the time of starting operations. An assumption.
+FUSED_STARTS = 0.4
 
 # A linear layer's product in float8 takes this part of its time in bf16, and more the narrower it is: what is rounded
 # grows with its sides, and what is multiplied with their product. Fitted on published ratios of whole compiled updates
@@ -139,7 +139,7 @@ def _segment_time(
             parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + exchanged(operation)
             continue
         count += 1
-        part = FUSED if is_compiled and operation.kind not in BY_FLOPS else 1.0
+        part = speeds.fused if is_compiled and operation.kind not in BY_FLOPS else 1.0
         if is_float8 and operation.kind == MATRIX and operation.shape[:1] == (1,):
             shorter, longer, _ = sorted(operation.shape[1:])
             part = FLOAT8 + FLOAT8_SIDES * (1 / shorter + 1 / longer) / 2
@@ -212,7 +212,7 @@ def update_time(
     adam = HOST_STEP * exchanges.adam * local / speeds.adam + exchanges.disk * local / DISK
     host = accumulation * copies + copied(exchanges.step_up) + adam
     engine = accumulation * speeds.memory_seconds(exchanges.micro_moved, half)
-    optimizer = speeds.memory_seconds(exchanges.step_moved)
+    optimizer = speeds.memory_seconds(exchanges.step_moved) + exchanges.tensors * speeds.tensor_s
     optimizer += exchanges.product_rounds * sum(map(speeds.seconds, exchanges.products))
     parts = {kind: accumulation * seconds for kind, seconds in passes.parts.items()}
     parts["memory"] = parts.get("memory", 0.0) + engine

@@ -1,8 +1,8 @@
 """FSDP2's settings in an accelerate YAML, or among the flags of its launcher: those that a run honours.
 
 accelerate passes each key of `fsdp_config` and `parallelism_config` on as an environment variable of that name
-(utils/launch.py, 1.15). It ignores keys of `fsdp_config` that it does not know, such as SYNCS: those are read from the
-YAML.
+(utils/launch.py, 1.15). It ignores keys of `fsdp_config` that it does not know, such as SYNCS and REDUCE: those are
+read from the YAML.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ IGNORED = "fsdp_ignored_modules"
 EXPERTS = "experts"
 VERSION = "fsdp_version"
 SYNCS = "fsdp_sync_each_batch"  # accelerate's name for it in GradientAccumulationPlugin
+REDUCE = "fsdp_reduce_dtype"  # torch's name for it in MixedPrecisionPolicy
 REPLICAS = "parallelism_config_dp_replicate_size"
 SHARDS = "parallelism_config_dp_shard_size"
 EITHER = ("true", "false")
@@ -24,7 +25,12 @@ ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sh
 # {key: (values that are honoured, the remedy for others)}
 HONOURED: dict[str, tuple[Sequence[str], str]] = {
     VERSION: (("2",), f"Write {VERSION}: 2"),
-    RESHARDS: (EITHER, "Write true, or false to keep weights from the forward pass to the backward pass"),
+    RESHARDS: (
+        (*EITHER, *SIZES[1:]),
+        "Write true, or false to keep weights from the forward pass to the backward pass, or the number of ranks that "
+        "share them meanwhile, such as the GPUs of a machine",
+    ),
+    REDUCE: (("fp32", "bf16"), "Write fp32, or bf16 for half the bytes of gradients and a rounding of each sum"),
     SYNCS: (EITHER, "Write false to reduce gradients once an update, from full gradients, or true"),
     IGNORED: ((EXPERTS,), f"Write {EXPERTS}, which divides the experts of a mixture among the ranks, or remove it"),
     "fsdp_auto_wrap_policy": (("transformer_based_wrap",), "Each block of the model is sharded. Remove it"),
@@ -51,7 +57,7 @@ def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dic
         return None
     settings = {key: environment[key.upper()].lower() for key in HONOURED if key.upper() in environment}
     section = content.get("fsdp_config") or {}
-    own = {key: str(section[key]).lower() for key in (SYNCS,) if key in section}
+    own = {key: str(section[key]).lower() for key in (SYNCS, REDUCE) if key in section}
     return {VERSION: "1", **own, **settings}  # 1 is accelerate's default
 
 
@@ -65,8 +71,16 @@ def variables_of(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_replicas(settings: Mapping[str, str], world_size: int, source: str) -> None:
-    """Raises UserError where several processes cannot form so many replicas, or experts are divided among all."""
+    """Raises UserError where several processes cannot form so many replicas, or share weights between the passes among
+    so many, or experts are divided among all."""
     replicas = int(settings.get(REPLICAS, "1"))
+    among, sharers = settings.get(RESHARDS, "true"), world_size // replicas
+    if world_size > 1 and among.isdigit() and (sharers % int(among) or int(among) >= sharers):
+        possible = [str(size) for size in range(2, sharers) if sharers % size == 0]
+        raise UserError(
+            f"{source}: {RESHARDS} = {among} is not a part of the {sharers} processes that share weights. "
+            f"Write {', '.join((*possible, *EITHER))}"
+        )
     if 1 in (replicas, world_size):
         return
     stated = f"{source}: {REPLICAS} = {replicas}"

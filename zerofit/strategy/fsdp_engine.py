@@ -8,6 +8,7 @@ alone, or MULTI_CPU), and it loads the full model before it shards it. So the en
 """
 
 import contextlib
+import itertools
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ class FullyShardedEngine(Engine):
         if not recipe.trains:
             model.requires_grad_(False)
         before, self.optimizer = dict(model.named_parameters()), optimizer
+        self._trained_rows: list[torch.Tensor] = []  # this rank's, with their gradients, from norm to step
         modules = experts_of(model) if self.strategy.divides_experts else []
         self._shard(model, modules)
         self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
@@ -56,7 +58,8 @@ class FullyShardedEngine(Engine):
         """Shard each block, and what is in none of them; divide the experts. The rows that this rank has are put in
         their place, so that no weight has to be there in full."""
         half = self.strategy.frozen_dtype if self.strategy.precision != "fp32" else None
-        policy = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
+        reduced = torch.bfloat16 if self.strategy.reduces_in_half else torch.float32 if half else None
+        policy = MixedPrecisionPolicy(half, reduced, cast_forward_inputs=False)
         mesh = self._mesh()
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
         replace_parameters(
@@ -81,6 +84,10 @@ class FullyShardedEngine(Engine):
         alone = mesh_of_one(mesh) if experts else None
         for module in experts:
             dispatch(module, mesh, alone, half)
+        if experts:  # the host waits for the tokens' numbers in each block: what comes next must be under way before
+            for block, following in itertools.pairwise(blocks):
+                cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+                cast(FSDPModule, following).set_modules_to_backward_prefetch([cast(FSDPModule, block)])
         replace_parameters(
             model,
             {
@@ -134,6 +141,7 @@ class FullyShardedEngine(Engine):
         self.discard()
         return outcome
 
+    @torch.no_grad()  # with it DTensor.to_local starts an autograd function each time
     def _step_shards(self, group: dict[str, Any], refused: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Torch's fused AdamW over this rank's rows: its step takes no verdict, a plain tensor, beside DTensors."""
         parameters = [each for each in group["params"] if each.grad is not None]
@@ -165,21 +173,25 @@ class FullyShardedEngine(Engine):
         self._norm = self._take_norm()
         return float(self._norm)
 
+    @torch.no_grad()
     def _take_norm(self) -> torch.Tensor:
         for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self.layout.world_size)
-        return self._norm_of_all(self.gradients())
+        self._trained_rows = self._shards_with_gradients()
+        return self._norm_of_all([cast(torch.Tensor, each.grad) for each in self._trained_rows])
 
     def apply(self) -> None:
         if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._shards_with_gradients(), self.max_grad_norm, self._norm)
+            torch.nn.utils.clip_grads_with_norm_(self._trained_rows, self.max_grad_norm, self._norm)
         self.optimizer.step()
         self.discard()
 
     def discard(self) -> None:
+        self._trained_rows = []
         self.optimizer.zero_grad()
 
+    @torch.no_grad()
     def gradients(self) -> list[torch.Tensor]:
         return [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
 
@@ -248,7 +260,7 @@ class FullyShardedEngine(Engine):
             "replicas": self.layout.replicas,
             "sync_each_batch": self.strategy.syncs_each_batch,
             "gathered_in": self.strategy.precision,
-            "reduced_in": "fp32",
+            "reduced_in": "bf16" if self.strategy.reduces_in_half else "fp32",
             "divides_experts": self.strategy.divides_experts,
         }
         return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}

@@ -17,7 +17,11 @@ SLICE = " MIG "
 # which is about what is left of his figures of A100 and H100 in training.
 OF_PEAK, ATTENTION_OF_PEAK = 0.65, 0.36
 NEWER: dict[str, Any] = {"attention_of_peak": 0.3, "is_newer": True}
-H100: dict[str, Any] = {"attention_of_peak": 0.18, "is_newer": True}
+# `alone_of_peak` is what he measured of one product of an A100 SXM and an H100 SXM (267.9 and 792.1 TFLOP/s; other
+# Hoppers: an assumption). Training on one card reaches it too (784: docs/measurements/gpu.md): no other card slows it.
+A100: dict[str, Any] = {"of_peak": 0.775, "alone_of_peak": 0.859}
+HOPPER: dict[str, Any] = NEWER | {"alone_of_peak": 0.801}
+H100: dict[str, Any] = HOPPER | {"attention_of_peak": 0.18, "of_peak": 0.6}
 V100: dict[str, Any] = {"of_peak": 0.715, "attention_of_peak": 0.35, "has_bf16": False}
 NO_PEAK = "the table of GPUs has no peak of {}; its data sheet has (dense matrix products in bf16 or fp16)"
 
@@ -39,6 +43,7 @@ class Gpu:
         sms: its streaming multiprocessors: a MIG slice of it has some of them.
         of_peak: what large matrix products reach of `half` in training.
         attention_of_peak: the same of flash attention, without the half that a causal mask takes off.
+        alone_of_peak: what products reach where one card trains; None: not measured, `of_peak` is taken.
         is_newer: Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host.
     """
 
@@ -55,6 +60,7 @@ class Gpu:
     has_bf16: bool = True
     of_peak: float = OF_PEAK
     attention_of_peak: float = ATTENTION_OF_PEAK
+    alone_of_peak: float | None = None
     is_newer: bool = False
 
 
@@ -119,17 +125,17 @@ GPUS = {
         _gpu("rtx5090-32gb", 31.36, "RTX 5090", 209.5, 104.8, 1792, None, 5, sms=170),
         _gpu("rtxpro6000-96gb", 94.97, "RTX PRO 6000 Blackwell Workstation", 500, 125, 1792, None, 5, sms=188),
         # A100 data sheet (1758950-r4)
-        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, of_peak=0.775),
-        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, of_peak=0.775),
-        _gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108, of_peak=0.775),  # slower NVLink
+        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, **A100),
+        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, **A100),
+        _gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108, **A100),  # slower NVLink
         # H100 data sheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL), all sparse; H200 data sheet: 1,979 and 1,671
-        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, of_peak=0.6, **H100),
-        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, of_peak=0.6, **H100),
+        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, **H100),
+        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, **H100),
         _gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132, **NEWER),
-        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.64, **NEWER),
+        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.64, **HOPPER),
         _gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132, **NEWER),
-        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, of_peak=0.6, **H100),  # slower NVLink
-        _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132, **NEWER),
+        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, **H100),  # slower NVLink
+        _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132, **HOPPER),
         _gpu("h20-96gb", 95.1, "H20", 148, 44, 4000, 450, 5, sms=78),
         # Blackwell technical brief, table 3; HGX B300: 36 PFLOPS in sparse FP16 of 8; GB200 and GB300 NVL72: 360 of 72
         _gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5, sms=148, of_peak=0.47, **NEWER),

@@ -13,7 +13,7 @@ from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import has_bf16
-from zerofit.strategy.fsdp import EXPERTS, IGNORED, REPLICAS, RESHARDS, SYNCS
+from zerofit.strategy.fsdp import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RESHARDS, SYNCS
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
 from zerofit.strategy.layout import ParallelLayout, layer_groups
@@ -74,9 +74,16 @@ class Strategy:
         return 3 if self.fully_shards else zero.get("stage", 0)
 
     @property
-    def reshards(self) -> bool:
-        """Under FSDP2: whether the forward pass forgets the weights that it has gathered."""
-        return (self.fsdp or {}).get(RESHARDS, "true") == "true"
+    def reshards(self) -> bool | int:
+        """Under FSDP2: whether the forward pass forgets the weights that it has gathered; or how many ranks share them
+        between a block's two passes."""
+        value = (self.fsdp or {}).get(RESHARDS, "true")
+        return value == "true" if value in EITHER or self.launch.world_size == 1 else int(value)
+
+    @property
+    def reduces_in_half(self) -> bool:
+        """Under FSDP2: whether gradients travel, and are summed up, in bf16."""
+        return (self.fsdp or {}).get(REDUCE) == "bf16"
 
     @property
     def syncs_each_batch(self) -> bool:
