@@ -20,7 +20,6 @@ import torch
 import yaml
 from ranks import RankServer, rank_environments
 
-from zerofit.health import shutdown
 from zerofit.strategy.named import find_strategies
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,23 +253,12 @@ def planned_bert(*flags: str) -> tuple[str, int]:
 
 
 def main_of(task: str) -> Callable[[list[str]], int]:
-    """What a script of train/ runs, in this process, which has its signals' own meaning again afterwards: it may fork
-    processes that others end by SIGTERM."""
-    from zerofit.recipe.errors import reports_user_errors
+    """What a script of train/ runs, in this process, which goes on afterwards."""
     from zerofit.recipe.tasks import TASKS
-    from zerofit.training.entry import read_start
+    from zerofit.training.entry import run_once
 
     main = runpy.run_path(str(ROOT / "train" / f"{task}.py"))["main"]
-
-    def run(arguments: list[str]) -> int:
-        try:
-            return reports_user_errors(lambda: main(read_start(task, TASKS[task], arguments)))()
-        finally:
-            del shutdown._RECEIVERS[1:]
-            shutdown._stop_listening()
-            shutdown._RECEIVERS.clear()
-
-    return run
+    return lambda arguments: run_once(task, TASKS[task], arguments, main)
 
 
 def not_installed(programs: tuple[str, ...], packages: tuple[str, ...]) -> str:

@@ -27,7 +27,7 @@ def test_packed_documents_take_a_flash_kernel(precision):
         model = tiny_model("llama", hidden_size=64, head_dim=16).cuda().to(dtype)
         install_loss(model, "full")
         said = choose_attention(model, wanted, precision, torch.device("cuda"))
-        assert takes_lengths(model.config) == (wanted is None), said
+        assert takes_lengths(model) == (wanted is None), said
         batch = CausalCollator(0, flatten=wanted is None)(samples).to(torch.device("cuda"))
         loss = model(**batch.inputs)
         loss.backward()

@@ -15,8 +15,9 @@ from helpers import TINY, refusal, tiny_model
 from transformers.integrations import hub_kernels
 
 import zerofit.model.attention as attention
+from zerofit.compat.transformers import attention_of, with_attention
 from zerofit.data.collate import CausalCollator
-from zerofit.model.attention import VARLEN, check_installed, choose_attention, takes_lengths
+from zerofit.model.attention import SDPA, VARLEN, check_installed, choose_attention, kernel_of, takes_lengths
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import check_packing
 from zerofit.recipe import ClmRecipe
@@ -84,7 +85,7 @@ def flash(monkeypatch):
     monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
     monkeypatch.setattr(transformers.modeling_flash_attention_utils, "_loaded_implementation", None)
     monkeypatch.setattr(attention, "varlen_attn", kernel.varlen_attn)
-    attention._register_varlen()
+    attention._register()
     return kernel
 
 
@@ -109,7 +110,7 @@ def test_two_packed_rows_through_a_flash_kernel(flash, family, kernel):
     halved = family == "gpt2" and kernel == HUB  # transformers' path has no fp32 for a model without nn.Linear
     dtype, tolerance = (torch.bfloat16, 5e-2) if halved else (torch.float32, 1e-5)
     model = tiny_model(family, kernel).to(dtype)
-    assert takes_lengths(model.config)
+    assert takes_lengths(model)
     loss, gradients = loss_and_gradients(model, flatten=True)
     assert flash.told == 2 * [[0, 5, 8, 9, 10, 16]]
     expected, right = loss_and_gradients(tiny_model(family, "sdpa").to(dtype), flatten=False)
@@ -160,7 +161,7 @@ def engine(model) -> SimpleNamespace:
 def test_the_check_goes_through_the_collator_with_two_rows(flash):
     """A hub kernel's name does not begin with flash, and transformers tells documents apart in one row only."""
     model, collate = tiny_model("llama", HUB), CausalCollator(0)
-    assert attention.takes_lengths(model.config)
+    assert attention.takes_lengths(model)
     assert check_packing(engine(model), ClmRecipe(attn_implementation=HUB), collate) == ""
     assert collate.flatten
     assert all(told == [0, 8, 16, 24, 32] for told in flash.told)
@@ -174,7 +175,7 @@ def test_a_kernel_that_nobody_asked_for_is_given_up_where_the_model_does_not_tel
     note = check_packing(engine(model), ClmRecipe(), collate)
     assert note == "attention sdpa: a llama does not tell its attention how long documents are"
     assert not collate.flatten
-    assert model.config._attn_implementation == "sdpa"
+    assert kernel_of(model) == "sdpa"
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_on_a_cpu_it_is_sdpa_and_its_mask():
     model = tiny_model("llama", None)
     said = choose_attention(model, None, "bf16", CPU)
     assert said == ("attention sdpa: packed documents by a mask (flash kernels are for GPUs, this is a cpu device)")
-    assert not takes_lengths(model.config)
+    assert not takes_lengths(model)
 
 
 def test_torch_s_own_kernel_where_there_is_no_other(gpu):
@@ -199,8 +200,7 @@ def test_torch_s_own_kernel_where_there_is_no_other(gpu):
     assert said == (
         "attention torch_varlen: packed documents by their lengths, without a mask (torch's own flash kernel)"
     )
-    assert model.model.config._attn_implementation == VARLEN
-    assert model.config.to_dict().get("_attn_implementation") is None  # the exported model says nothing of it
+    assert kernel_of(model.model) == VARLEN
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_the_fastest_flash_kernel_of_the_installed_ones(gpu, monkeypatch, capabi
         model, "set_attn_implementation", lambda name: chosen.append(name) or (take(name) if name == VARLEN else None)
     )
     choose_attention(model, None, "bf16", gpu)
-    assert chosen == [taken]
+    assert chosen[0] == taken
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,11 @@ def test_what_the_recipe_asks_for_stays(gpu, wanted):
     said = choose_attention(model, wanted, "bf16", gpu)
     assert said.startswith(f"attention {wanted}: ")
     assert said.endswith("(as the recipe says)")
-    assert model.config._attn_implementation == wanted
+    assert kernel_of(model) == wanted
 
 
-def kept(model, converted: bool, monkeypatch) -> tuple[int, torch.Tensor]:
+def kept(model) -> tuple[int, torch.Tensor]:
     """(masks that are kept for the backward pass, the loss)."""
-    mask = attention.additive_mask if converted else transformers.masking_utils.sdpa_mask
-    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "sdpa", mask)
     storages = {}
     batch = CausalCollator(0)(samples())
 
@@ -285,13 +283,45 @@ def kept(model, converted: bool, monkeypatch) -> tuple[int, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", TINY)
-def test_a_mask_is_converted_once_and_not_in_each_layer(family, dtype, monkeypatch):
+def test_a_mask_is_converted_once_and_not_in_each_layer(family, dtype):
     changes = {"gpt2": {"n_layer": 5}, "llama": {"hidden_size": 64}}.get(family, {}) | {"num_hidden_layers": 5}
-    found = [
-        kept(tiny_model(family, "sdpa", **changes).to(dtype), converted, monkeypatch) for converted in (False, True)
-    ]
+    plain, chosen = (tiny_model(family, "sdpa", **changes).to(dtype) for _ in range(2))
+    choose_attention(chosen, None, "fp32", CPU)
+    found = [kept(model) for model in (plain, chosen)]
     assert [number for number, _ in found] == [5, 1]
     assert torch.equal(found[0][1], found[1][1])  # bit for bit
+
+
+def test_our_names_stay_in_this_process_and_transformers_own_mean_what_they_meant(gpu, tmp_path):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    for name, precision in ((SDPA, "fp32"), (VARLEN, "bf16")):
+        model = tiny_model("llama", "sdpa")
+        choose_attention(model, None, precision, gpu)
+        assert attention_of(model.config) == name
+        model.save_pretrained(tmp_path / name)
+        written = (tmp_path / name / "config.json").read_text()
+        assert not [each for each in (SDPA, VARLEN) if each in written]
+        assert kernel_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)) == "sdpa"
+    assert transformers.AttentionInterface()["sdpa"] is sdpa_attention_forward
+    assert transformers.AttentionMaskInterface()["sdpa"] is sdpa_mask
+
+
+def test_a_flash_kernel_under_another_name_is_found_by_its_own(flash):
+    """As sequence parallelism calls it: the name that the model knows stands for the exchange around it."""
+
+    def under_another_name(module, *args, **kwargs):
+        return transformers.AttentionInterface()[HUB](with_attention(module, HUB), *args, **kwargs)
+
+    transformers.AttentionInterface.register("around_it", under_another_name)
+    found = []
+    for name in (HUB, "around_it"):
+        model = tiny_model("llama", HUB)
+        model.set_attn_implementation(name)
+        found.append(loss_and_gradients(model, flatten=True)[0])
+    assert torch.equal(*found)
+    assert flash.told == 4 * [[0, 5, 8, 9, 10, 16]]
 
 
 @pytest.mark.parametrize(("name", "said"), [

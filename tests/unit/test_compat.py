@@ -3,14 +3,17 @@
 import contextlib
 import importlib
 import inspect
+import os
 import sys
+import tempfile
 from collections import Counter
 from datetime import timedelta
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, small_sizes, tiny_model
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from private_parts import find_uses, sources
@@ -18,25 +21,9 @@ from private_parts import find_uses, sources
 # What is still to be moved: {file: at most so many}. A number falls, and a line goes with its last use; none is added.
 ELSEWHERE: dict[str, int] = {
     "zerofit/data/json_files.py": 1,
-    "zerofit/data/tables.py": 1,
-    "zerofit/estimate/planned_model.py": 2,
     "zerofit/estimate/traced_shares.py": 1,
     "zerofit/estimate/tracer.py": 1,
-    "zerofit/model/adapter_loading.py": 1,
-    "zerofit/model/attention.py": 5,
-    "zerofit/model/compilation.py": 2,
-    "zerofit/model/configuration.py": 2,
-    "zerofit/model/experts.py": 1,
-    "zerofit/model/export.py": 3,
-    "zerofit/model/folders.py": 1,
-    "zerofit/model/load.py": 4,
-    "zerofit/model/preflight.py": 1,
-    "zerofit/model/recomputation.py": 1,
-    "zerofit/model/stages.py": 1,
-    "zerofit/model/tokenizer.py": 1,
-    "zerofit/strategy/sequence.py": 2,
-    "zerofit/tools/evaluate/harness.py": 2,
-    "zerofit/tools/generate/text_writer.py": 1,
+    "zerofit/model/configuration.py": 1,
 }
 MOST_PARTS, MOST_NAMES = 40, 60  # in zerofit/compat
 
@@ -383,7 +370,109 @@ def _initializing_with(part):
     assert "= deepspeed.initialize\n" in inspect.getsource(importlib.import_module("accelerate").Accelerator)
 
 
-RESULTS = {"Fragment"}  # what a part returns
+def _attention_of(part):
+    for name in ("eager", "sdpa"):
+        assert part(tiny_model("llama", name).config) == name
+
+
+def _takes_attention(part):
+    assert part(tiny_model("llama"))
+    assert not part(tiny_model("falcon", **small_sizes("falcon")))
+
+
+def _flash_kernels(part):
+    assert part(tiny_model("llama")) == []
+    assert part(tiny_model("falcon", **small_sizes("falcon"))) == []
+    assert part(tiny_model("bloom", "eager", **small_sizes("bloom"))) is None
+    assert "_compatible_flash_implementations" in inspect.getsource(
+        importlib.import_module("transformers").PreTrainedModel
+    )
+
+
+def _with_attention(part):
+    function = importlib.import_module("transformers.integrations.flash_attention").flash_attention_forward
+    assert "module.config._attn_implementation" in inspect.getsource(function)
+    layer = tiny_model("llama").model.layers[0].self_attn
+    assert part(layer, "another").config._attn_implementation == "another"
+    assert part(layer, "another").head_dim == layer.head_dim
+    assert layer.config._attn_implementation == "sdpa"
+
+
+def _documents_found_by(part):
+    masking_utils = importlib.import_module("transformers.masking_utils")
+    before, asked = masking_utils.find_packed_sequence_indices, []
+    with part(asked.append):
+        tiny_model("llama")(input_ids=torch.arange(4)[None])
+    assert [positions.shape for positions in asked] == [(1, 4)]
+    assert masking_utils.find_packed_sequence_indices is before
+
+
+def _initialize(part):
+    model = tiny_model("gpt2")
+    layer, drawn = model.transformer.h[0].attn.c_attn, torch.nn.Parameter(torch.full((32, 96), 7.0))
+    weight, bias = layer.weight, layer.bias
+    with torch.no_grad():
+        bias.fill_(3.0)
+    part(model, layer, "weight", drawn)
+    assert 0 < drawn.std() < 0.1
+    assert layer.weight is weight
+    assert layer.bias is bias
+    assert (bias == 3.0).all()
+
+
+def _keep_conversions(part):
+    loading = importlib.import_module("transformers.core_model_loading")
+    assert "_weight_conversions" in inspect.getsource(loading.revert_weight_conversion)
+    model = SimpleNamespace(_weight_conversions=[1, 2])
+    part(model, lambda step: step > 1)
+    assert model._weight_conversions == [2]
+    part(model, lambda step: False)
+    assert model._weight_conversions == []
+    part(model, bool, or_usual=True)
+    assert model._weight_conversions is None
+
+
+def _weights_alone(part):
+    model = tiny_model("llama")
+    with tempfile.TemporaryDirectory() as folder:
+        part(model).save_pretrained(folder)
+        assert os.listdir(folder) == ["model.safetensors"]
+        model.save_pretrained(folder)
+        assert "config.json" in os.listdir(folder)
+
+
+def _router_class(part):
+    model = tiny_model("mixtral", **small_sizes("mixtral"))
+    assert sum(isinstance(module, part(model)) for module in model.modules()) == 3
+
+
+def _undivided_modules(part):
+    assert part(tiny_model("gpt2")) == {"GPT2Block"}
+
+
+def _recomputing_functions(part):
+    model, called = tiny_model("llama").train(), []
+    assert part(model) == []
+    model.gradient_checkpointing_enable()
+
+    def noted(function):
+        return lambda layer, *args: called.append(function) or layer(*args)
+
+    functions = part(model, noted)
+    model(input_ids=torch.arange(4)[None])
+    assert len(called) == len(model.model.layers)
+    assert set(called) <= set(functions)
+
+
+def _forget_state(part):
+    accelerator = importlib.import_module("accelerate").Accelerator
+    for precision in ("bf16", "no"):
+        part()
+        assert accelerator(mixed_precision=precision, cpu=True).mixed_precision == precision
+    part()
+
+
+RESULTS = {"Fragment", "Renamed"}  # what a part returns
 TOUCHES = {
     "torch": {
         "DispatchMode": _dispatch_mode,
@@ -412,6 +501,20 @@ TOUCHES = {
         "step_pipeline": _of_the_pipeline,
         "visit_modules": _visit_modules,
         "without_shared_memory": _without_shared_memory,
+    },
+    "accelerate": {"forget_state": _forget_state},
+    "transformers": {
+        "attention_of": _attention_of,
+        "takes_attention": _takes_attention,
+        "flash_kernels": _flash_kernels,
+        "with_attention": _with_attention,
+        "documents_found_by": _documents_found_by,
+        "initialize": _initialize,
+        "keep_conversions": _keep_conversions,
+        "weights_alone": _weights_alone,
+        "router_class": _router_class,
+        "undivided_modules": _undivided_modules,
+        "recomputing_functions": _recomputing_functions,
     },
 }
 

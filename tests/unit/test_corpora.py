@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from tests.helpers import ROOT, check_refusal, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
@@ -378,7 +378,6 @@ def test_a_fingerprint_is_of_what_a_tokenizer_does(tokenised, tmp_path):
 
 @pytest.mark.parametrize(("attention", "refused"), [("sdpa", False), ("eager", True), ("flash_attention_2", True)])
 def test_masks_take_an_attention_that_heeds_them(attention, refused):
-    config = SimpleNamespace(_attn_implementation=attention)
-    engine = SimpleNamespace(module=SimpleNamespace(config=config))
+    engine = SimpleNamespace(module=SimpleNamespace(config=PretrainedConfig(attn_implementation=attention)))
     with pytest.raises(UserError, match="without the other") if refused else contextlib.nullcontext():
         check_mask_support(engine)

@@ -18,9 +18,10 @@ from zerofit.tools.submit.requeue import queue_again_refused
 TYPO = ["--learnin_rate", "1"]
 RANK = """
 import os, sys, time
+from zerofit.launch.ranks import RankRendezvous
 from zerofit.training.entry import end, record_the_end
 
-record_the_end("clm")
+record_the_end("clm", RankRendezvous())
 
 def main(start):
     {body}

@@ -133,16 +133,17 @@ def test_a_lost_peer_is_named_by_its_machine_and_other_code_is_noted():
 
 RANK = """
 import sys
-from zerofit.launch.ranks import RANKS
+from zerofit.launch.ranks import RankRendezvous
 from zerofit.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
-tell_others_with(RANKS.stop)
+ranks = RankRendezvous()
+tell_others_with(ranks.stop)
 
 @reports_user_errors
 def main(argv):
     if argv[0] == "early":
         raise UserError("train_file is missing")
-    RANKS.start()
-    RANKS.wait()
+    ranks.start()
+    ranks.wait()
     print("met")
     return 0
 

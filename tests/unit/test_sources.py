@@ -4,12 +4,14 @@ import bz2
 import gzip
 import json
 import lzma
+import shutil
 
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
 from helpers import load_texts, refusal, write_records
 
+from zerofit.data import tables
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
 from zerofit.data.options import DataOptions
@@ -97,6 +99,54 @@ def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
     written = "".join(first.tokenizer.decode(first.train[index]["input_ids"]) for index in range(2))
     assert "text number" in written
     assert first.tokenizer.eos_token in written
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.csv", "a.txt", "saved"])
+def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_path, kind):
+    """Each case is looked up twice, as by another process, which knows no table of this one."""
+    marks = {"document_separator": "line"} if kind == "a.txt" else {}
+
+    def store(rows: list[str]) -> dict:
+        if kind == "saved":
+            shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+            DatasetDict({"train": Dataset.from_dict({"text": rows, "n": [1] * len(rows)})}).save_to_disk(
+                tmp_path / kind
+            )
+            return {"dataset_name": str(tmp_path / kind)}
+        path = tmp_path / kind
+        lines = {
+            "a.jsonl": [json.dumps({"text": row, "n": 1}) for row in rows],
+            "a.csv": ["text,n", *(f'"{row}",1' for row in rows)],
+        }
+        path.write_text("\n".join(lines.get(kind, rows)) + "\n")
+        return {"train_file": [str(path)]}
+
+    def stored(**options) -> set[str]:
+        tables._KEYS.clear()
+        common = {
+            "config_name": "gpt2",
+            "train_tokenizer_vocab_size": 280,
+            "block_size": 32,
+            "cache_dir": tmp_path / "c",
+        }
+        recipe = ClmRecipe(**{**common, "validation_split_percentage": 25, **marks, **options})
+        prepare_causal_data(recipe, load_configuration(recipe))
+        return {path.name for path in (tmp_path / "c").rglob("tokens-*.arrow")}
+
+    known, on_disk = set[str](), None
+    edited = [row.replace("little", "nothing") if number == 7 else row for number, row in enumerate(ROWS)]
+    for rows, options, new in (
+        (ROWS, {}, 2), (ROWS, {"block_size": 16}, 0), (ROWS, {"append_eos": False}, 2),
+        (ROWS, {"validation_split_percentage": 50}, 2), (ROWS, {"train_tokenizer_vocab_size": 270}, 2),
+        (ROWS, {"max_train_samples": 9}, 1), (edited, {}, 2), (ROWS[:30], {}, 2),
+    ):  # fmt: skip
+        if rows is not on_disk:
+            source, on_disk = store(rows), rows
+        before = known
+        known = stored(**source, **options)
+        assert known >= before
+        assert len(known - before) == new, (len(rows), options)
+        assert stored(**source, **options) == known
 
 
 def test_files_that_cannot_be_read(tmp_path, cache):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetInfo, Features, load_dataset_builder
 
-from zerofit.data.tables import identity, set_fingerprint, text_of
+from zerofit.data.tables import derived, text_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
 from zerofit.recipe.parsing import has_half_pair, parse_json
@@ -232,7 +232,7 @@ def texts_as_written(table: Dataset, paths: list[Path]) -> Dataset:
     if arrow is table.data.table:
         return table
     read_again = Dataset(arrow.replace_schema_metadata(None), DatasetInfo(features=features))
-    return set_fingerprint(read_again, identity(table), "as written")
+    return derived(read_again, table, "as written")
 
 
 def _read_again(paths: list[Path], types: dict[str, pa.DataType]) -> dict[str, pa.Array]:

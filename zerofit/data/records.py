@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Value
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import TableCache, columns_present, encode_table, first_records, hold_out
+from zerofit.data.tables import TableCache, columns_present, derived, encode_table, first_records, hold_out, select
 from zerofit.recipe.errors import UserError
 
 
@@ -52,8 +52,8 @@ class Part:
         return len(self.table)
 
     def select(self, places: Iterable[int]) -> "Part":
-        table, records = self.table.select(places), self.records.select(places)
-        return replace(self, table=table, numbers=self.numbers[places], records=records)
+        table = select(self.table, places)
+        return replace(self, table=table, numbers=self.numbers[places], records=self.records.select(places))
 
     def contents(self) -> Iterator[Any]:
         """What each record holds."""
@@ -96,7 +96,8 @@ def read_parts(
         reader, where = readers[name], source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
-        part = Part(table.select_columns(reader.columns), reader, where, np.arange(len(table)), table)
+        read = derived(table.select_columns(reader.columns), table)
+        part = Part(read, reader, where, np.arange(len(table)), table)
         bad = _bad_records(part, options.cache)
         if len(bad):
             notes += _report(bad, part, options)

@@ -17,6 +17,7 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
+from zerofit.data.tables import derived, identity, keyed
 from zerofit.recipe.columns import DELIMITERS, ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import counted
@@ -133,7 +134,7 @@ def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict
         new = [*lower.values(), *(name for name in table.column_names if name in named)]
         changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
         if changed:
-            parts[part] = table.rename_columns(changed)
+            parts[part] = derived(table.rename_columns(changed), table)
             written |= {other: name for name, other in changed.items()}
     return written
 
@@ -177,7 +178,7 @@ def _load(
             # "007" stays "007", and "true" is no boolean
             features = text_features(files[0], own)
             tables.append(load(data_files={part: [str(path) for path in files]}, features=features, **own))
-        return concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+        return keyed(concatenate_datasets(tables), *map(identity, tables)) if len(tables) > 1 else tables[0]
     except UserError:
         raise
     except Exception as error:  # the library raises a dozen types

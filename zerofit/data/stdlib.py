@@ -22,7 +22,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from zerofit.data.tables import TableCache, encode_table, identity, set_fingerprint
+from zerofit.data.tables import TableCache, derived, encode_table, keyed
 
 EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the data sets
 NUM_PACKAGES = 12
@@ -45,7 +45,7 @@ def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
     files = [path for path in sorted(root.rglob("*.py")) if not NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     table = Dataset.from_dict({"file": [str(path.relative_to(root)) for path in files]})
-    table = set_fingerprint(table, platform.python_version(), stamps)
+    table = keyed(table, platform.python_version(), stamps)
 
     def parse_files(batch: dict) -> dict:
         entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
@@ -54,9 +54,7 @@ def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
     entries = encode_table(table, parse_files, TABLE, (), dataclasses.replace(cache, workers=None))
     records_of = dict(zip(EMBEDDED, (_docstrings, _functions)))[name]
     parts = _split(records_of(entries.to_list()))
-    return {
-        part: set_fingerprint(Dataset.from_list(rows), name, part, identity(entries)) for part, rows in parts.items()
-    }
+    return {part: derived(Dataset.from_list(rows), entries, name, part) for part, rows in parts.items()}
 
 
 def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:

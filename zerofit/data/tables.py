@@ -3,12 +3,13 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -30,7 +31,7 @@ Records = TypeVar("Records")  # a Dataset, or what has its __len__ and select
 
 def first_records(records: Records, limit: int | None) -> Records:
     """The first `limit` records; all of them without a limit."""
-    return records if limit is None or limit >= len(records) else records.select(range(limit))
+    return records if limit is None or limit >= len(records) else select(records, range(limit))
 
 
 def hold_out(records: Records, fraction: float) -> tuple[Records, Records]:
@@ -43,7 +44,7 @@ def hold_out(records: Records, fraction: float) -> tuple[Records, Records]:
     held = max(1, round(fraction * len(records)))
     if held >= len(records):
         raise empty_split(fraction, len(records))
-    return records.select(np.sort(shuffled[held:])), records.select(np.sort(shuffled[:held]))
+    return select(records, np.sort(shuffled[held:])), select(records, np.sort(shuffled[:held]))
 
 
 def empty_split(fraction: float, count: int) -> UserError:
@@ -155,15 +156,43 @@ def check_name(name: str, option: str) -> None:
 # ------------------------------------------------------------------------------------------------------ derived tables
 
 
+_KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables that are in use
+
+
+def keyed(dataset: Dataset, *words: object) -> Dataset:
+    """Note what the rows of a table follow from: files, options, other tables. Returns the table."""
+    _KEYS[dataset] = sha256(" ".join(map(str, (dataset.column_names, *words))).encode()).hexdigest()[:32]
+    return dataset
+
+
+def derived(dataset: Dataset, origin: Dataset, *words: object) -> Dataset:
+    """Note that a table follows from another one, and by what. Returns it."""
+    return keyed(dataset, identity(origin), *words)
+
+
+def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
+    """Records by their places; of a table it is noted which."""
+    chosen = records.select(places)
+    if isinstance(records, Dataset):
+        rows = np.asarray(places, dtype=np.int64)
+        derived(chosen, records, "rows", sha256(rows.tobytes()).hexdigest())
+    return chosen
+
+
 def identity(dataset: Dataset) -> str:
-    """What names a table and the rows that are selected of it: the same in every process."""
-    return dataset._fingerprint
-
-
-def set_fingerprint(dataset: Dataset, *words: object) -> Dataset:
-    """Give a table that was made in memory a fingerprint that is the same in every process."""
-    digest = sha256(" ".join(map(str, words)).encode()).hexdigest()[:32]
-    return Dataset(dataset.data, dataset.info, fingerprint=digest)
+    """A key of the rows of a table, the same in every process and in every run on the same data: of what was noted
+    (see `keyed`), of the library's files on the disk, or of all rows of a table in memory."""
+    if dataset not in _KEYS:
+        files = [Path(file["filename"]) for file in dataset.cache_files]
+        if files and len(dataset) == len(dataset.data):  # all rows of the files, in their order
+            stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            keyed(dataset, dataset.split, len(dataset), stats)
+        else:
+            digest = sha256(repr(dataset.features).encode())
+            for batch in dataset.iter(LOOKED_AT):
+                digest.update(repr(batch).encode())
+            keyed(dataset, digest.hexdigest())
+    return _KEYS[dataset]
 
 
 @dataclass(frozen=True)
@@ -211,7 +240,7 @@ def encode_table(
     code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
     text = " ".join(map(str, (identity(dataset), features, code, *key)))
     name = sha256(text.encode()).hexdigest()[:32]
-    return dataset.map(
+    encoded = dataset.map(
         encode,
         with_indices=with_indices,
         batched=True,
@@ -223,6 +252,7 @@ def encode_table(
         new_fingerprint=name,
         desc="Tokenising",
     )
+    return keyed(encoded, name)
 
 
 def fingerprint(tokenizer) -> str:

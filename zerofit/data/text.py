@@ -17,13 +17,14 @@ from zerofit.data.tables import (
     check_column,
     check_name,
     columns_present,
+    derived,
     empty_split,
     encode_table,
     fingerprint,
     first_records,
     hold_out,
     identity,
-    set_fingerprint,
+    keyed,
     text_columns,
     worded_columns,
 )
@@ -113,11 +114,11 @@ def text_column(dataset: Dataset, name: str | None) -> str:
 
 
 def _only_text(dataset: Dataset, column: str) -> Dataset:
-    dataset = dataset.remove_columns([name for name in dataset.column_names if name != column])
-    dataset = dataset if column == "text" else dataset.rename_column(column, "text")
-    if dataset.data.column("text").null_count:  # records without text
-        dataset = dataset.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
-    return dataset
+    table = dataset.remove_columns([name for name in dataset.column_names if name != column])
+    table = table if column == "text" else table.rename_column(column, "text")
+    if table.data.column("text").null_count:  # records without text
+        table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
+    return derived(table, dataset, column, "with text")
 
 
 def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
@@ -126,7 +127,8 @@ def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
         return {"text": [piece for piece in pieces if piece.strip()]}
 
     name = sha256(f"{identity(dataset)} cut at {mark}".encode()).hexdigest()[:32]
-    return dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
+    pieces = dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
+    return keyed(pieces, name)
 
 
 def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
@@ -140,7 +142,7 @@ def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     if not all(parts):
         raise empty_split(fraction, len(dataset))
     train, held_out = (
-        set_fingerprint(Dataset.from_dict({"text": part}), identity(dataset), fraction, name)
+        derived(Dataset.from_dict({"text": part}), dataset, fraction, name)
         for part, name in zip(parts, ("train", "held out"))
     )
     return train, held_out

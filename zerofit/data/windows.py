@@ -29,7 +29,7 @@ from filelock import FileLock
 
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.data.stream_reader import Place, Shards, read_window
-from zerofit.data.tables import set_fingerprint
+from zerofit.data.tables import keyed
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.parsing import object_of
@@ -162,7 +162,7 @@ class WindowStore:
                 self._read(window, records)
             shard = self.shards.names[self._order(window.turn)[window.shard]]
             name = f"the window of the stream from record {window.record + 1} of {shard} on"
-            table = set_fingerprint(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
+            table = keyed(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
             return self.prepare(table, name, folder)
 
     def _read(self, window: Window, file: Path) -> None:

@@ -1,5 +1,6 @@
 """The model of a plan: its configuration, its parameters, and how a traced copy of it is built."""
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
-from zerofit.model.compilation import ends_of
+from zerofit.model.compilation import ends_of, fuse_gelu
 from zerofit.model.configuration import has_head
 from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.lora import split_targets
@@ -255,14 +256,16 @@ def make_model(config: Any, task: str, dtype: torch.dtype, attention: str | None
     """A model with random weights, on the default device."""
     name = OF_WORDS if task == "cls" and has_head(config, "TokenClassification") else TASKS[task]
     auto_class = getattr(transformers, name)
-    config = copy.deepcopy(config)
-    model_class = auto_class._model_mapping[type(config)]
-    arguments = {}
+
+    def build(attention: str | None) -> torch.nn.Module:
+        return fuse_gelu(auto_class.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention))
+
     if attention == "eager":
-        arguments["attn_implementation"] = "eager"
-    elif traced and getattr(model_class, "_supports_sdpa", False):
-        arguments["attn_implementation"] = ATTENTION
-    return auto_class.from_config(config, dtype=dtype, **arguments)
+        return build("eager")
+    if traced:
+        with contextlib.suppress(ValueError):  # a model without sdpa
+            return build(ATTENTION)
+    return build(None)
 
 
 def add_lora(model: Any, recipe: Any, task: str) -> None:

@@ -104,30 +104,20 @@ def split_layers(model: torch.nn.Module, size: int) -> None:
 
 
 @contextlib.contextmanager
-def rows_split(model: torch.nn.Module, size: int, attention: str) -> Iterator[None]:
-    """The context in which a model with an installed loss computes one rank's part of its rows.
-
-    Args:
-        attention: the name under which the model looks up its attention function.
-    """
+def rows_split(model: torch.nn.Module, size: int) -> Iterator[None]:
+    """The context in which a model with an installed loss computes one rank's part of its rows."""
     if size == 1:
         yield
         return
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     from zerofit.strategy import sequence
     from zerofit.strategy.layout import ParallelLayout
 
     class Groups:
         get_sequence_parallel_group = staticmethod(lambda: FakeGroup(size))
 
-    with contextlib.ExitStack() as restored:
-        restored.callback(setattr, model, "forward", model.forward)
-        restored.enter_context(replaced(sequence, "sequence_groups", lambda layout: Groups))
-        for name in (attention, "sdpa"):
-            restored.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, name, ALL_ATTENTION_FUNCTIONS[name])
-        sequence.SplitRows(model, ParallelLayout(size, sequence=size))
-        yield
+    with replaced(sequence, "sequence_groups", lambda layout: Groups):
+        with contextlib.closing(sequence.SplitRows(model, ParallelLayout(size, sequence=size))):
+            yield
 
 
 @dataclass(frozen=True)

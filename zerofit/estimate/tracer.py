@@ -238,7 +238,7 @@ class Tracer:
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
         adds = replaced(chunked_loss, "adds_half_products", lambda device: True)
         norm = replaced(norms, "rms_norm", fused_norm if self.settings.gpu_kernels else norms.rms_norm)
-        rows = rows_split(self.model, self.settings.sequence, ATTENTION)
+        rows = rows_split(self.model, self.settings.sequence)
         grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
         tokens = tokens_exchanged(self.settings.experts, ledger.note)
         loss = contextlib.ExitStack()

@@ -6,13 +6,14 @@ every update (`bounds` in zerofit/training/run.py), so all leave after the same 
 
 import contextlib
 import enum
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
@@ -105,6 +106,22 @@ def listen(receive: Callable[[int], None]) -> None:
     threading.Thread(target=_read, args=(reader,), daemon=True, name="signals").start()
 
 
+@contextlib.contextmanager
+def listening_within() -> Iterator[None]:
+    """The context of a run in a process that goes on after it: at its end signals mean what they meant before."""
+    known, handlers = len(_RECEIVERS), {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        del _RECEIVERS[known:]
+        if not known and _HEARD:
+            os.close(signal.set_wakeup_fd(-1))  # which ends the thread
+            for number in _HEARD:
+                signal.signal(number, handlers[signal.Signals(number)] or signal.SIG_DFL)
+            _HEARD.clear()
+            faulthandler.unregister(signal.SIGTERM)  # of the watchdog
+
+
 def _read(reader: int) -> None:
     while numbers := os.read(reader, 64):
         for number in numbers:
@@ -115,6 +132,7 @@ def _read(reader: int) -> None:
                     traceback.print_exc()
                     code = decided_code()
                     os._exit(128 + number if code is None else code)
+    os.close(reader)
 
 
 def _stop_listening() -> None:

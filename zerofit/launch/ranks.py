@@ -155,6 +155,3 @@ class RankRendezvous:
         if self.is_open:
             self.is_open = False
             self._met.set()
-
-
-RANKS = RankRendezvous()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zerofit.compat.transformers import keep_conversions
 from zerofit.model.adapter_folder import (
     CLASSIFIERS,
     TASK_TYPES,
@@ -142,8 +143,7 @@ def _dequantize(model, option: str, name: str):
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     # The steps that read quantised weights cannot be reversed, and writing would try to.
-    conversions = getattr(model, "_weight_conversions", None) or []
-    model._weight_conversions = [step for step in conversions if not _quantises(step)] or None
+    keep_conversions(model, lambda step: not _quantises(step), or_usual=True)
     return model
 
 

@@ -10,17 +10,19 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from zerofit.compat.transformers import attention_of, documents_found_by, flash_kernels, takes_attention
 from zerofit.recipe.errors import UserError
 
 # torch 2.11 computes with fewer heads of key and value unasked.
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
+SDPA = "zerofit_sdpa"  # sdpa, whose mask is converted once
 PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
 HALF = ("bf16", "fp16")
 AMPERE = (8, 0)  # compute capability: flash kernels need it
@@ -41,13 +43,31 @@ def choose_attention(model, requested: str | None, precision: str, device: torch
     if device is None:
         on_gpu = torch.accelerator.is_available()
         device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
-    config, reason = model.config, "as the recipe says"
+    reason = "as the recipe says"
     if not requested:
         reason = _why_no_flash(model, precision, device) or _use_flash(model, precision, device)
-    _convert_masks_once()
-    if takes_lengths(config):
-        return f"attention {config._attn_implementation}: packed documents by their lengths, without a mask ({reason})"
-    return f"attention {config._attn_implementation}: packed documents by a mask ({reason})"
+    if attention_of(model.config) == "sdpa" and takes_attention(model):
+        set_attention(model, SDPA)
+    if takes_lengths(model):
+        return f"attention {kernel_of(model)}: packed documents by their lengths, without a mask ({reason})"
+    return f"attention {kernel_of(model)}: packed documents by a mask ({reason})"
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Let a model attend with what has this name in transformers' AttentionInterface, SDPA and VARLEN among them."""
+    _register()
+    split = getattr(model, "split_rows", None)  # strategy/sequence.py: it stands between the model and its attention
+    if split is not None:
+        split.attend_with(name)
+    else:
+        model.set_attn_implementation(name)
+
+
+def kernel_of(model: Any) -> str | None:
+    """Return what computes a model's attention, as an attn_implementation of the recipe would name it."""
+    split = getattr(model, "split_rows", None)
+    name = attention_of(model.config) if split is None else split.kernel
+    return "sdpa" if name == SDPA else name
 
 
 def check_installed(requested: str | None) -> None:
@@ -73,11 +93,12 @@ def check_installed(requested: str | None) -> None:
     raise UserError(f"attn_implementation = {requested!r} needs flash-attn {version}: {package}{kernels}, {default}")
 
 
-def takes_lengths(config) -> bool:
-    """Return whether the attention takes the lengths of packed documents, and no mask."""
+def takes_lengths(model: Any) -> bool:
+    """Return whether a model's attention takes the lengths of packed documents, and no mask."""
     from transformers.utils.generic import is_flash_attention_requested
 
-    return is_flash_attention_requested(config) or config._attn_implementation == VARLEN
+    kernel = kernel_of(model)
+    return kernel == VARLEN or is_flash_attention_requested(requested_attention_implementation=kernel)
 
 
 def _why_no_flash(model, precision: str, device: torch.device) -> str:
@@ -89,11 +110,12 @@ def _why_no_flash(model, precision: str, device: torch.device) -> str:
         return "flash kernels compute in bf16 and fp16 only"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < AMPERE:
         return "flash kernels need compute capability 8.0"
-    if not model._supports_flash_attn or not model._can_set_attn_implementation():
+    kernels = flash_kernels(model)
+    if kernels is None or not takes_attention(model):
         return f"a {config.model_type} has no flash attention in transformers"
     if getattr(config, "attention_chunk_size", None):
         return f"a {config.model_type} attends in chunks, which flash kernels do not support"
-    if kernels := getattr(model, "_compatible_flash_implementations", None):
+    if kernels:
         return f"a {config.model_type} needs its own flash kernel: name it, --attn_implementation {kernels[0]}"
     return ""
 
@@ -116,8 +138,7 @@ def _use_flash(model, precision: str, device: torch.device) -> str:
                 problems.append(f"{name}: {' '.join(str(problem).split())}")
     problem = _why_not_varlen(model, precision, device, dropout)
     if not problem:
-        _register_varlen()
-        model.set_attn_implementation(VARLEN)
+        set_attention(model, VARLEN)
         return "torch's own flash kernel"
     return "; ".join([*problems, problem])
 
@@ -141,15 +162,19 @@ def _why_not_varlen(model, precision: str, device: torch.device, dropout: bool) 
     return f"torch's flash kernel does not work here: {problem}" if problem else ""
 
 
-# ------------------------------------------------------------------------------------------------ torch's flash kernel
-
-
 @functools.cache
-def _register_varlen() -> None:
+def _register() -> None:
+    """Add SDPA and VARLEN to the names that transformers knows; what it has under its own stays."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    AttentionInterface.register(SDPA, sdpa_attention_forward)
+    AttentionMaskInterface.register(SDPA, additive_mask)
     AttentionInterface.register(VARLEN, varlen_attention)
     AttentionMaskInterface.register(VARLEN, _mask_beside_lengths)
+
+
+# ------------------------------------------------------------------------------------------------ torch's flash kernel
 
 
 def varlen_attention(
@@ -245,13 +270,6 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------------- sdpa's mask
 
 
-@functools.cache
-def _convert_masks_once() -> None:
-    from transformers import AttentionMaskInterface
-
-    AttentionMaskInterface.register("sdpa", additive_mask)
-
-
 def additive_mask(*args, dtype=torch.float32, device="cpu", **kwargs) -> torch.Tensor | None:
     """sdpa's mask (B, 1, T, T) as torch adds it: 0 where a position sees another, else minus infinity. From a boolean
     mask torch makes the same tensor, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
@@ -270,31 +288,18 @@ def added_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------------- are rows packed?
 
-_packed: bool | None = None  # of the forward pass that runs; None: it has to look at positions
 
-
-@contextlib.contextmanager
-def packed_rows(packed: bool | None) -> Iterator[None]:
+def packed_rows(packed: bool | None) -> contextlib.AbstractContextManager[None]:
     """Tell the forward passes within whether a row has several documents. To find out, transformers compares positions
     on the device in every pass (masking_utils.py, 5.23), and the host waits for the result; None: let it do so."""
-    global _packed
-    _tell_transformers()
-    before, _packed = _packed, packed
-    try:
-        yield
-    finally:
-        _packed = before
+    if packed is None:
+        return contextlib.nullcontext()
+    return documents_found_by(_number_documents if packed else _one_document)
 
 
-@functools.cache
-def _tell_transformers() -> None:
-    from transformers import masking_utils
+def _number_documents(position_ids: torch.Tensor) -> torch.Tensor:
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
 
-    look = masking_utils.find_packed_sequence_indices
 
-    def documents(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if _packed is None:
-            return look(position_ids)
-        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1) if _packed else None
-
-    masking_utils.find_packed_sequence_indices = documents
+def _one_document(position_ids: torch.Tensor) -> None:
+    return None

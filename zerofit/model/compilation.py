@@ -9,19 +9,30 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers.activations import ACT2FN, GELUTanh
+from transformers.activations import GELUTanh, NewGELUActivation
 
+from zerofit.compat.transformers import undivided_modules
 from zerofit.model.float8 import without_float8
 from zerofit.recipe.errors import UserError
 
-# transformers computes "gelu_new", of GPT-2 and its kin, in eight operations that keep five tensors of the widest
-# layer for the backward pass. torch.nn.functional.gelu(approximate="tanh") is the same function (Hendrycks and Gimpel
-# 2016), keeps its input alone, and differs by rounding. Stored configurations keep the name.
-ACT2FN["gelu_new"] = GELUTanh
-
 GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
+
+
+def fuse_gelu(model: Any) -> Any:
+    """Compute a model's GELU in its tanh form ("gelu_new", of GPT-2 and its kin) in one kernel. Returns the model.
+
+    transformers computes it in eight operations that keep five tensors of the widest layer for the backward pass.
+    torch.nn.functional.gelu(approximate="tanh") is the same function (Hendrycks and Gimpel 2016), keeps its input
+    alone, and differs by rounding.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is NewGELUActivation:
+                setattr(module, name, GELUTanh())
+    return model
 
 
 def compile_model(model: torch.nn.Module, what: str, backend: str = "inductor") -> None:
@@ -56,7 +67,7 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The model's blocks: what transformers can recompute one at a time, else what it says is not to be split."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    named = set(getattr(model, "_no_split_modules", None) or ())
+    named = undivided_modules(model)
     return _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer)) or _outermost(
         model, lambda module: type(module).__name__ in named
     )

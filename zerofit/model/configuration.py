@@ -15,6 +15,7 @@ from urllib.request import getproxies
 
 from huggingface_hub.errors import StrictDataclassError
 
+from zerofit.compat.transformers import attention_of
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
@@ -210,7 +211,7 @@ def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -
 def _check_kernels(option: str, name: str, config) -> None:
     """Raises UserError if a configuration that was loaded, or a part of it, asks for the code of a repository."""
     parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
-    for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
+    for kernel in map(attention_of, parts):
         if kernel not in ATTENTION:
             raise UserError(f"{option} = {name!r}: remove the code {kernel!r} from its config.json")
 

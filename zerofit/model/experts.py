@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from zerofit.compat.transformers import router_class
+
 
 class RoutingFigures(NamedTuple):
     """The routers' figures in metrics.jsonl."""
@@ -37,7 +39,7 @@ class Routing:
         self.coefficient = model.router_aux_loss_coef if model.config.output_router_logits else 0.0
         self._auxiliary_loss = sys.modules[type(model).__module__].load_balancing_loss_func
         self._logits: list[torch.Tensor] | None = None  # (B * T, E) of each layer, while a forward pass is watched
-        kind = model._can_record_outputs["router_logits"].target_class
+        kind = router_class(model)
         for module in model.modules():
             if isinstance(module, kind):
                 module.register_forward_hook(self._note)

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
+from zerofit.compat.transformers import weights_alone
 from zerofit.model.configuration import usable_positions
 from zerofit.model.families import family_of
 
@@ -100,10 +101,7 @@ def _write_weights(written, weights: Weights, folder: Path) -> None:
 def _save_weights_alone(written, part: dict[str, torch.Tensor], folder: Path) -> None:
     """Let transformers write weights, under their names on the disk, and no file beside them: it writes those first,
     and one that it refuses would cost the weights."""
-    alone = copy.copy(written)
-    alone.config = copy.copy(written.config)
-    alone.config.save_pretrained = lambda *args, **kwargs: None
-    alone.can_generate = alone.is_remote_code = lambda: False
+    alone = weights_alone(written)
     alone.save_pretrained(folder, state_dict=part)
     written.config.dtype, written.config.architectures = alone.config.dtype, alone.config.architectures
 

@@ -23,11 +23,14 @@ def model_folder(name: str) -> str:
     return str(path) if path.exists() else name
 
 
-def weights_key(name: str, config: Any = None) -> Any:
-    """A key that tells a model's weights from others: the files of its folder; of a hub name its commit in
-    `config`."""
+def weights_key(name: str) -> Any:
+    """A key that tells a model's weights from others: the files of its folder; of a hub name its commit in the hub's
+    cache, which its configuration has been read into."""
     if not (folder := Path(model_folder(name))).is_dir():
-        return name, getattr(config, "_commit_hash", None)
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")  # .../snapshots/COMMIT/config.json
+        return name, Path(found).parent.name if isinstance(found, str) else None
     stats = ((file.name, file.stat()) for pattern in WEIGHTS for file in folder.glob(pattern))
     return sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 

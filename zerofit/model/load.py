@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 
+from zerofit.compat.transformers import initialize, keep_conversions
+from zerofit.model.compilation import fuse_gelu
 from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, missing_package
 from zerofit.model.export import drop_invalid_settings, read_generation_settings
 from zerofit.model.lora import quantisation
@@ -97,9 +99,7 @@ def _build(
                     _resize_embeddings(model, config.vocab_size, drawn_dtype)
             # What was renamed or converted at load is undone at save. Under ZeRO-3 transformers notes every rule that
             # it knows, and would give the weights names that this model has never had (LayerNorm.gamma).
-            rules = getattr(model, "_weight_conversions", None)
-            if rules is not None:
-                model._weight_conversions = [rule for rule in rules if rule.was_used()]
+            keep_conversions(model, lambda rule: rule.was_used())
             if model.can_generate():
                 model.dropped_settings = {**dropped, **drop_invalid_settings(model.generation_config)}
             # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
@@ -113,9 +113,9 @@ def _build(
                 drawn_dtype if drawn_dtype != dtype else None,
             )
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
-            return model
+            return fuse_gelu(model)
         with strategy.building_from_scratch(num_parameters):
-            return auto_class.from_config(config, **common)
+            return fuse_gelu(auto_class.from_config(config, **common))
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         for option in ("attn_implementation", "config_overrides"):
@@ -197,12 +197,7 @@ def _initialize_missing(
         parameter, (owner, _, attribute) = parameters[name], name.rpartition(".")
         module = model.get_submodule(owner)
         drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=dtype or parameter.dtype))
-        for key, other in module._parameters.items():
-            if key != attribute and other is not None:
-                other._is_hf_initialized = True  # transformers does not initialize these again
-        module._parameters[attribute] = drawn
-        model._init_weights(module)
-        module._parameters[attribute] = parameter
+        initialize(model, module, attribute, drawn)
         if drawn.dtype != parameter.dtype:
             parameter.data = drawn.data
             continue

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from zerofit.model.attention import takes_lengths
+from zerofit.model.attention import SDPA, kernel_of, set_attention, takes_lengths
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.compilation import uncompiled
 from zerofit.model.families import family_of
@@ -84,19 +84,19 @@ def check_packing(engine, recipe: ModelOptions, collate) -> str:
     Raises:
         UserError: a document sees the one before it.
     """
-    config, note = engine.module.config, ""
-    collate.flatten = takes_lengths(config)
+    kind, note = engine.module.config.model_type, ""
+    collate.flatten = takes_lengths(engine.module)
     leak = _leaks(engine, collate)
     if leak and collate.flatten and not recipe.attn_implementation:  # the recipe did not name this kernel
-        engine.module.set_attn_implementation("sdpa")
+        set_attention(engine.module, SDPA)
         collate.flatten = False
-        note = f"attention sdpa: a {config.model_type} does not tell its attention how long documents are"
+        note = f"attention sdpa: a {kind} does not tell its attention how long documents are"
         leak = _leaks(engine, collate)
     if leak:
-        attention = config._attn_implementation
+        attention = kernel_of(engine.module)
         sdpa = "" if attention in ("sdpa", "eager") else "--attn_implementation sdpa, or "
         raise UserError(
-            f"packing = documents: attn_implementation = {attention!r} of a {config.model_type} mixes them. Use "
+            f"packing = documents: attn_implementation = {attention!r} of a {kind} mixes them. Use "
             f"{sdpa}--packing none, or --packing concatenate to accept it"
         )
     return note
@@ -131,10 +131,9 @@ def check_split_rows(engine, collate, packed: bool) -> str | None:
     engine.model.train()
     allowed = TOLERANCE[engine.strategy.precision] * abs(full)
     if not abs(split - full) <= allowed:  # both are 0 on a device without data
-        config = engine.module.config
         raise UserError(
-            f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {config.model_type} with "
-            f"attn_implementation = {config._attn_implementation!r} differs. Use a pair without it, such as zero3"
+            f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {engine.module.config.model_type} with "
+            f"attn_implementation = {kernel_of(engine.module)!r} differs. Use a pair without it, such as zero3"
         )
     if not engine.split_rows.in_a_ring:
         return None
@@ -145,7 +144,7 @@ def check_split_rows(engine, collate, packed: bool) -> str | None:
 
 def check_mask_support(engine) -> None:
     """Raises UserError where the attention ignores a mask that comes with the batch."""
-    attention = engine.module.config._attn_implementation
+    attention = kernel_of(engine.module)
     if attention != "sdpa":
         raise UserError(
             "reset_position_ids or reset_attention_mask without the other needs an attention mask, which "

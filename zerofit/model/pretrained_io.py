@@ -50,7 +50,8 @@ def read_model(
     """
     from safetensors import SafetensorError
 
-    from zerofit.model.parameters import check_finite  # imports torch
+    from zerofit.model.compilation import fuse_gelu  # imports torch
+    from zerofit.model.parameters import check_finite
 
     common = {"dtype": DTYPES.get(precision, "auto"), "trust_remote_code": trust_remote_code, **more}
     quantised = getattr(config, "quantization_config", None) is not None
@@ -75,7 +76,7 @@ def read_model(
         raise UserError(f"{option} = {name!r} is quantised, and needs more: {first_line(error)}") from None
     check_finite(model, f"{option} = {name!r}")
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
-    return model.eval(), sorted({*info["missing_keys"], *mismatched})
+    return fuse_gelu(model).eval(), sorted({*info["missing_keys"], *mismatched})
 
 
 def _on_the_accelerator() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zerofit.compat.torch import DispatchMode, argument_names
+from zerofit.compat.transformers import recomputing_functions
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import Recomputation
@@ -141,11 +142,7 @@ def offload_inputs(model: torch.nn.Module, saved: Callable[[], AbstractContextMa
     Args:
         saved: makes a context in which autograd saves tensors there (torch.autograd.graph.save_on_cpu).
     """
-    for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None:
-            saving = functools.partial(_checkpoint, checkpoint, saved)
-            module._gradient_checkpointing_func = saving  # type: ignore[assignment]  # a Module's setter wants tensors
+    recomputing_functions(model, lambda checkpoint: functools.partial(_checkpoint, checkpoint, saved))
 
 
 def _checkpoint(checkpoint: Any, saved: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

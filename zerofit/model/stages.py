@@ -11,6 +11,7 @@ import itertools
 import torch
 from torch import nn
 
+from zerofit.compat.transformers import recomputing_functions
 from zerofit.model.families import family_of
 from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError
@@ -109,9 +110,7 @@ def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
         for p in model.parameters()
     }
     kept: dict[int, object] = {**empty}  # and what recomputes layers: it may hold streams, which cannot be copied
-    for module in model.modules():
-        if (function := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-            kept[id(function)] = function
+    kept |= {id(function): function for function in recomputing_functions(model)}
     whole = copy.deepcopy(model, kept)
     whole.config = model.config
     if getattr(model, "generation_config", None) is not None:

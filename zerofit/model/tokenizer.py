@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer, decoders, processors
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 
 from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, overrides_of
 from zerofit.model.families import family_of
@@ -174,14 +176,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
     folder = cache / f"tokenizer-{name}"
     if not is_there(folder):
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
-        bpe = ByteLevelBPETokenizer(add_prefix_space=pairs)
-        special = list(dict.fromkeys(roles.values()))
-        show_progress = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
-        bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=show_progress)
-        if pairs:
-            bpe._tokenizer.post_processor = _pair_template(bpe)
+        bpe = Tokenizer(BPE())
+        bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=pairs), decoders.ByteLevel()
+        trainer = BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=list(dict.fromkeys(roles.values())),
+            initial_alphabet=ByteLevel.alphabet(),
+            show_progress=sys.stdout.isatty(),  # elsewhere each of its three bars is an empty line
+        )
+        bpe.train_from_iterator(texts, trainer=trainer)
+        bpe.post_processor = _pair_template(bpe) if pairs else processors.ByteLevel(trim_offsets=False)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
-        trained = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **roles, **names)
+        trained = PreTrainedTokenizerFast(tokenizer_object=bpe, **roles, **names)
         partial = temporary_path(folder)
         trained.save_pretrained(partial)
         put_in_place(partial, folder)

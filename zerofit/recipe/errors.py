@@ -133,6 +133,20 @@ _HOOKS: dict[str, Callable] = {
 }
 
 
+@contextlib.contextmanager
+def hooks_within() -> Iterator[None]:
+    """The context of a run in a process that goes on after it: what the run registers here is called, and forgotten
+    at its end."""
+    before, decided = dict(_HOOKS), list(_DECIDED)
+    try:
+        yield
+    finally:
+        if _HOOKS["leave"] is not before["leave"]:
+            _HOOKS["leave"]()
+        _HOOKS.update(before)
+        _DECIDED[:] = decided
+
+
 def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:
     """Register an explanation of errors other than UserError: `explain` prints it and returns the exit code, or None
     for an error that it does not know."""

@@ -11,7 +11,6 @@ documents see each other; it knows one micro-batch only; and in evaluation mode 
 """
 
 import contextlib
-import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from zerofit.compat.torch import Ring
+from zerofit.compat.transformers import attention_of, with_attention
 from zerofit.data.collate import within_documents
 from zerofit.model.attention import added_mask, has_attention_dropout
 from zerofit.model.families import family_of
@@ -29,6 +29,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
 
 OF_GPU = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")  # what it hands to its backward
+SPLIT = "zerofit_split"  # what the names begin with under which split rows attend
 FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
 BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
 
@@ -81,22 +82,42 @@ class SplitRows:
     """Lets the ranks of a replica split the rows of a model. Its loss must be installed before (model/loss.py).
 
     Args:
-        model: called with rows in full from here on, the same on all ranks of a replica.
+        model: called with rows in full from here on, the same on all ranks of a replica; its modules have this object
+            as `split_rows`.
+
+    Attributes:
+        kernel: the attention that computes rows in full, by its name in transformers' AttentionInterface.
     """
 
     def __init__(self, model: Any, layout: ParallelLayout) -> None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         self.model, self.size, self.rank, self.active = model, layout.sequence, layout.sequence_rank, True
         self.group = sequence_groups(layout).get_sequence_parallel_group()
         self.in_a_ring = not shares_heads(model.config.get_text_config(), self.size)
-        self._exchanges: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._exchanges: dict[int, Callable[..., Any]] = {}  # by the number of rows
         self._forward_in_full = model.forward
         model.forward = self._forward
-        # sdpa, too: the run falls back to it where a flash kernel does not tell packed documents apart.
-        for name in {model.config._attn_implementation, "sdpa"}:
-            attention = ALL_ATTENTION_FUNCTIONS[name]
-            ALL_ATTENTION_FUNCTIONS[name] = functools.partial(self._attend, attention)
+        for module in model.modules():
+            module.split_rows = self
+        self.attend_with(attention_of(model.config) or "sdpa")
+
+    def attend_with(self, kernel: str) -> None:
+        """Compute rows in full with another kernel, such as where a flash kernel mixes packed documents."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.kernel, self._attention = kernel, AttentionInterface()[kernel]
+        # transformers would load a flash kernel, or one of the hub, by the name that it reads.
+        name = f"{SPLIT}_{kernel.replace('flash', 'f').replace('/', '_')}"
+        AttentionInterface.register(name, _attend_split)
+        if kernel in AttentionMaskInterface():
+            AttentionMaskInterface.register(name, AttentionMaskInterface()[kernel])
+        self.model.set_attn_implementation(name)
+
+    def close(self) -> None:
+        """Let each rank compute rows in full, as before."""
+        self.model.forward = self._forward_in_full
+        for module in self.model.modules():
+            del module.split_rows
+        self.model.set_attn_implementation(self.kernel)
 
     @contextlib.contextmanager
     def in_full(self) -> Iterator[None]:
@@ -154,9 +175,8 @@ class SplitRows:
         torch.distributed.all_gather(parts, part.detach().contiguous(), group=self.group)
         return rows_of(parts) if self.in_a_ring else torch.cat(parts, dim=1)
 
-    def _attend(
+    def attend(
         self,
-        attention: Callable[..., Any],
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -165,12 +185,12 @@ class SplitRows:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Attention for transformers' AttentionInterface, over rows in full.
+        """Attention over rows in full, as transformers' AttentionInterface has it.
 
         Shapes: query (B, H, T / ranks, D), key and value alike -> ((B, T / ranks, H, D), None).
         """
         if not self.active:
-            return attention(module, query, key, value, attention_mask, *args, **kwargs)
+            return self._in_full(module, query, key, value, attention_mask, *args, **kwargs)
         if self.in_a_ring:
             output = RingAttention.apply(query, key, value, self.group, kwargs.get("scaling"))
             return output.transpose(1, 2).contiguous(), None
@@ -181,20 +201,21 @@ class SplitRows:
         if attention_mask is not None and attention_mask.shape[-1] != width * self.size:
             attention_mask = None  # what transformers makes of the positions in this part is no mask of rows in full
         groups = getattr(module, "num_key_value_groups", None)
-        output, weights = self._exchange(attention, query, key)(
-            module, query, key, value, attention_mask, *args, **kwargs
-        )
+        output, weights = self._exchange(query, key)(module, query, key, value, attention_mask, *args, **kwargs)
         if groups is not None:  # changed by the exchange where ranks share a head of keys and values
             module.num_key_value_groups = groups
         return output.view(rows, width, heads, -1), weights
 
-    def _exchange(self, attention: Callable[..., Any], query: torch.Tensor, key: torch.Tensor) -> Callable[..., Any]:
+    def _in_full(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._attention(with_attention(module, self.kernel), *args, **kwargs)
+
+    def _exchange(self, query: torch.Tensor, key: torch.Tensor) -> Callable[..., Any]:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-        made = (attention, query.shape[0])
+        made = query.shape[0]
         if made not in self._exchanges:
             self._exchanges[made] = UlyssesSPAttentionHF(
-                attention,
+                self._in_full,
                 batch_size=query.shape[0],
                 attn_head_count=query.shape[1],
                 attn_head_size=query.shape[3],
@@ -204,6 +225,11 @@ class SplitRows:
                 seq_length_is_variable=True,
             )
         return self._exchanges[made]
+
+
+def _attend_split(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    rows: Any = module.split_rows
+    return rows.attend(module, *args, **kwargs)
 
 
 def _with_filler(inputs: dict[str, Any], width: int, fill: int) -> dict[str, Any]:

@@ -2,21 +2,24 @@
 imported, the watchdog. Nothing here imports torch.
 """
 
+import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.health.shutdown import StartingRank, listen
+from zerofit.health.shutdown import StartingRank, listen, listening_within
 from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
-from zerofit.launch.ranks import RANKS
+from zerofit.launch.ranks import RankRendezvous
 from zerofit.recipe import parse_recipe
 from zerofit.recipe.errors import (
     EXIT_FAILED,
     before_leaving,
+    hooks_within,
     leave,
     record_codes_with,
     reports_user_errors,
@@ -37,6 +40,7 @@ class Start:
 
     Args:
         task: the name of the script.
+        ranks: this rank among those of all machines.
     """
 
     task: str
@@ -44,6 +48,7 @@ class Start:
     output_folder: Path
     timeline: Timeline
     watchdog: Watchdog
+    ranks: RankRendezvous
 
 
 def begin(task: str, kind: type[TaskRecipe]) -> Start:
@@ -55,11 +60,12 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     if "CROSS_RANK" in os.environ and sys.argv[1:2] == [f"--local_rank={os.environ.get('LOCAL_RANK')}"]:
         del sys.argv[1]  # of DeepSpeed's launcher, which names it in a variable as well
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
-    record_the_end(task)
+    ranks = RankRendezvous()
+    record_the_end(task, ranks)
     opened: list[Start] = []
 
     def read() -> int:
-        opened.append(read_start(task, kind, sys.argv[1:]))
+        opened.append(read_start(task, kind, sys.argv[1:], ranks))
         return 0
 
     code = reports_user_errors(read)()
@@ -68,19 +74,19 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     return opened[0]
 
 
-def record_the_end(task: str) -> None:
+def record_the_end(task: str, ranks: RankRendezvous) -> None:
     """Put the exit code of this process on record from here on, also after a signal or an import that fails."""
     if not wants_help(sys.argv):
         outlive_the_terminal()
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
         exit_code.forget()
         record_codes_with(exit_code.write)
-        tell_others_with(RANKS.stop)
+        tell_others_with(ranks.stop)
         listen(StartingRank(exit_code.write).leave)
     sys.excepthook = _leave_after
 
 
-def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
+def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: RankRendezvous) -> Start:
     """Read these options of a script, and look whether the files are there that they name; the ranks of several
     machines meet.
 
@@ -95,15 +101,15 @@ def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
     fetch_inputs(recipe)
     folder = output_folder(task, recipe)
     check_paths(recipe, folder)
-    say(*(f"warning   {line}" for line in untried_versions()), main=RANKS.rank == 0)  # before an import fails of it
+    say(*(f"warning   {line}" for line in untried_versions()), main=ranks.rank == 0)  # before an import fails of it
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()
-    watchdog = Watchdog(RANKS.rank, 60 * recipe.watchdog_minutes or None, machine=RANKS.machines[0])
+    watchdog = Watchdog(ranks.rank, 60 * recipe.watchdog_minutes or None, machine=ranks.machines[0])
     watchdog.start()
     before_leaving(watchdog.leave)
-    RANKS.start()
-    return Start(task, recipe, folder, timeline, watchdog)
+    ranks.start()
+    return Start(task, recipe, folder, timeline, watchdog, ranks)
 
 
 def end(main: Callable[[Start], int], start: Start) -> None:
@@ -114,6 +120,34 @@ def end(main: Callable[[Start], int], start: Start) -> None:
         traceback.print_exc()
         code = EXIT_FAILED
     leave(code)
+
+
+def run_once(task: str, kind: type[TaskRecipe], argv: Sequence[str], main: Callable[[Start], int]) -> int:
+    """Run a script's `main` with these options, and return its exit code. The process is as before then, and may run
+    another: the environment, signals, what ends it, and what libraries keep for as long as a process lives."""
+    environment = dict(os.environ)
+    with hooks_within(), listening_within(), warnings.catch_warnings():
+        try:
+            return reports_user_errors(lambda: main(read_start(task, kind, argv, RankRendezvous())))()
+        finally:
+            _forget_run()
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def _forget_run() -> None:
+    """Let the libraries that are imported forget the run that has ended."""
+    if "accelerate.state" in sys.modules:
+        from zerofit.compat.accelerate import forget_state
+
+        forget_state()
+    if "transformers.integrations.deepspeed" in sys.modules:
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+    logger = logging.getLogger("transformers.modeling_utils")
+    for each in list(logger.filters):  # training/prepare.py adds them
+        logger.removeFilter(each)
 
 
 def _leave_after(kind: type[BaseException], error: BaseException, trace: object) -> None:

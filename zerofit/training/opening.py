@@ -10,7 +10,6 @@ from zerofit.checkpoint.resume import fingerprint
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
 from zerofit.health.slow_ranks import RankClock, SlowRanks
-from zerofit.launch.ranks import RANKS
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.record.environment import describe_environment
 from zerofit.record.meters import MemoryMeter, make_meter
@@ -56,7 +55,7 @@ def open_record(run: "Run") -> None:
     run.slow_ranks = SlowRanks(
         engine.layout,
         recipe.logging_steps,
-        lambda rank: RANKS.place_of(rank, engine.device.type),
+        lambda rank: run.ranks.place_of(rank, engine.device.type),
         run.clock.measures,
     )
     note = run.recorder.note

@@ -19,7 +19,6 @@ from transformers.utils.logging import disable_progress_bar
 from zerofit.compat.torch import group_timeout
 from zerofit.data.sources import files_and_sizes
 from zerofit.health.flight import FOLDER, PREFIX
-from zerofit.launch.ranks import RANKS
 from zerofit.launch.rendezvous import store_of_one_process
 from zerofit.model import load
 from zerofit.model.adapter_folder import check_resized
@@ -104,13 +103,14 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
         of_loading.addFilter(lambda line: not is_of_a_new_head(line.getMessage()))
     watchdog = run.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
-    met = RANKS.wait()
+    met = run.ranks.wait()
     watchdog.phase("process group", patience=2.0)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
     silence = timedelta(minutes=run.recipe.watchdog_minutes)
     timeout = max(processes.COLLECTIVE_TIMEOUT, 2 * LONG * silence)  # the watchdog is to speak first
     run.starting.enter_context(group_timeout(timeout))
-    store = store_of_one_process()  # noqa: F841 - it serves until the process group has taken it over
+    # It serves until the process group has taken it over. An earlier run in this process may have left a group.
+    store = None if distributed.is_initialized() else store_of_one_process()  # noqa: F841
     accelerator, notes = processes.start_processes(
         run.strategy,
         timeout,
@@ -119,7 +119,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     )
     if distributed.is_initialized():
         size, backend = distributed.get_world_size(), distributed.get_backend()
-        watchdog.record_collectives(run.folder.path, size, backend, RANKS.machines)
+        watchdog.record_collectives(run.folder.path, size, backend, run.ranks.machines)
     check_float8_device(run.recipe)
     run.facts.program_bytes = resident_bytes()
     watchdog.phase("load", patience=LONG)

@@ -29,7 +29,6 @@ from zerofit.health.failure import explain_failure
 from zerofit.health.out_of_memory import RunFacts
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.health.slow_ranks import RankSeconds
-from zerofit.launch.ranks import RANKS
 from zerofit.model.adapter_folder import trained_on_configuration
 from zerofit.model.parameters import count_parameters
 from zerofit.model.stages import whole_model
@@ -84,7 +83,7 @@ class Run:
         self.recipe: TaskRecipe = config.recipe
         self.strategy: Strategy = config.strategy
         self.folder: RunFolder = config.folder
-        self.task, self.timeline, self.watchdog = config.task, start.timeline, start.watchdog
+        self.task, self.timeline, self.watchdog, self.ranks = config.task, start.timeline, start.watchdog, start.ranks
         self.measurement = measurement_from_environment() if self.recipe.trains else None  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
@@ -131,7 +130,7 @@ class Run:
         elif start.recipe.mirror and not os.environ.get(VARIABLE):
             start.watchdog.phase("mirror", patience=math.inf)
             folder = RunFolder(start.output_folder)
-            opened = RANKS.first_on_rank_0("mirror", lambda: open_mirror(start.recipe, folder))
+            opened = start.ranks.first_on_rank_0("mirror", lambda: open_mirror(start.recipe, folder))
             mirror, notes = opened or (None, [])
             say(*notes)
         run = cls(resolve(task, start.recipe if stored is None else stored.recipe), start, stored, mirror)
@@ -140,7 +139,7 @@ class Run:
         repository = run.recipe.push_to_hub
         if repository and run.recipe.trains and run.measurement is None:
             run.watchdog.phase("hub", patience=math.inf)
-            run.hub = RANKS.first_on_rank_0("hub", partial(HubRepository.open, repository))
+            run.hub = run.ranks.first_on_rank_0("hub", partial(HubRepository.open, repository))
         explain_failures_with(run.explain)
         run.watchdog.phase("data", patience=math.inf)
         run.timeline.mark("checks")
@@ -559,7 +558,9 @@ class Run:
         watchdog = self.watchdog
         if self.measurement and (code := self.measurement.explain(error, watchdog.at[0])) is not None:
             return code
-        return explain_failure(error, watchdog.at, RANKS.named, watchdog.waits_for, self.task, self.recipe, self.facts)
+        return explain_failure(
+            error, watchdog.at, self.ranks.named, watchdog.waits_for, self.task, self.recipe, self.facts
+        )
 
     # ------------------------------------------------------------------------------------------------------ afterwards
 

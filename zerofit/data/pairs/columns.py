@@ -19,8 +19,8 @@ from zerofit.data.tables import (
     check_name,
     columns_present,
     holds_lists,
+    keyed,
     match_columns,
-    set_fingerprint,
     text_columns,
     worded_columns,
 )
@@ -268,4 +268,4 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
         except BadRecord:
             return None
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return set_fingerprint(Dataset.from_dict({"dialogue": conversations}), "conversations", stamps)
+    return keyed(Dataset.from_dict({"dialogue": conversations}), "conversations", stamps)

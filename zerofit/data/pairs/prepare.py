@@ -15,7 +15,7 @@ from zerofit.data.pack import SampleSet, TokenizedDataset, stats_rows
 from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns, read_keyed_conversations
 from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import IDS, TableCache, fingerprint, identity, one_process_at_a_time
+from zerofit.data.tables import IDS, TableCache, derived, fingerprint, identity, one_process_at_a_time
 from zerofit.model.families import family_of
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.languages import check_marked, describe_languages, language_codes, set_languages
@@ -220,12 +220,11 @@ def split_translation_columns(table: Dataset) -> Dataset:
     held = table.features.get("translation")
     if not (isinstance(held, dict) or hasattr(held, "languages")):
         return table
-    table = table.flatten()
-    names = {name: name.removeprefix("translation.") for name in table.column_names}
+    flat = table.flatten()
+    names = {name: name.removeprefix("translation.") for name in flat.column_names}
     new = list(names.values())
-    return table.rename_columns(
-        {name: other for name, other in names.items() if name != other and new.count(other) == 1}
-    )
+    renamed = {name: other for name, other in names.items() if name != other and new.count(other) == 1}
+    return derived(flat.rename_columns(renamed), table)
 
 
 def truncation_notes(

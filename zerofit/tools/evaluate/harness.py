@@ -19,6 +19,13 @@ from zerofit.tools.generate.generation_model import find_model, load
 RESULTS = "results.json"
 
 
+class SharedModel(HFLM):
+    """A model that each rank has whole; the harness shares the requests out among the ranks of its `accelerator`."""
+
+    rank = property(lambda self: self.accelerator.process_index)
+    world_size = property(lambda self: self.accelerator.num_processes)
+
+
 def evaluate(options: Any, folder: Path) -> int:
     """Evaluate, show the table, and write results.json and samples.jsonl.
 
@@ -34,10 +41,9 @@ def evaluate(options: Any, folder: Path) -> int:
     accelerator = Accelerator()
     if accelerator.device.index is not None:
         torch.accelerator.set_device_index(accelerator.device.index)
-    model = HFLM(load(source, options).eval(), tokenizer=source.tokenizer, batch_size=options.batch_size)
-    if accelerator.num_processes > 1:  # the harness shares the requests out; each rank has the whole model
-        model.accelerator = accelerator
-        model._rank, model._world_size = accelerator.process_index, accelerator.num_processes
+    kind = HFLM if accelerator.num_processes == 1 else SharedModel
+    model = kind(load(source, options).eval(), tokenizer=source.tokenizer, batch_size=options.batch_size)
+    model.accelerator = accelerator
     found = simple_evaluate(
         model,
         tasks=tasks,

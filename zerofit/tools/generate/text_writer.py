@@ -18,6 +18,14 @@ from zerofit.tools.generate.generate_options import GenerateOptions
 EMPTY = "[empty]"  # shown to a person in place of an empty answer
 
 
+class PrintableStreamer(TextStreamer):
+    """Writes text onto a terminal as it is generated, without what a terminal obeys."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a part of the text that stays as it is."""
+        super().on_finalized_text(printable(text), stream_end)
+
+
 class Writer:
     """Lets a model write.
 
@@ -107,10 +115,8 @@ class Writer:
         limit = self.limit(len(ids))
         inputs = torch.tensor([ids], device=self.model.device)
         streams = self.settings["num_beams"] == 1
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
-        if streams and sys.stdout.isatty():
-            show = streamer.on_finalized_text
-            streamer.on_finalized_text = lambda text, stream_end=False: show(printable(text), stream_end)
+        kind = PrintableStreamer if sys.stdout.isatty() else TextStreamer
+        streamer = kind(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
         with torch.no_grad():
             written = self.model.generate(
                 inputs,

@@ -1,0 +1,163 @@
+"""Private parts of transformers."""
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from zerofit.compat import replaced
+
+if TYPE_CHECKING:
+    import torch
+
+
+def attention_of(config: Any) -> str | None:
+    """Return the name of the attention that a model with this configuration calls.
+
+    transformers has ways to set it (`attn_implementation=`, `set_attn_implementation`) and none to read it; its own
+    documentation reads this attribute. Tried with transformers 5.23 and 5.24. Without it: no way to know what a model
+    attends with where the recipe does not say.
+    """
+    name: str | None = getattr(config, "_attn_implementation", None)  # a tool may have another kind of configuration
+    return name
+
+
+def takes_attention(model: Any) -> bool:
+    """Return whether a model's code looks its attention up by name.
+
+    `set_attn_implementation` warns otherwise, and does nothing. Tried with transformers 5.23 and 5.24. Without it:
+    that warning at every run of such a model.
+    """
+    return bool(model._can_set_attn_implementation())
+
+
+def flash_kernels(model: Any) -> list[str] | None:
+    """Return the flash kernels that a model's authors name for it, empty if any will do; None: it has no flash
+    attention.
+
+    transformers reads them before it sets an attention, and then warns or takes another one. Tried with transformers
+    5.23 and 5.24. Without it: a kernel would be announced that the model's code never calls.
+    """
+    if not model._supports_flash_attn:
+        return None
+    return list(getattr(model, "_compatible_flash_implementations", None) or ())
+
+
+class Renamed:
+    """Another object with some attributes of its own, for reading: `with_attention` shows transformers a
+    configuration that names another attention.
+
+    A copy of a configuration copies a model's whole. Tried with transformers 5.23 and 5.24. Without it: see
+    `with_attention`.
+    """
+
+    def __init__(self, wrapped: Any, changes: Mapping[str, Any]) -> None:
+        self._wrapped, self._changes = wrapped, changes
+
+    def __getattr__(self, name: str) -> Any:
+        return self._changes[name] if name in self._changes else getattr(self._wrapped, name)
+
+
+def with_attention(module: Any, name: str) -> Any:
+    """Return an attention module as one whose configuration names this attention.
+
+    transformers' own flash function reads there which kernel to load, though its caller may stand under another name,
+    as sequence parallelism does. Tried with transformers 5.23 and 5.24. Without it: it looks for a kernel of the other
+    name on the hub.
+    """
+    return Renamed(module, {"config": Renamed(module.config, {"_attn_implementation": name})})
+
+
+def documents_found_by(find: "Callable[[torch.Tensor], torch.Tensor | None]") -> AbstractContextManager[None]:
+    """Within this context transformers learns from `find` which documents a row has: (B, T) positions -> (B, T)
+    numbers of documents, or None if each row is one.
+
+    Its own function compares positions on the device in every forward pass, and the host waits for the result. A mask
+    that is given would do, but models with windows make several. Tried with transformers 5.23 and 5.24. Without it:
+    one wait for each pass.
+    """
+    from transformers import masking_utils
+
+    return replaced(masking_utils, "find_packed_sequence_indices", find)
+
+
+def initialize(model: Any, module: "torch.nn.Module", attribute: str, drawn: "torch.nn.Parameter") -> None:
+    """Fill `drawn` as the model's code initializes this parameter of one of its modules, whose parameters stay as they
+    are.
+
+    `initialize_weights`, which is public, initializes a whole model. Tried with transformers 5.23 and 5.24. Without
+    it: weights that a checkpoint lacks would depend on the strategy.
+    """
+    own = getattr(module, attribute)
+    for name, other in module.named_parameters(recurse=False):
+        if name != attribute:
+            other._is_hf_initialized = True  # type: ignore[attr-defined]  # it is not drawn again
+    setattr(module, attribute, drawn)
+    model._init_weights(module)
+    setattr(module, attribute, own)
+
+
+def keep_conversions(model: Any, keep: Callable[[Any], bool], or_usual: bool = False) -> None:
+    """Keep those steps of loading (renaming, merging, quantising) that saving is to undo; where none is kept, nothing
+    or (`or_usual`) what transformers undoes for models of this class.
+
+    `save_original_format=False` would undo none. Tried with transformers 5.23 and 5.24. Without it: under ZeRO-3
+    weights are saved with names that the model has never had (LayerNorm.gamma), and a model whose quantised weights
+    were made whole cannot be saved.
+    """
+    steps = getattr(model, "_weight_conversions", None)
+    if steps is not None:
+        kept = [step for step in steps if keep(step)]
+        model._weight_conversions = None if or_usual and not kept else kept
+
+
+def weights_alone(model: Any) -> Any:
+    """Return a copy of a model, with the same weights, whose `save_pretrained` writes weights and no file beside them.
+
+    transformers writes the other files first, and one that it refuses would cost the weights. Tried with transformers
+    5.23 and 5.24. Without it: a run that has trained may end without its weights.
+    """
+    alone = copy.copy(model)
+    for name in ("config", "generation_config"):
+        if hasattr(model, name):
+            setattr(alone, name, Renamed(getattr(model, name), {"save_pretrained": lambda *args, **kwargs: None}))
+    alone.is_remote_code = lambda: False
+    return alone
+
+
+def router_class(model: Any) -> "type[torch.nn.Module]":
+    """Return the class of the modules whose outputs begin with a router's logits.
+
+    `output_router_logits` returns the same, with activations that are recomputed among them, and adds a loss of its
+    own. Tried with transformers 5.23 and 5.24. Without it: no figures and no auxiliary loss of experts.
+    """
+    kind: type[torch.nn.Module] = model._can_record_outputs["router_logits"].target_class
+    return kind
+
+
+def undivided_modules(model: Any) -> set[str]:
+    """Return the names of the classes of modules that a model's code wants on one device: its blocks.
+
+    Layers that can be recomputed one by one are found by their class. Tried with transformers 5.23 and 5.24. Without
+    it: models that have none are compiled, and sharded, as a whole.
+    """
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def recomputing_functions(
+    model: "torch.nn.Module", changed: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+) -> list[Callable[..., Any]]:
+    """Return the functions that recompute modules of a model in the backward pass; with `changed` each module has
+    what this makes of its function from then on.
+
+    `gradient_checkpointing_enable` sets the functions, with arguments of torch's own alone, and nothing public reads
+    them. Tried with transformers 5.23 and 5.24. Without it: no copy of a model without its weights, and no inputs of
+    layers in the host's memory.
+    """
+    found = []
+    for module in model.modules():
+        if (function := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+            found.append(function)
+            if changed is not None:
+                module._gradient_checkpointing_func = changed(function)  # type: ignore[assignment]
+    return found
