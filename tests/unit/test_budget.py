@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11877,  # 10,600
     "benchmarks": 1799,  # 1,800
-    "tests": 30731,  # 21,500
+    "tests": 30863,  # 21,500
 }
 
 
