@@ -94,8 +94,10 @@ class ModelOptions(Recipe):
     )
 
     def settle(self) -> None:
-        """Of a run's folder, its model/ is meant."""
+        """Of a run's folder, its model/ is meant; float8 compiles the blocks."""
         super().settle()
+        if self.float8 and self.trains and (self.source("torch_compile") is None or self.torch_compile == "auto"):
+            self.adopt("torch_compile", "blocks", self.source("float8") or "")
         if self.model_name_or_path and is_run(Path(self.model_name_or_path).expanduser()):
             self.model_name_or_path = str(Path(self.model_name_or_path) / "model")
 
