@@ -96,7 +96,8 @@ class ModelOptions(Recipe):
     def settle(self) -> None:
         """Of a run's folder, its model/ is meant; float8 compiles the blocks."""
         super().settle()
-        if self.float8 and self.trains and (self.source("torch_compile") is None or self.torch_compile == "auto"):
+        is_open = self.source("torch_compile") is None or self.torch_compile == "auto"
+        if self.float8 and self.trains and is_open and not self.activation_offload:  # that one is refused beside it
             self.adopt("torch_compile", "blocks", self.source("float8") or "")
         if self.model_name_or_path and is_run(Path(self.model_name_or_path).expanduser()):
             self.model_name_or_path = str(Path(self.model_name_or_path) / "model")
