@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 510,  # 800
     "zerofit": 145,  # cli.py
-    "zerofit/recipe": 4019,  # 2,700
+    "zerofit/recipe": 4020,  # 2,700
     "zerofit/model": 6016,  # 4,700
     "zerofit/compat": 643,  # 600
     "zerofit/data": 7695,  # 6,000
