@@ -25,7 +25,7 @@ ELSEWHERE: dict[str, int] = {
     "zerofit/estimate/tracer.py": 1,
     "zerofit/model/configuration.py": 1,
 }
-MOST_PARTS, MOST_NAMES = 40, 60  # in zerofit/compat
+MOST_PARTS, MOST_NAMES = 40, 70  # in zerofit/compat
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,8 @@ def _ring(part):
     torch.testing.assert_close(output, expected)
     gradients = backward(torch.ones_like(output), query, key, value, output, sums, 0.0, True)
     assert [each.shape for each in gradients] == [query.shape] * 3
+    with part.communicating_with("stand-in"):
+        assert part().module.dist == part().module.ft_c == "stand-in"
     module = part().module  # tests/launch/split_rows.py lets ranks pass keys on
     assert callable(module._templated_ring_attention)
     assert callable(module._templated_ring_attention_backward)
@@ -193,8 +195,9 @@ def _asking_agent(part):
             asked.append("waits")
             return False
 
-    with importlib.import_module("zerofit.compat.torch_elastic").launching_with(Agent):
-        launcher = importlib.import_module("torch.distributed.launcher.api")
+    launcher = importlib.import_module("torch.distributed.launcher.api")
+    before = launcher.LocalElasticAgent
+    with Agent.launching():
         config = launcher.LaunchConfig(
             1, 1, 1, run_id="compat", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1,
             monitor_interval=0.05,
@@ -202,15 +205,7 @@ def _asking_agent(part):
         code = "import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
         launcher.elastic_launch(config, sys.executable)("-c", code)
     assert asked == ["left", [1], "left", "waits"]
-
-
-def _launching_with(part):
-    launcher = importlib.import_module("torch.distributed.launcher.api")
-    before = launcher.LocalElasticAgent
-    with part(str):
-        assert launcher.LocalElasticAgent is str
     assert launcher.LocalElasticAgent is before
-    assert "LocalElasticAgent(" in inspect.getsource(launcher.launch_agent)
 
 
 @contextlib.contextmanager
@@ -244,6 +239,8 @@ def weights(engine, stage):
 
 def _split_step(part):
     """An update that is left out leaves every weight; the next one is clipped by the norm that was taken."""
+    assert not part.is_padding(torch.ones(2))
+    assert "_zero_padding" in inspect.getsource(importlib.import_module("deepspeed.runtime.zero.stage_1_and_2"))
     bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     for stage, config in ((1, {}), (2, {}), (3, {}), (1, bf16)):
         with zero(stage, **config) as engine:
@@ -261,11 +258,6 @@ def _split_step(part):
             split.run(engine.step, discards=False)
             assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-2 if config else 1e-5)
             assert not any(map(torch.equal, weights(engine, stage), before))
-
-
-def _is_padding(part):
-    assert not part(torch.ones(2))
-    assert "_zero_padding" in inspect.getsource(importlib.import_module("deepspeed.runtime.zero.stage_1_and_2"))
 
 
 def _fragment_of(part):
@@ -323,6 +315,16 @@ def _visit_modules(part):
     model(torch.ones(1, 2))
     names = [name for name, module in met if module is model[0]]
     assert names == ["pre_sub_module_forward_function", "post_sub_module_forward_function"]
+
+
+def _exchanging_heads_with(part):
+    names = ("deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed.sequence.layer")
+    modules = [importlib.import_module(name) for name in names]
+    before = [module.dist for module in modules]
+    with part("stand-in"):
+        assert [module.dist for module in modules] == ["stand-in"] * 2
+    assert [module.dist for module in modules] == before
+    assert all("dist." in inspect.getsource(module) for module in modules)
 
 
 def _without_shared_memory(part):
@@ -488,12 +490,11 @@ TOUCHES = {
         "Ring": _ring,
     },
     "megatron": {"load_without_pickles": _load_without_pickles, "as_first_rank": _as_first_rank},
-    "torch_elastic": {"AskingAgent": _asking_agent, "launching_with": _launching_with},
+    "torch_elastic": {"AskingAgent": _asking_agent},
     "deepspeed": {
         "with_groups": _with_groups,
         "initializing_with": _initializing_with,
         "SplitStep": _split_step,
-        "is_padding": _is_padding,
         "fragment_of": _fragment_of,
         "step_sub_group": _step_sub_group,
         "swapped_in": _swapped_in,
@@ -501,6 +502,7 @@ TOUCHES = {
         "step_pipeline": _of_the_pipeline,
         "visit_modules": _visit_modules,
         "without_shared_memory": _without_shared_memory,
+        "exchanging_heads_with": _exchanging_heads_with,
     },
     "accelerate": {"forget_state": _forget_state},
     "transformers": {

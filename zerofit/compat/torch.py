@@ -159,6 +159,14 @@ class Ring:
             group, self.SEQUENCE, attend, gradient, "grad_out", *others, is_causal=True, **options
         )
 
+    @classmethod
+    @contextlib.contextmanager
+    def communicating_with(cls, stand_in: Any) -> Iterator[None]:
+        """Within this context ranks exchange through another module of collectives: `zerofit plan` has one process."""
+        module = import_module(cls.MODULE)
+        with replaced(module, "dist", stand_in), replaced(module, "ft_c", stand_in):
+            yield
+
     @staticmethod
     def kernels(device: torch.device) -> tuple[Any, Any]:
         """Return (forward, backward) of fused attention on a device."""

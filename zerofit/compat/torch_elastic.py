@@ -12,10 +12,15 @@ from zerofit.compat import replaced
 class AskingAgent(LocalElasticAgent):
     """torchrun's agent, which asks whether it starts the processes again, and whether it waits for other agents.
 
-    torchrun counts each machine's own restarts, and lets an agent end others only by a timeout. Tried with torch 2.13.
-    Without it: `zerofit launch` restarts whatever has failed, and a machine that has finished waits for one that is
-    gone.
+    torchrun counts each machine's own restarts, lets an agent end others only by a timeout, and has no option for
+    another agent. Tried with torch 2.13 and accelerate 1.15. Without it: `zerofit launch` restarts whatever has
+    failed, and a machine that has finished waits for one that is gone.
     """
+
+    @classmethod
+    def launching(cls) -> AbstractContextManager[None]:
+        """Within this context torchrun, and so `accelerate launch`, makes this agent."""
+        return replaced(api, "LocalElasticAgent", cls)
 
     def restarts_left(self, allowed: int) -> int:
         """Return how many restarts are left, as processes start. allowed: --max_restarts."""
@@ -42,11 +47,3 @@ class AskingAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         if self.waits_for_others():
             super()._exit_barrier()
-
-
-def launching_with(agent: type[LocalElasticAgent]) -> AbstractContextManager[None]:
-    """Within this context torchrun, and so `accelerate launch`, makes this agent.
-
-    It has no option for one. Tried with torch 2.13 and accelerate 1.15. Without it: no part of AskingAgent.
-    """
-    return replaced(api, "LocalElasticAgent", agent)

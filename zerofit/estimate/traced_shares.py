@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import distributed
 
 from zerofit.compat import replaced
+from zerofit.compat.deepspeed import exchanging_heads_with
 from zerofit.compat.torch import Ring
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
@@ -80,18 +80,11 @@ class Collectives:
         if self.size == 1:
             yield
             return
-        places = [(layers, "distributed")]
-        with contextlib.suppress(ImportError):
-            ring = import_module(Ring.MODULE)
-            places += [(ring, "dist"), (ring, "ft_c")]
-        with contextlib.suppress(ImportError):
-            from deepspeed.runtime.sequence_parallel import ulysses_sp
-            from deepspeed.sequence import layer
-
-            places += [(ulysses_sp, "dist"), (layer, "dist")]
         with contextlib.ExitStack() as replacements:
-            for place in places:
-                replacements.enter_context(replaced(*place, self))
+            replacements.enter_context(replaced(layers, "distributed", self))
+            for known in (Ring.communicating_with, exchanging_heads_with):
+                with contextlib.suppress(ImportError):
+                    replacements.enter_context(known(self))
             yield
 
 

@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from zerofit.compat.torch_elastic import AskingAgent, launching_with
+from zerofit.compat.torch_elastic import AskingAgent
 from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.rendezvous import Ended, serve_store
 from zerofit.launch.restart_rule import Restarts, code_of_run, have_saved
@@ -166,7 +166,7 @@ def main() -> int:
     RestartingAgent.restarts = restarts = Restarts(folder)
     signal.signal(STOP, lambda number, frame: restarts.stop())
     try:
-        with launching_with(RestartingAgent):
+        with RestartingAgent.launching():
             code = run_launcher()
     except SignalException as error:  # the others may restart without this machine: they are not waited for
         return 128 + error.sigval

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofit.compat.deepspeed import SplitStep, is_padding
+from zerofit.compat.deepspeed import SplitStep
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
@@ -31,7 +31,7 @@ def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     def norm(gradients: list[torch.Tensor], parameters: list[Any], **kwargs: Any) -> torch.Tensor:
         kinds: dict[Any, tuple[Any, list[torch.Tensor]]] = {}
-        of_parameters = (each for each in gradients if not is_padding(each))
+        of_parameters = (each for each in gradients if not SplitStep.is_padding(each))
         for gradient, parameter in zip(of_parameters, parameters):
             kind = is_model_parallel_parameter(parameter), getattr(parameter, "ds_pipe_replicated", False)
             kinds.setdefault(kind, (parameter, []))[1].append(gradient)
