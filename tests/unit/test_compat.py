@@ -21,7 +21,6 @@ from private_parts import find_uses, sources
 # What is still to be moved: {file: at most so many}. A number falls, and a line goes with its last use; none is added.
 ELSEWHERE: dict[str, int] = {
     "zerofit/data/json_files.py": 1,
-    "zerofit/estimate/traced_shares.py": 1,
     "zerofit/estimate/tracer.py": 1,
     "zerofit/model/configuration.py": 1,
 }
@@ -327,6 +326,17 @@ def _exchanging_heads_with(part):
     assert all("dist." in inspect.getsource(module) for module in modules)
 
 
+def _exchanging_tokens_with(part):
+    library = importlib.import_module("transformers.distributed.expert_parallel")
+    names = ("all_to_all_single", "all_to_all_single_autograd", "_WaitTensor")
+    before, rows = [getattr(library, name) for name in names], torch.ones(2)
+    with part("counts", "rows"):
+        assert [getattr(library, name) for name in names[:2]] == ["counts", "rows"]
+        assert library._WaitTensor.apply(rows) is rows
+    assert [getattr(library, name) for name in names] == before
+    assert all(f"{name}" in inspect.getsource(library.AllToAllEP) for name in names)
+
+
 def _without_shared_memory(part):
     backend = importlib.import_module("deepspeed.comm.torch")
     before = backend.build_shm_op
@@ -490,6 +500,7 @@ TOUCHES = {
         "Ring": _ring,
     },
     "megatron": {"load_without_pickles": _load_without_pickles, "as_first_rank": _as_first_rank},
+    "transformers_experts": {"exchanging_tokens_with": _exchanging_tokens_with},
     "torch_elastic": {"AskingAgent": _asking_agent},
     "deepspeed": {
         "with_groups": _with_groups,

@@ -19,6 +19,7 @@ from torch import distributed
 from zerofit.compat import replaced
 from zerofit.compat.deepspeed import exchanging_heads_with
 from zerofit.compat.torch import Ring
+from zerofit.compat.transformers_experts import exchanging_tokens_with
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel
@@ -147,22 +148,23 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
     class Balanced(library.AllToAllEP):
         """The exchange, whose sizes are on the host before there are any: fake tensors have no values."""
 
+        def __init__(self, experts: Any, mesh: FakeMesh, alone: FakeMesh) -> None:  # in no process group
+            self.experts_forward, self.num_local_experts = experts.forward, experts.num_experts
+            self.ep_mesh: Any = mesh
+            self.tp_mesh: Any = alone
+            self.shares_batch = False
+
         def __call__(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
             with KnownItems(_even(top_k_index.numel(), ranks)):
                 return super().__call__(hidden_states, top_k_index, top_k_weights)
 
-    with contextlib.ExitStack() as replacements:
-        for place, name, other in (
-            (library, "get_process_group_ranks", list),
-            (library, "AllToAllEP", Balanced),
-        ):
-            replacements.enter_context(replaced(place, name, other))
-        for module in expert_parallel.experts_of(model):
-            for name, whole in list(module.named_parameters(recurse=False)):
-                stored = torch.float32 if whole.requires_grad else whole.dtype
-                own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
-                setattr(module, name, torch.nn.Parameter(own, whole.requires_grad))
-            expert_parallel.dispatch(module, FakeMesh(ranks), FakeMesh(1), None if dtype == torch.float32 else dtype)
+    half = None if dtype == torch.float32 else dtype
+    for module in expert_parallel.experts_of(model):
+        for name, whole in list(module.named_parameters(recurse=False)):
+            stored = torch.float32 if whole.requires_grad else whole.dtype
+            own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
+            setattr(module, name, torch.nn.Parameter(own, whole.requires_grad))
+        expert_parallel.dispatch(module, FakeMesh(ranks), FakeMesh(1), half, Balanced)
 
 
 @contextlib.contextmanager
@@ -175,7 +177,6 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
     if not ranks:
         yield
         return
-    from transformers.distributed import expert_parallel as library
 
     def exchanged(rows: torch.Tensor, received: list[int]) -> torch.Tensor:
         note(Operation(ALL_TO_ALL, rows.is_floating_point() and rows.itemsize < 4, 0, rows.nbytes))
@@ -191,22 +192,15 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
             return exchanged(gradient, ctx.sent), None, None
 
-    class Arrived:
-        apply = staticmethod(lambda rows: rows)
+    def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: Any) -> torch.Tensor:
+        return Exchange.apply(rows, received, sent)
 
-    with contextlib.ExitStack() as replacements:
-        for place, name, other in (
-            # As to_local: its backward comes when all of the module's is done, and gradients wait for it.
-            (expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter)),
-            (library, "all_to_all_single", lambda received, sent, group: exchanged(sent, [len(sent)])),
-            (
-                library,
-                "all_to_all_single_autograd",
-                lambda rows, received, sent, group: Exchange.apply(rows, received, sent),
-            ),
-            (library, "_WaitTensor", Arrived),
-        ):
-            replacements.enter_context(replaced(place, name, other))
+    def all_to_all_of_counts(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+        exchanged(sent, [len(sent)])
+
+    # As to_local: its backward comes when all of the module's is done, and gradients wait for it.
+    own = replaced(expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter))
+    with own, exchanging_tokens_with(all_to_all_of_counts, all_to_all):
         yield
 
 

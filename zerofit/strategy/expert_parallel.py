@@ -51,18 +51,21 @@ def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
 
 
-def dispatch(experts: torch.nn.Module, mesh: Any, alone: Any, half: torch.dtype | None) -> None:
+def dispatch(
+    experts: torch.nn.Module, mesh: Any, alone: Any, half: torch.dtype | None, kind: type[Any] | None = None
+) -> None:
     """Let a module's tokens travel: its parameters are, or will be, DTensors with this rank's experts.
 
     Args:
         mesh: all ranks, in one dimension.
         alone: this rank.
         half: the precision of the products, None: that of the weights.
+        kind: the class of the exchange, transformers' own by default.
     """
     from transformers.distributed.expert_parallel import AllToAllEP
 
     experts.num_experts //= mesh.size()  # each rank sees its own
-    exchange = AllToAllEP(experts, mesh, alone)
+    exchange = (kind or AllToAllEP)(experts, mesh, alone)
 
     called = _Exchanged(experts, exchange)
 
