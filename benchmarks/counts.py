@@ -301,7 +301,7 @@ def count_and_run() -> None:
     Run.updates = counted
     Run.within = lambda self, phase: (enter(phase), within(self, phase))[1]
     register_optimizer_step_pre_hook(lambda *_: modes.pop().__exit__(None, None, None) if modes else None)
-    compilation.compile_model.__defaults__ = ("eager",)  # graphs as dynamo finds them; nothing is generated
+    compilation.compile_model.__defaults__ = ("eager", False)  # graphs as dynamo finds them; nothing is generated
     sys.argv[0] = str(ROOT / "train" / "clm.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -13,20 +13,20 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 510,  # 800
     "zerofit": 145,  # cli.py
-    "zerofit/recipe": 4020,  # 2,700
-    "zerofit/model": 6016,  # 4,700
-    "zerofit/compat": 643,  # 600
+    "zerofit/recipe": 4030,  # 2,700
+    "zerofit/model": 6023,  # 4,700
+    "zerofit/compat": 697,  # 600
     "zerofit/data": 7695,  # 6,000
-    "zerofit/strategy": 5598,  # 4,800
+    "zerofit/strategy": 5610,  # 4,800
     "zerofit/estimate": 5061,  # 4,700
     "zerofit/record": 1655,  # 4,300 with health and checkpoint
-    "zerofit/health": 1569,
+    "zerofit/health": 1574,
     "zerofit/checkpoint": 2080,
-    "zerofit/training": 3465,  # 2,000
+    "zerofit/training": 3619,  # 2,000
     "zerofit/launch": 1779,  # 1,300
-    "zerofit/tools": 11877,  # 10,600
+    "zerofit/tools": 11882,  # 10,600
     "benchmarks": 1799,  # 1,800
-    "tests": 30876,  # 21,500
+    "tests": 31116,  # 21,500
 }
 
 

@@ -156,6 +156,18 @@ def _group_timeout(part):
     assert (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout) == before
 
 
+def _compute_uncompiled_after_errors(part):
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler")
+
+    torch._dynamo.reset()
+    part(True)
+    try:
+        assert torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1)).item() == 2
+    finally:
+        part(False)
+
+
 def _number_of_graphs(part):
     before = part()
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
@@ -497,6 +509,7 @@ TOUCHES = {
         "flight_record": _flight_record,
         "group_timeout": _group_timeout,
         "number_of_graphs": _number_of_graphs,
+        "compute_uncompiled_after_errors": _compute_uncompiled_after_errors,
         "Ring": _ring,
     },
     "megatron": {"load_without_pickles": _load_without_pickles, "as_first_rank": _as_first_rank},

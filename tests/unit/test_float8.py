@@ -162,7 +162,7 @@ def test_a_yaml_with_fp8_means_the_same(read, tmp_path):
         assert (resolved.precision, recipe.float8, recipe.source("float8")) == ("bf16", True, own)
         assert recipe.torch_compile == "blocks"
     recipe, resolved = read(DDP, "--float8", "false")
-    assert (resolved.precision, recipe.float8, recipe.torch_compile) == ("bf16", False, False)
+    assert (resolved.precision, recipe.float8, recipe.compiles) == ("bf16", False, False)
     assert "--float8 says otherwise" in recipe.left_out[0]
     (tmp_path / "recipe.yaml").write_text("float8: false\n")
     assert "float8 is false" in refusal(read, DDP, "--config", str(tmp_path / "recipe.yaml"))

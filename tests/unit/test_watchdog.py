@@ -13,6 +13,7 @@ from helpers import ROOT, environment
 from zerofit.health import flight
 from zerofit.health import watchdog_process as watch
 from zerofit.health.failure import died_elsewhere
+from zerofit.health.watchdog import Watchdog
 from zerofit.health.watchdog_process import (
     GIB,
     RankMessages,
@@ -66,6 +67,15 @@ def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
 
 
 @LINUX
+def test_the_first_of_each_phase_of_an_update_may_compile(monkeypatch):
+    watchdog, said = Watchdog(0, 60.0), []
+    watchdog.first_patience = 4.0
+    monkeypatch.setattr(watchdog, "_send", lambda message: said.append(message.decode().split("\t")))
+    for name, update in (("load", None), ("load", None), ("forward", 1), ("forward", 2), ("evaluate", 2)):
+        watchdog.phase(name, update)
+    assert [float(line[3]) for line in said] == [1.0, 1.0, 4.0, 1.0, 4.0]
+
+
 def test_a_killed_rank_is_reported():
     done = run("os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL

@@ -107,6 +107,14 @@ class EarlierRuns:
             ),
         )
 
+    def compiled(self, plan: "ResumePlan") -> bool | str | None:
+        """What of the model was compiled in the run that a plan resumes; None: it resumes none."""
+        recorded = self.own if "auto" in plan.sources else self.named
+        if not plan.sources or recorded is None:
+            return None
+        value: bool | str = recorded.get("torch_compile") or False
+        return value if value != "auto" else False
+
     def plan(self, recipe: TrainingRecipe, global_batch: int, folder: RunFolder) -> ResumePlan:
         """Decide, once recipe and strategy are resolved.
 

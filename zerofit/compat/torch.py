@@ -127,6 +127,15 @@ def number_of_graphs() -> int:
     return import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
 
 
+def compute_uncompiled_after_errors(is_on: bool) -> None:
+    """Let code that torch.compile fails at run as it is, with torch's warning; off: the error ends the run.
+
+    torch.compiler has no setting for it. Tried with torch 2.13. Without it: a compiler that fails under
+    `--torch_compile auto`, which nobody has asked for, ends the run.
+    """
+    import_module("torch._dynamo").config.suppress_errors = is_on
+
+
 class Ring:
     """Attention over rows of which each rank has two pieces, without dropout: ranks pass keys and values on.
 

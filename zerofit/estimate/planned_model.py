@@ -202,7 +202,7 @@ class PlannedModel:
             watched=is_third_stage,
             offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
             experts=layout.data_size if getattr(sharding, "divided", ()) else 0,
-            compiled=bool(self.recipe.torch_compile),
+            compiled=bool(self.recipe.compiles),
         )
 
     def tracer(

@@ -332,7 +332,7 @@ class Timing:
             if size not in times:
                 steps = self.model.steps(*about, stage, size, rows=self.rows)
                 recipe = self.model.recipe
-                times[size] = pass_time(steps, self.speeds, exchanged, bool(recipe.torch_compile), recipe.float8)
+                times[size] = pass_time(steps, self.speeds, exchanged, bool(recipe.compiles), recipe.float8)
 
         for size in tracer.traced_sizes:
             add(size)

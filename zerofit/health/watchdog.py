@@ -36,6 +36,8 @@ class Watchdog:
         self.machine, self.machines, self.world_size = machine, [machine], 1
         self.rank, self.limit_seconds = rank, math.inf if limit_seconds is None else limit_seconds
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
+        self.first_patience = 1.0  # of the first of each phase of an update, in which layers may be compiled
+        self._entered: set[str] = set()  # phases of an update
         self._message, self._pid, self._began = b"", os.getpid(), time.time()
         self._pipe: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -88,6 +90,9 @@ class Watchdog:
         Args:
             patience: times the limit may pass in this phase; math.inf where nobody can say how long it takes.
         """
+        if update is not None and name not in self._entered:
+            self._entered.add(name)
+            patience = max(patience, self.first_patience)
         self.at = (name, update)
         self._message = f"phase\t{name}\t{'' if update is None else update}\t{patience:g}\n".encode()
         self._send(self._message)

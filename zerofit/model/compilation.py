@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.activations import GELUTanh, NewGELUActivation
 
+from zerofit.compat.torch import compute_uncompiled_after_errors
 from zerofit.compat.transformers import undivided_modules
 from zerofit.model.float8 import without_float8
 from zerofit.recipe.errors import UserError
@@ -35,9 +36,14 @@ def fuse_gelu(model: Any) -> Any:
     return model
 
 
-def compile_model(model: torch.nn.Module, what: str, backend: str = "inductor") -> None:
+def compile_model(
+    model: torch.nn.Module, what: str, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
+) -> None:
     """Compile a model when it is called: its "blocks", or all of it ("model"). In place, so that weights keep their
     names and hooks that come later (FSDP2's) are called.
+
+    Args:
+        falls_back: code that the compiler fails at is computed as it is, with torch's warning.
 
     Raises:
         UserError: the model has no blocks that transformers knows of.
@@ -49,6 +55,7 @@ def compile_model(model: torch.nn.Module, what: str, backend: str = "inductor") 
     for module in modules:
         module.compile(backend=backend)
     torch.compiler.config.recompile_limit = GRAPHS
+    compute_uncompiled_after_errors(falls_back)
 
 
 @contextmanager

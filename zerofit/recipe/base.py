@@ -87,6 +87,10 @@ class Recipe:
         setattr(self, name, value)
         self.__dict__.setdefault("_sources", {})[name] = source
 
+    def decide(self, name: str, value: Any) -> None:
+        """Give an option that was left open ("auto") the value that it takes, of a frozen recipe as well."""
+        self.__dict__[name] = value
+
     def draft(self) -> Self:
         """A copy that can change until it is frozen."""
         copied = copy.copy(self)

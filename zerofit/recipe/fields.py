@@ -89,15 +89,15 @@ class Recomputation(FlagOrValue):
 
 
 class Compilation(FlagOrValue):
-    """The type of torch_compile. Values: False; "blocks", written true, too; "model"."""
+    """The type of torch_compile. Values: "auto"; False; "blocks", written true, too; "model"."""
 
-    WORDS, SHORT = "blocks, model, true or false", "blocks|model"
+    WORDS, SHORT = "auto, blocks, model, true or false", "auto|blocks|model"
 
     @staticmethod
     def of(value: Any) -> bool | str:
         if isinstance(value, bool):
             return value and "blocks"
-        if value not in ("blocks", "model"):
+        if value not in ("auto", "blocks", "model"):
             raise ValueError(value)
         return value
 

@@ -78,12 +78,13 @@ class ModelOptions(Recipe):
         "The inputs of layers that are recomputed wait in the host's memory. On a CPU: without effect.",
         phase="train",
         identity=False,
-        needs="gradient_checkpointing !torch_compile",
+        needs="gradient_checkpointing !torch_compile=blocks|model",
     )
     torch_compile: Compilation = option(  # noqa: RUF009
-        False,
+        "auto",
         "Compile the model with torch.compile. blocks, or the flag alone: each layer by itself; all of them run one "
-        "graph. model: all of the model.",
+        "graph. model: all of the model. auto: blocks on a GPU, where that pays (docs/strategies.md); the log says "
+        "why. Nothing on a CPU.",
         identity=False,
     )
     float8: bool = option(
@@ -92,6 +93,11 @@ class ModelOptions(Recipe):
         "bf16 and a GPU of compute capability 8.9 or more; the blocks are compiled.",
         phase="train",
     )
+
+    @property
+    def compiles(self) -> bool | str:
+        """What of the model is compiled: "blocks", "model", False; also while torch_compile is "auto", and open."""
+        return self.torch_compile != "auto" and self.torch_compile
 
     def settle(self) -> None:
         """Of a run's folder, its model/ is meant; float8 compiles the blocks."""

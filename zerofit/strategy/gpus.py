@@ -151,7 +151,19 @@ def describe_device(device: Any) -> str:
     there = torch.accelerator.device_count()
     used = min(there, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     line = f"{used} x {device_name(device)}" + (f" of the {there} that this machine has" if used < there else "")
-    return line + (", expandable segments" if device.type == "cuda" and has_expandable_segments() else "")
+    segments = "expandable segments" if device.type == "cuda" and has_expandable_segments() else None
+    return ", ".join(filter(None, [line, cudnn(), segments]))
+
+
+def cudnn() -> str | None:
+    """The version of cuDNN, as in "cuDNN 9.15.0": attention is slower with an older one. None without CUDA."""
+    import torch
+
+    number = torch.backends.cudnn.version() if torch.version.cuda and torch.backends.cudnn.is_available() else None
+    if number is None:
+        return None
+    unit = 10_000 if number >= 90_000 else 1_000
+    return f"cuDNN {number // unit}.{number % unit // 100}.{number % 100}"
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def check_degrees(
 
     if recipe.lora:
         refuse(f"lora ({recipe.source('lora')})", "Remove it, or use a pair without model parallelism, such as zero3")
-    compiled = recipe.torch_compile
+    compiled = recipe.compiles
     if compiled and layout.sequence > 1:  # DeepSpeed's exchange of heads looks a group up that a graph has not
         refuse(f"torch_compile ({recipe.source('torch_compile')})", "Remove one of them")
     elif str(compiled) == "model":

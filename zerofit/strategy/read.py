@@ -161,9 +161,9 @@ def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
     beside = [name for name in ("lora", "activation_offload") if getattr(recipe, name)]
     if beside:
         raise UserError(f"float8 ({source}) does not go together with {beside[0]}. Remove one of them")
-    if recipe.source("torch_compile") is None:
+    if str(recipe.torch_compile) == "auto":
         recipe.adopt("torch_compile", "blocks", source)
-    elif not recipe.torch_compile and not is_emulated():
+    elif not recipe.compiles and not is_emulated():
         raise UserError(
             f"torch_compile = false ({recipe.source('torch_compile')}): float8 ({source}) is slower than bf16 where "
             "its roundings are not compiled. Remove one of them"
@@ -192,7 +192,7 @@ def _check_float8(recipe: TrainingRecipe, precision: str | None, beside: dict[st
 
 def _check_compiled(config: dict[str, Any], source: str, recipe: TrainingRecipe) -> None:
     """Raises UserError where torch.compile would compile many small graphs instead of one."""
-    if recipe.torch_compile and config["zero_optimization"]["stage"] == 3:
+    if recipe.compiles and config["zero_optimization"]["stage"] == 3:
         raise UserError(
             f"{source}: zero_optimization.stage = 3 does not go together with torch_compile "
             f"({recipe.source('torch_compile')}): DeepSpeed gathers the weights of each module as it is called, which "

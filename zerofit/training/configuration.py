@@ -41,6 +41,7 @@ class RunConfiguration:
             global batch.
         notes: for the log.
         adapter: that is trained on; the recipe names its base.
+        compiled_before: torch_compile of the run that this one resumes; None: it resumes none.
     """
 
     task: str
@@ -52,6 +53,7 @@ class RunConfiguration:
     options_given_for: int
     notes: tuple[str, ...]
     adapter: AdapterFolder | None = None
+    compiled_before: bool | str | None = None
 
 
 def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
@@ -108,7 +110,8 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     notes += [*recipe.left_out, *recipe.idle_options(), *plan.notes]
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")
-    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes), adapter)
+    before = earlier.compiled(plan)
+    return RunConfiguration(task, recipe, strategy, plan, folder, trackers, given_for, tuple(notes), adapter, before)
 
 
 def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_class: Any) -> Any:

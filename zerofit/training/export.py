@@ -60,7 +60,7 @@ def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
     run.say(
         "",
         *summary(state, made, run.seconds, run.throughput, checkpoints.writer.records, best, said),
-        *([compiled()] if recipe.torch_compile else []),
+        *([compiled()] if recipe.compiles else []),
         *(f"export      {line}" for line in review),
     )
 

@@ -33,6 +33,7 @@ def open_record(run: "Run") -> None:
     run.best = make_best_tracker(recipe, run.figures, bool(run.data.num_held_out), state.best)
     command = run.strategy.launch.command
     run.environment = describe_environment(command, engine.device) if run.is_main else {}
+    run.environment |= {"torch_compile": run.compilation} if run.is_main and run.compilation else {}
     run.exporter = ModelExporter(engine, run.adapter, run.data.tokenizer, run.task, recipe, run.environment)
     _resume(run)
     notes = start_trackers(engine.accelerator, run.config.trackers, recipe, run.folder, run.task, state)
@@ -74,6 +75,7 @@ def _resume(run: "Run") -> None:
         "data_parallel": engine.layout.data_size,
         "options_given_for": config.options_given_for,
         "strategy": run.strategy.name,
+        "torch_compile": recipe.torch_compile,
     }
     run.checkpoints = CheckpointManager(
         run.folder,

@@ -29,22 +29,19 @@ from zerofit.model.lora import add_adapter
 from zerofit.model.norms import fuse_norms
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.recipe.files import appears, is_there
-from zerofit.recipe.model_options import ModelOptions
 from zerofit.strategy import processes
 from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import resident_bytes
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same
+from zerofit.training.auto_compile import decide, share_cores
 from zerofit.training.configuration import RunConfiguration
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
 
+COMPILING = 4.0  # times watchdog_minutes: the first of each phase of an update
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
-# docs/measurements/gpu.md
-FASTER_COMPILED = (
-    "layers are not compiled. --torch_compile took a quarter of an update's time and memory off on an H100"
-)
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 HEAD = re.compile(r"(^|\.)(classifier|score|pooler|pre_classifier|classification_head|sequence_summary|qa_outputs)\b")
 
@@ -104,6 +101,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     watchdog = run.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
     met = run.ranks.wait()
+    share_cores()
     watchdog.phase("process group", patience=2.0)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
     silence = timedelta(minutes=run.recipe.watchdog_minutes)
@@ -124,7 +122,12 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     run.facts.program_bytes = resident_bytes()
     watchdog.phase("load", patience=LONG)
     check_machines(run.config)
-    return accelerator, [*met, *notes]
+    before = run.config.compiled_before
+    run.compilation, compiling = decide(
+        run.recipe, run.strategy, run.model_configuration, run.num_updates, before, accelerator.device
+    )
+    watchdog.first_patience = COMPILING if run.recipe.compiles else 1.0
+    return accelerator, [*met, *notes, *compiling]
 
 
 def is_of_a_new_head(report: str) -> bool:
@@ -160,17 +163,15 @@ def check_output_folder(config: RunConfiguration, engine: Engine) -> None:
     check_same({view: "the run" if is_seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
 
 
-def prepare_activations(
-    model: torch.nn.Module, recipe: ModelOptions, device: torch.device, can_compile: bool
-) -> list[str]:
+def prepare_activations(model: Any, recipe: Any, device: torch.device, is_open: bool = False) -> list[str]:
     """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log.
 
     Args:
-        can_compile: whether the strategy goes together with torch.compile.
+        is_open: torch_compile was "auto": what cannot be compiled is computed as it is, with a note.
     """
     notes = []
     if recipe.gradient_checkpointing:
-        enable_recomputation(model, recipe.gradient_checkpointing, compiled=bool(recipe.torch_compile))
+        enable_recomputation(model, recipe.gradient_checkpointing, compiled=bool(recipe.compiles))
     if recipe.activation_offload and device.type == "cpu":
         notes.append("activation_offload has no effect: the device's memory is the host's")
     elif recipe.activation_offload:
@@ -178,8 +179,9 @@ def prepare_activations(
         offload_inputs(model, functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned))
     if recipe.float8 and recipe.trains:
         notes.append(convert_to_float8(model, blocks_of(model)))
-    if recipe.torch_compile:
-        compile_model(model, str(recipe.torch_compile))
-    elif can_compile and device.type == "cuda" and blocks_of(model):
-        notes.append(FASTER_COMPILED)
+    if recipe.compiles and is_open and not blocks_of(model):
+        recipe.decide("torch_compile", False)
+        notes.append(f"layers are not compiled: the code of a {model.config.model_type} names no blocks")
+    elif recipe.compiles:
+        compile_model(model, str(recipe.compiles), falls_back=is_open)
     return notes

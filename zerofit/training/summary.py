@@ -118,6 +118,8 @@ def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> li
 
 def compiled() -> str:
     """How often torch.compile compiled, as torch counts it on this process."""
+    if not number_of_graphs():
+        return "compiled    nothing: torch's compiler has failed (above). --torch_compile false leaves it out"
     return f"compiled    {counted(number_of_graphs(), 'graph')}: parts of the model, and some again for other shapes"
 
 

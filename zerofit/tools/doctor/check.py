@@ -10,7 +10,7 @@ import torch
 from zerofit.recipe.files import is_shared
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import size
-from zerofit.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE, gpus_of_the_machine
+from zerofit.strategy.gpus import ALSO_VISIBLE, NO_DEVICE, VISIBLE, cudnn, gpus_of_the_machine
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING
 from zerofit.tools.machine import Machine, inspect_machine
 
@@ -54,7 +54,7 @@ class Installation(Machine):
         shm = f"; /dev/shm {size(self.shm)}" if self.shm is not None else ""
         facts = [
             ("devices", "; ".join(devices) or f"no accelerator, {counted(self.cores, 'core')}"),
-            ("torch", torch.__version__),
+            ("torch", ", ".join(filter(None, [torch.__version__, cudnn() if self.devices else None]))),
             ("memory", f"{size(self.memory_free)} free of {size(self.memory)}{shm}"),
         ]
         if self.output:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from huggingface_hub import try_to_load_from_cache
@@ -34,6 +35,7 @@ from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Installation, check_machine
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorReport
 from zerofit.tools.rank_environment import RANKS, environment_of_a_rank
+from zerofit.training.auto_compile import choose, missing_compiler
 from zerofit.training.configuration import check_model, resolve
 
 DEFAULT = "default"
@@ -191,6 +193,9 @@ def _look_at_model(report: DoctorReport, task: str, recipe: Recipe, strategy: St
     on_base, config = on_its_base(recipe, task, auto_class)
     with report.collected():
         check_model(task, on_base, strategy, auto_class)
+    if strategy is not None and recipe.torch_compile == "auto" and num_devices() and torch.cuda.is_available():
+        taken = choose(recipe, strategy, config, recipe.max_train_steps, missing_compiler())
+        report.values.append(("torch_compile", f"auto: {str(taken.value).lower()}", taken.why))
     with report.collected():
         read_planned_model(recipe, task, num_devices() > 0)
     if not on_base.train_tokenizer_vocab_size and (on_base.tokenizer_name or on_base.model_name_or_path):

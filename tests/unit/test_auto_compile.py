@@ -1,0 +1,203 @@
+"""What --torch_compile auto takes, on machines that are made up: this one has no GPU."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT, recipe_of, refusal
+
+from zerofit.checkpoint.resume import EarlierRuns
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.tasks import TASKS
+from zerofit.strategy import launch as launch_module
+from zerofit.strategy.read import read_strategy
+from zerofit.training import auto_compile
+from zerofit.training.auto_compile import choose, decide, failing_compiler, share_cores, widths_of
+from zerofit.training.prepare import prepare_activations
+
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """read(task, flags, strategy): (recipe, strategy) of the first of four processes."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launch_module, "find_launcher", lambda: None)
+    monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+
+    def made(task: str, *flags: str, strategy: str):
+        size = "1" if strategy == "single" else "4"
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        monkeypatch.setattr(os, "environ", {**kept, **world})
+        recipe = parse_recipe(TASKS[task], [*flags, "--strategy", strategy])
+        return recipe, read_strategy(recipe)
+
+    return made
+
+
+def a_strategy(**changes):
+    about = {"name": "ddp", "precision": "bf16", "shards_parameters": False, "divides_experts": False, "sequence": 1}
+    found = SimpleNamespace(**{**about, **changes})
+    found.layout = SimpleNamespace(sequence=found.sequence)
+    found.can_compile = not found.shards_parameters and found.sequence == 1
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_recipe_under_every_strategy(read, strategy):
+    """Compiled is what the strategy can compile, in bf16, with rows of few widths; each answer has a reason."""
+    taken = []
+    for path in RECIPES:
+        try:
+            recipe, resolved = read(path.parent.name, "--config", str(path), "--precision", "bf16", strategy=strategy)
+        except UserError:  # the two do not go together
+            continue
+        found = choose(recipe, resolved, num_updates=4000)
+        assert found == choose(recipe, resolved, num_updates=4000)
+        assert found.why
+        few = widths_of(recipe) <= auto_compile.GRAPHS and not recipe.quantised and not recipe.activation_offload
+        can = resolved.can_compile and not resolved.divides_experts
+        grows = getattr(recipe, "block_size_warmup", None) or getattr(recipe, "tokens_per_batch", None)
+        assert found.value == ("blocks" if few and can and not grows else False), (path, found)
+        assert choose(recipe, resolved, num_updates=40).value is False
+        taken.append(found.value)
+    cannot = strategy.startswith(("zero3", "tp_zero3")) or strategy in ("sp", "ep")
+    assert len(taken) >= 4
+    assert set(taken) == {False} if cannot else "blocks" in taken
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "how", "words"),
+    [
+        ({}, {}, {"num_updates": 300}, None),
+        ({}, {}, {}, None),
+        ({}, {}, {"num_updates": 299}, "299 updates, fewer than 300"),
+        ({}, {"precision": "fp16"}, {"num_updates": 300}, None),
+        ({}, {"precision": "fp32"}, {}, "precision is fp32"),
+        ({}, {"shards_parameters": True, "name": "zero3"}, {}, "zero3 gathers"),
+        ({}, {"sequence": 2, "name": "sp"}, {}, "sp splits rows"),
+        ({}, {"divides_experts": True}, {}, "experts"),
+        ({}, {}, {"config": SimpleNamespace(num_local_experts=8)}, "experts"),
+        ({}, {}, {"config": SimpleNamespace(num_local_experts=None)}, None),
+        ({"lora": True, "load_in_4bit": True}, {}, {}, "load_in_4bit is on"),
+        ({"gradient_checkpointing": True, "activation_offload": True}, {}, {}, "activation_offload is on"),
+        ({"gradient_checkpointing": True}, {}, {}, None),
+        ({"packing": "none", "block_size": 4096}, {}, {}, "widths"),
+        ({"packing": "none", "block_size": 64}, {}, {}, None),
+        ({"preference_loss": "dpo", "block_size": 4096}, {}, {}, "widths"),
+        ({"block_size_warmup": "32@6"}, {}, {}, "lets rows grow"),
+        ({}, {}, {"missing": "Triton is not installed"}, "Triton"),
+        ({}, {}, {"before": False}, "the run that it resumes was not"),
+        ({}, {}, {"before": "blocks", "num_updates": 3}, None),
+        ({}, {"shards_parameters": True}, {"before": "blocks"}, "gathers"),
+    ],
+)
+def test_each_condition(options, strategy, how, words):
+    found = choose(recipe_of(**options), a_strategy(**strategy), **how)
+    assert found.value == (False if words else "blocks")
+    assert (words or "") in found.why
+
+
+def decided(recipe, device=CUDA, before=None, updates=4000, **strategy):
+    return decide(recipe, a_strategy(**strategy), None, updates, before, device)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """compiler(why it fails, or None)."""
+
+    def works(fault: str | None) -> None:
+        monkeypatch.setattr(auto_compile, "failing_compiler", lambda device: fault)
+
+    works(None)
+    return works
+
+
+def test_the_value_is_stored_and_said(compiler):
+    recipe = recipe_of()
+    recipe.freeze()
+    record, notes = decided(recipe)
+    assert recipe.to_dict()["torch_compile"] == "blocks"
+    assert record == "auto: blocks, 4,000 updates in bf16, rows of 1 width"
+    (note,) = notes
+    assert note.startswith("layers are compiled: 4,000 updates")
+    assert note.endswith("--torch_compile false turns it off")
+
+
+def test_a_decline_is_said_with_its_reason_and_what_compiling_gains_where_it_can_be_asked_for(compiler):
+    recipe = recipe_of()
+    _, (note,) = decided(recipe, updates=40)
+    assert recipe.torch_compile is False
+    assert note == f"layers are not compiled: 40 updates, fewer than 300. --torch_compile {auto_compile.FASTER}"
+    _, (note,) = decided(recipe_of(), shards_parameters=True, name="zero3")
+    assert "--torch_compile" not in note
+
+
+def test_a_cpu_says_nothing(compiler):
+    recipe = recipe_of()
+    record, notes = decided(recipe, torch.device("cpu"))
+    assert (recipe.torch_compile, notes) == (False, [])
+    assert record.startswith("auto: false")
+    recipe = recipe_of(torch_compile="blocks")
+    assert decided(recipe, torch.device("cpu")) == (None, [])
+    assert recipe.torch_compile == "blocks"
+
+
+def test_a_compiler_that_fails_is_a_note_under_auto_and_else_an_error(compiler):
+    compiler("there is no C compiler (gcc)")
+    recipe = recipe_of()
+    _, (note,) = decided(recipe)
+    assert recipe.torch_compile is False
+    assert note == "layers are not compiled: there is no C compiler (gcc)"
+    assert "torch_compile = blocks (--torch_compile): there is no C compiler" in refusal(
+        decided, recipe_of(torch_compile="blocks")
+    )
+    assert decided(recipe_of(torch_compile=False)) == (None, [])
+
+
+def test_one_rank_without_a_compiler_leaves_it_out_on_all(compiler, monkeypatch):
+    monkeypatch.setattr(auto_compile, "everyones", lambda mine: [mine, (mine[0], "Triton is not installed")])
+    recipe = recipe_of()
+    _, (note,) = decided(recipe)
+    assert recipe.torch_compile is False
+    assert "Triton" in note
+
+
+def test_the_compiler_is_tried(monkeypatch):
+    def broken(graph, inputs):
+        raise RuntimeError("ptxas: not found")
+
+    monkeypatch.setattr(auto_compile, "missing_compiler", lambda: None)
+    assert failing_compiler(torch.device("cpu"), "eager") is None
+    assert "ptxas: not found" in failing_compiler(torch.device("cpu"), broken)
+
+
+def test_a_resumed_run_goes_on_as_it_was():
+    recorded, plan = {"torch_compile": "blocks"}, SimpleNamespace(sources=("auto",))
+    assert EarlierRuns(own=recorded).compiled(plan) == "blocks"
+    assert EarlierRuns(own={"torch_compile": False}).compiled(plan) is False
+    assert EarlierRuns(own={}).compiled(plan) is False
+    named = SimpleNamespace(sources=("run/checkpoints/update_2",))
+    assert EarlierRuns(own={"torch_compile": False}, named=recorded).compiled(named) == "blocks"
+    assert EarlierRuns(own=recorded).compiled(SimpleNamespace(sources=())) is None
+
+
+def test_a_model_without_blocks_is_left_as_it_is():
+    model, recipe = torch.nn.Linear(2, 2), recipe_of(torch_compile="blocks")
+    model.config = SimpleNamespace(model_type="own")
+    (note,) = prepare_activations(model, recipe, CUDA, is_open=True)
+    assert recipe.torch_compile is False
+    assert "own names no blocks" in note
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(96, 8, 12), (2, 4, 1), (256, 1, 32)])
+def test_ranks_share_the_cores(monkeypatch, cores, ranks, threads):
+    monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": str(ranks)})
+    monkeypatch.setattr(auto_compile, "usable_cores", lambda: cores)
+    share_cores()
+    assert os.environ[auto_compile.THREADS] == str(threads)

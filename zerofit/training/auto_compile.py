@@ -1,0 +1,148 @@
+"""What `--torch_compile auto` takes: decided once, from the recipe and the kind of the machine, never from a clock."""
+
+import importlib.util
+import math
+import os
+import shutil
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from zerofit.data.collate import GPU_MULTIPLE, round_up
+from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTHS
+from zerofit.model.compilation import GRAPHS
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import kind_of
+from zerofit.strategy.host_memory import usable_cores
+from zerofit.strategy.machines import everyones
+from zerofit.strategy.strategy import Strategy
+
+MIN_UPDATES = 300  # from here on a graph has paid for its compiling, which takes some 10 s: docs/strategies.md
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a configuration of transformers
+FASTER = "took a quarter of an update's time and memory off on an H100"  # docs/measurements/gpu.md
+THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+class Compilation(NamedTuple):
+    """What of a model is compiled ("blocks", "model", False), and why that, for the log and the record."""
+
+    value: bool | str
+    why: str
+
+
+def choose(
+    recipe: Any,
+    strategy: Strategy,
+    config: Any = None,
+    num_updates: int | None = None,
+    missing: str | None = None,
+    before: bool | str | None = None,
+) -> Compilation:
+    """What "auto" takes for training on CUDA devices.
+
+    Args:
+        config: the model's configuration; None: it has no experts.
+        num_updates: of the whole run; None: not known, and taken for enough.
+        missing: what a compiler needs and the machine has not (`missing_compiler`); None: nothing.
+        before: what was compiled of the run that this one resumes; None: it resumes none.
+    """
+    experts = strategy.divides_experts or any((getattr(config, name, None) or 1) > 1 for name in EXPERTS)
+    widths = widths_of(recipe)
+    against = {  # what speaks against it: whether it is so
+        "the run that it resumes was not": before is not None and not before,
+        f"{strategy.name} gathers the weights of each module as it is called": strategy.shards_parameters,
+        f"{strategy.name} splits rows": strategy.layout.sequence > 1,
+        f"precision is {strategy.precision}": strategy.precision == "fp32",
+        "the model has experts": experts,
+        f"{recipe.quantised} is on": bool(recipe.quantised),
+        "activation_offload is on": recipe.activation_offload,
+        f"{missing}": missing is not None,
+    }
+    if before is None:
+        against |= {
+            "block_size_warmup lets rows grow": getattr(recipe, "block_size_warmup", None),
+            "tokens_per_batch makes batches of many shapes": getattr(recipe, "tokens_per_batch", None),
+            f"rows are padded to up to {widths} widths, more than {GRAPHS}": widths > GRAPHS,
+            f"{num_updates} updates, fewer than {MIN_UPDATES}": num_updates is not None and num_updates < MIN_UPDATES,
+        }
+    if reason := next((reason for reason, holds in against.items() if holds), None):
+        return Compilation(False, reason)
+    if before:
+        return Compilation(before, "so was the run that it resumes")
+    length = "of" if num_updates is None else f"{num_updates:,} updates in"
+    return Compilation("blocks", f"{length} {strategy.precision}, rows of {widths} width{'s' * (widths > 1)}")
+
+
+def widths_of(recipe: Any) -> int:
+    """How many widths the rows of a run may have on a GPU: 1 of packed ones and of a corpus."""
+    is_packed = getattr(recipe, "packing", "none") != "none" and not getattr(recipe, "preference_loss", None)
+    if is_packed or getattr(recipe, "data_path", None):
+        return 1
+    lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTHS[kind_of(recipe.task)])
+    return math.prod(len(np.unique(round_up(np.arange(1, length + 1), GPU_MULTIPLE))) for length in lengths)
+
+
+def missing_compiler() -> str | None:
+    """What torch's compiler needs on a GPU and this machine has not: Triton, and a C compiler for its launchers."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if shutil.which(os.environ.get("CC") or "cc") is None and not any(map(shutil.which, ("gcc", "clang"))):
+        return "there is no C compiler (gcc)"
+    return None
+
+
+def failing_compiler(device: torch.device, backend: str = "inductor") -> str | None:
+    """Why a function of one line cannot be compiled on a device; None if it can."""
+    if missing := missing_compiler():
+        return missing
+    try:
+        torch.compile(lambda values: values * 2 + 1, backend=backend)(torch.ones(8, device=device))
+    except Exception as error:  # whatever a compiler, a driver or a file system raises
+        return f"torch's compiler fails ({type(error).__name__}: {' '.join(str(error).split()[:20])})"
+    return None
+
+
+def share_cores() -> None:
+    """Let the processes of this machine compile with its cores together. Before torch's compiler is imported."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault(THREADS, str(min(32, max(1, usable_cores() // ranks))))
+
+
+def decide(
+    recipe: Any, strategy: Strategy, config: Any, num_updates: int, before: bool | str | None, device: torch.device
+) -> tuple[str | None, list[str]]:
+    """Give torch_compile its value where it is "auto". All ranks call it together, before weights are loaded.
+
+    Returns: (what was taken and why, for the record; None where nothing was open), notes for the log.
+
+    Raises:
+        UserError: it is on, and torch's compiler does not work.
+    """
+    is_open, on_gpu = recipe.torch_compile == "auto", device.type == "cuda"
+    if not (recipe.trains and on_gpu):
+        if is_open:
+            recipe.decide("torch_compile", False)
+        return "auto: false, without a GPU to train on" if is_open else None, []
+    chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")
+    if is_open:
+        chosen = choose(recipe, strategy, config, num_updates, before=before)
+    ranks = everyones((chosen, failing_compiler(device) if chosen.value else None))
+    chosen, broken = ranks[0][0], next((fault for _, fault in ranks if fault), None)
+    if not is_open and chosen.value and broken:
+        raise UserError(
+            f"torch_compile = {chosen.value} ({chosen.why}): {broken}. Install what is missing, or say "
+            "--torch_compile false"
+        )
+    if not is_open:
+        return None, []
+    if chosen.value and broken:
+        chosen = Compilation(False, broken)
+    recipe.decide("torch_compile", chosen.value)
+    record = f"auto: {str(chosen.value).lower()}, {chosen.why}"
+    if chosen.value:
+        off = "the first update takes longer. --torch_compile false turns it off"
+        return record, [f"layers are compiled: {chosen.why}; {off}"]
+    can = strategy.can_compile and not recipe.quantised and not recipe.activation_offload and not broken
+    advice = f". --torch_compile {FASTER}" if can and strategy.precision != "fp32" else ""
+    return record, [f"layers are not compiled: {chosen.why}{advice}"]
