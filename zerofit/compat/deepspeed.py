@@ -151,22 +151,18 @@ def swapped_in(optimizer: Any, number: int, written: bool = False) -> Iterator[N
         optimizer._release_swap_buffers(number)
 
 
-def run_schedule(engine: Any, schedule: Any) -> None:
-    """Let a pipeline's engine carry out a schedule.
+def run_schedule(engine: Any, schedule: Any | None) -> None:
+    """Let a pipeline's engine carry out a schedule; None: its optimizer's step.
 
     Its public train_batch and eval_batch have schedules of their own: one steps before the norm is known, the other
-    evaluates as many micro-batches as training accumulates. Tried with DeepSpeed 0.19.8. Without it: no pipeline.
+    evaluates as many micro-batches as training accumulates; its `step` only raises. Tried with DeepSpeed 0.19.8.
+    Without it: no pipeline.
     """
+    if schedule is None:
+        engine._exec_optimizer_step()
+        return
     engine.total_loss, engine._compute_loss = None, True
     engine._exec_schedule(schedule)
-
-
-def step_pipeline(engine: Any) -> None:
-    """Let a pipeline's engine step: its `step` only raises, since train_batch steps.
-
-    Tried with DeepSpeed 0.19.8. Without it: no pipeline.
-    """
-    engine._exec_optimizer_step()
 
 
 def visit_modules(visitor: Any, module: Any) -> None:

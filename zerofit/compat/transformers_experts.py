@@ -28,3 +28,13 @@ def exchanging_tokens_with(counts: Callable[..., Any], rows: Callable[..., Any])
         replaced(library, "_WaitTensor", arrived),
     ):
         yield
+
+
+def multiplying_without_groups() -> contextlib.AbstractContextManager[None]:
+    """Within this context transformers multiplies experts by its own operator, and not by torch's grouped product.
+
+    Its function asks for the device and the version of torch; no setting chooses. torch's operator has no shapes for
+    fake tensors of every dtype. Tried with transformers 5.23. Without it: `zerofit plan` cannot trace experts in fp32.
+    """
+    moe = import_module("transformers.integrations.moe")
+    return replaced(moe, "_can_use_grouped_mm", lambda *args: False)

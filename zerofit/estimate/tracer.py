@@ -18,6 +18,7 @@ import torch
 
 from zerofit.compat import replaced
 from zerofit.compat.torch import fake_tensors
+from zerofit.compat.transformers_experts import multiplying_without_groups
 from zerofit.estimate.allocations import AllocationTracker, FusedLayers, Segment
 from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs
@@ -227,8 +228,6 @@ class Tracer:
         multiplying in the loss and the casts of its autocast. Experts are multiplied by an operator of transformers
         that has a shape for fake tensors of every dtype: what each of them gets is no matter, all of them together get
         every choice."""
-        from transformers.integrations import moe
-
         from zerofit.model import chunked_loss, norms
 
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
@@ -239,7 +238,7 @@ class Tracer:
         adds = replaced(chunked_loss, "adds_half_products", lambda device: True)
         norm = replaced(norms, "rms_norm", fused_norm if self.settings.gpu_kernels else norms.rms_norm)
         rows = rows_split(self.model, self.settings.sequence)
-        grouped = replaced(moe, "_can_use_grouped_mm", lambda *args: False)
+        grouped = multiplying_without_groups()
         tokens = tokens_exchanged(self.settings.experts, ledger.note)
         loss = contextlib.ExitStack()
         for each in (chunks, multiplies, adds):

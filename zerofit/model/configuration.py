@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import pickle
 import re
 import socket
@@ -15,6 +14,7 @@ from urllib.request import getproxies
 
 from huggingface_hub.errors import StrictDataclassError
 
+from zerofit.compat.huggingface_hub import work_offline
 from zerofit.compat.transformers import attention_of
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
@@ -233,8 +233,7 @@ def work_offline_without_network() -> None:
             return
         except OSError:
             continue
-    constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later
+    work_offline()
 
 
 def similar_architecture(name: str) -> str:

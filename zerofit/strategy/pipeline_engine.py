@@ -12,7 +12,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
 
-from zerofit.compat.deepspeed import run_schedule, step_pipeline, with_groups
+from zerofit.compat.deepspeed import run_schedule, with_groups
 from zerofit.data.collate import Batch
 from zerofit.model.attention import packed_rows
 from zerofit.model.stages import is_tied, whole_model
@@ -158,7 +158,7 @@ class PipelineEngine(DeepSpeedEngine):
         run_schedule(engine, schedule(len(batches), engine.num_stages, engine.stage_id))
 
     def _take_step(self) -> None:
-        step_pipeline(self.engine)
+        run_schedule(self.engine, None)
 
     def from_last_stage(self, found: torch.Tensor | None) -> torch.Tensor:
         """What the last stage of this replica has, on all of its stages."""
