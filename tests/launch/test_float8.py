@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import ROOT, completed, launched, metrics, updates
 from safetensors.torch import load_file
 
@@ -71,6 +72,17 @@ def test_a_run_resumes_in_float8_and_in_nothing_else(run, cache, tmp_path):
     assert "float8 was True, now False" in other.stderr
     completed(output, *RUN, "--float8", "--cache_dir", cache, **how("ddp"))
     assert [line["loss"] for line in updates(metrics(output))] == [line["loss"] for line in whole]
+
+
+@pytest.mark.long
+def test_a_yaml_of_accelerate_with_fp8_trains_the_same(run, cache, tmp_path):
+    """accelerate hands its backend down as a variable, by which it would convert layers itself."""
+    pair = tmp_path / "fp8.yaml"
+    content = yaml.safe_load((ROOT / "accelerate_configs" / "single.yaml").read_text())
+    pair.write_text(yaml.safe_dump({**content, "mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}))
+    completed(tmp_path / "run", *RUN, "--cache_dir", cache, **{**how("single"), "strategy": str(pair)})
+    expected = updates(metrics(run("single", "--float8")))
+    assert [line["loss"] for line in updates(metrics(tmp_path / "run"))] == [line["loss"] for line in expected]
 
 
 @pytest.mark.long

@@ -65,6 +65,7 @@ def start_processes(
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     for name in ("FSDP", "PARALLELISM_CONFIG"):  # the engine shards, and transformers would load on one rank only
         os.environ.pop(f"ACCELERATE_USE_{name}", None)
+    os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # accelerate would convert layers of its own choice, the head too
     sums = without_shared_memory() if strategy.deepspeed is not None else contextlib.nullcontext()
     with sums:
         accelerator = Accelerator(
