@@ -136,7 +136,7 @@ NONE = _by_name({  # what is not supported, and why
     OWN_FIGURES: "logging_level synchronize_each_layer",
 })  # fmt: skip
 FAMILIES = (  # by their prefix
-    ("fp8", "there is no fp8; the recipe's precision is bf16, fp16 or fp32"),
+    ("fp8", "float8 is --float8 here, through torchao, with a scale of its own for each tensor"),
     ("moe", "there are no experts"),
     ("retro", "no retrieval"),
     (("log_", "no_log_", "timing_"), OWN_FIGURES),
