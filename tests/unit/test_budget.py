@@ -17,7 +17,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 6023,  # 4,700
     "zerofit/compat": 745,  # 600
     "zerofit/data": 7695,  # 6,000
-    "zerofit/strategy": 5610,  # 4,800
+    "zerofit/strategy": 5611,  # 4,800
     "zerofit/estimate": 5061,  # 4,700
     "zerofit/record": 1655,  # 4,300 with health and checkpoint
     "zerofit/health": 1574,
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11882,  # 10,600
     "benchmarks": 1799,  # 1,800
-    "tests": 31136,  # 21,500
+    "tests": 31148,  # 21,500
 }
 
 
