@@ -9,18 +9,18 @@ import tempfile
 from collections import Counter
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, small_sizes, tiny_model
+from helpers import ROOT, small_sizes, tiny_model, write_records
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from private_parts import find_uses, sources
 
 # What is still to be moved: {file: at most so many}. A number falls, and a line goes with its last use; none is added.
 ELSEWHERE: dict[str, int] = {
-    "zerofit/data/json_files.py": 1,
 }
 MOST_PARTS, MOST_NAMES = 40, 70  # in zerofit/compat
 
@@ -505,6 +505,18 @@ def _recomputing_functions(part):
     assert set(called) <= set(functions)
 
 
+def _check_blocks(part):
+    seen = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_records(Path(folder, "a.jsonl"), [{"text": "007"}])
+        load = importlib.import_module("datasets").load_dataset_builder
+        builder = load("json", data_files=[str(file)], cache_dir=folder)
+        part(builder, lambda table, paths: seen.append(table.to_pylist()))
+        builder.download_and_prepare()
+    assert seen
+    assert all(block == [{"text": "007"}] for block in seen)
+
+
 def _forget_state(part):
     accelerator = importlib.import_module("accelerate").Accelerator
     for precision in ("bf16", "no"):
@@ -549,6 +561,7 @@ TOUCHES = {
         "exchanging_heads_with": _exchanging_heads_with,
     },
     "accelerate": {"forget_state": _forget_state},
+    "datasets": {"check_blocks": _check_blocks},
     "transformers": {
         "attention_of": _attention_of,
         "takes_attention": _takes_attention,

@@ -7,7 +7,6 @@ def forget_state() -> None:
     accelerate keeps it for as long as the process lives; its own tests reset it so. Tried with accelerate 1.15.
     Without it: a second run in a process is refused, or trains as the first one did.
     """
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetInfo, Features, load_dataset_builder
 
+from zerofit.compat.datasets import check_blocks
 from zerofit.data.tables import derived, text_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
@@ -81,9 +82,8 @@ def _load(paths: list[Path], part: str, cache: Path | None, differing: list[pa.S
     builder = load_dataset_builder(
         "json", data_files={part: names}, cache_dir=where, parse_agent_traces=False, **options
     )
-    cast = builder._cast_table
 
-    def checked(table: pa.Table, json_field_paths=()) -> pa.Table:
+    def check(table: pa.Table, json_field_paths) -> None:
         if builder.info.features is not None:
             schema = builder.info.features.arrow_schema
             texts_of_json = len(json_field_paths) > str(schema).count("arrow.json")
@@ -95,9 +95,8 @@ def _load(paths: list[Path], part: str, cache: Path | None, differing: list[pa.S
                 )
                 differing[:] = [schema] if texts_of_json or nested else [schema, table.schema]
                 raise _Differs
-        return cast(table, json_field_paths=json_field_paths)
 
-    builder._cast_table = checked
+    check_blocks(builder, check)
     builder.download_and_prepare()
     return builder.as_dataset(split=part)
 

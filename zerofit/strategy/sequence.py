@@ -278,8 +278,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, *_ = ctx.saved_tensors
-        kernel = Ring.kernels(query.device)[1]
+        saved = ctx.saved_tensors  # once: a layer that is recomputed gives them once
+        kernel = Ring.kernels(gradient.device)[1]
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
             key, value = (each.repeat_interleave(ctx.groups, dim=1) for each in (key, value))
@@ -287,6 +287,6 @@ class RingAttention(torch.autograd.Function):
             return of_query, *(each.unflatten(1, (-1, ctx.groups)).sum(2) for each in of_wide)
 
         of_query, of_key, of_value = Ring().backward(
-            ctx.group, attend, gradient.contiguous(), *ctx.saved_tensors, scale=ctx.scale, **ctx.rest
+            ctx.group, attend, gradient.contiguous(), *saved, scale=ctx.scale, **ctx.rest
         )
         return of_query, of_key, of_value, None, None
