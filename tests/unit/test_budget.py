@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11882,  # 10,600
     "benchmarks": 1799,  # 1,800
-    "tests": 31148,  # 21,500
+    "tests": 31162,  # 21,500
 }
 
 

@@ -20,8 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from private_parts import find_uses, sources
 
 # What is still to be moved: {file: at most so many}. A number falls, and a line goes with its last use; none is added.
-ELSEWHERE: dict[str, int] = {
-}
+ELSEWHERE: dict[str, int] = {}
 MOST_PARTS, MOST_NAMES = 40, 70  # in zerofit/compat
 
 
