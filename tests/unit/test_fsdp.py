@@ -94,6 +94,24 @@ def test_what_it_refuses(read, content, flags, said):
     assert "own.yaml" in message
 
 
+@pytest.mark.parametrize(
+    ("device", "precision", "changes", "said"),
+    [
+        ("cuda", "bf16", {}, True),
+        ("cpu", "bf16", {}, False),
+        ("cuda", "fp16", {}, False),
+        ("cuda", "bf16", {"offload_optimizer": {"device": "cpu"}}, False),
+        ("cuda", "bf16", {"stage": 2}, False),
+    ],
+)
+def test_the_log_names_it_in_place_of_zero3_on_gpus(device, precision, changes, said):
+    launch = launch_module.Launch(2, 0, deepspeed=True, precision=None, json_path=None, config_file=None)
+    config = {"zero_optimization": {"stage": 3, **changes}}
+    strategy = Strategy(launch, BatchSizes(2, 1, 2), precision, config, "a test")
+    found = strategy.faster_strategy(ClmRecipe(), torch.device(device))
+    assert ("--strategy fsdp2" in (found or "")) == said
+
+
 def test_gradients_are_taken_without_autograd():
     """DTensor.to_local starts an autograd function where gradients are on: then each shows in torch's profile."""
     engine = object.__new__(FullyShardedEngine)

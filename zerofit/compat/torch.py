@@ -136,6 +136,15 @@ def compute_uncompiled_after_errors(is_on: bool) -> None:
     import_module("torch._dynamo").config.suppress_errors = is_on
 
 
+def graph_breaks() -> dict[str, int]:
+    """Return what torch.compile broke graphs off at in this process, and how often.
+
+    torch.compiler tells none of it afterwards. Tried with torch 2.13. Without it: a run's last lines do not say why a
+    block has several graphs.
+    """
+    return dict(import_module("torch._dynamo.utils").counters["graph_break"])
+
+
 class Ring:
     """Attention over rows of which each rank has two pieces, without dropout: ranks pass keys and values on.
 

@@ -239,7 +239,8 @@ class Run:
             self.notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
         self.notes += prepare_activations(model, recipe, self.device, is_open=bool(self.compilation))
         if recipe.trains:
-            self.notes += filter(None, [without_mfu(self.device, strategy.precision)])
+            faster = strategy.faster_strategy(recipe, self.device)
+            self.notes += filter(None, [without_mfu(self.device, strategy.precision), faster])
         self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
         self.starting.close()
