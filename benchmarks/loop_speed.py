@@ -44,6 +44,7 @@ from zerofit.data.collate import CausalCollator
 from zerofit.data.order import SampleOrder
 from zerofit.data.pack import Documents, PackedBlocks, TextData
 from zerofit.health.watchdog import Watchdog
+from zerofit.launch.ranks import RankRendezvous
 from zerofit.model.configuration import load_configuration
 from zerofit.model.load import build_model
 from zerofit.model.loss import model_loss
@@ -101,7 +102,13 @@ class Laps:
 
 
 class Workload:
-    """What all candidates train: the recipe, the model's configuration and the batches."""
+    """What all candidates train: the recipe, the model's configuration and the batches.
+
+    Attributes:
+        trainer: further arguments of the Trainer.
+    """
+
+    trainer: dict[str, Any] = {}
 
     def __init__(self, options: argparse.Namespace, device: torch.device, folder: Path):
         from datasets import Dataset, Features, List, Value
@@ -187,7 +194,7 @@ def train_zerofit(work: Workload, laps: Laps) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     recipe = work.recipe()
-    run = Run.open(Start("clm", recipe, output_folder("clm", recipe), Timeline(), Watchdog(0, None)))
+    run = Run.open(Start("clm", recipe, output_folder("clm", recipe), Timeline(), Watchdog(0, None), RankRendezvous()))
     run.folder.metrics = TimedLines(run.folder.metrics.path, laps)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # an export has one
     data = TextData(work.samples, None, tokenizer, work.options.block_size)
@@ -230,6 +237,7 @@ def train_trainer(work: Workload, laps: Laps) -> None:
         use_cpu=work.device.type == "cpu",
         seed=SEED,
         log_level="error",
+        **work.trainer,
     )
     dataset = [{"input_ids": row, "labels": row} for row in work.rows]
     trainer = Trainer(work.model(), arguments, default_data_collator, dataset, callbacks=[Steps()])

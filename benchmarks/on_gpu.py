@@ -1,97 +1,183 @@
-"""Speed and memory on real GPUs, beside what `zerofit plan` predicts. No network: real shapes, random weights, docs/.
+"""Speed and memory on one GPU, beside what `zerofit plan` predicts. No network: real shapes, random weights, docs/.
 
-    python benchmarks/on_gpu.py outputs/on-gpu             # on the GPUs of a machine: about 15 minutes
-    python benchmarks/on_gpu.py outputs/on-gpu --predict   # anywhere: the predictions beside what was measured
-    python benchmarks/on_gpu.py outputs/on-cpu --tiny      # small shapes, to see on a CPU that it works
+    python benchmarks/on_gpu.py outputs/on-gpu             # on the GPU of a machine: it ends within 22 minutes
+    python benchmarks/on_gpu.py outputs/on-gpu --predict   # anywhere: predictions, and docs/measurements/gpu.md
+    python benchmarks/on_gpu.py outputs/on-cpu --tiny --page PAGE    # small shapes, to see on a CPU that it works
 
-* The head alone: hidden states x vocabulary in bf16, loss and gradients of 8,192 tokens in chunks of some rows
-  (zerofit/model/chunked_loss.py): milliseconds, and the memory that is taken beside inputs and gradients.
-* Updates of three models in bf16 under several strategies (ROWS), one process a GPU.
+* The head alone: loss and gradients of 8,192 tokens in bf16 for several vocabularies and chunks of rows
+  (zerofit/model/chunked_loss.py), in turn: milliseconds, and the memory that is taken beside inputs and gradients.
+* Side by side in one process, in turn: zerofit as it is, without what makes it fast (BEFORE), and transformers'
+  Trainer, eager and compiled, on the same shapes (benchmarks/loop_speed.py).
+* Where an update's time goes (--profile), as it is and without what makes it fast.
+* Launches of three models under several strategies (ROWS), float8 among them; fine-tuning on padded rows whose width
+  is a multiple of 8 or of 64: seconds and compiled graphs.
 
-Writes on-gpu.json, and with --predict on-gpu.md: figures, hardware, versions. Predictions take the processor, so they
-are made by themselves. A launch is stopped after 90 s. A measurement that was stopped goes on with the same command.
+Everything goes into on-gpu.json as soon as it is measured. The same command goes on where it was stopped, by its own
+limit or otherwise. --predict takes the processor, so it is run by itself; it writes the tables of the page, between
+its marks `<!-- on_gpu NAME -->` and `<!-- end -->`: what stands outside of them stays.
 """
 
 import argparse
+import contextlib
+import gc
+import gzip
+import importlib
 import json
+import math
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import loop_speed
 import torch
 
-from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked, chunk_rows
+from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked
+from zerofit.recipe import ClmRecipe
 from zerofit.record.environment import describe_environment
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import gpu_of
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "measurements" / "gpu.md"
 GIB = 2**30
 NOT_COUNTED, UPDATES = 4, 16
-LAUNCH_S = 90
-HEAD = (128256, 4096, 8192, (256, 512, 1024, 2048))  # vocabulary, hidden, tokens, rows of a chunk
+LAUNCH_S, LIMIT_S, LAST_S = 90, 22 * 60, 40  # of a launch, of all measuring; nothing begins in the last seconds
+END = {"s": math.inf}  # of time.monotonic(): what runs then is ended, and measured by the next command
+HEAD = ((50257, 50304, 128256), 2048, 8192, (1024, 2048, 4096))  # vocabularies, hidden, tokens, rows of a chunk
 MODELS = {  # name, changes, vocabulary, length
     "GPT-2": ("gpt2", "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0", 50304, 1024),
     "Llama-3.2-1B": ("llama-3.2-1b", "", 128256, 2048),
     "8 layers of Llama-3-8B": ("llama-3-8b", "num_hidden_layers=8", 128256, 2048),
 }
+SIDE_BY_SIDE = [("Llama-3.2-1B", 8), ("GPT-2", 32)]  # model, rows of a micro-batch
+ROUNDS = 3
+# (module, name, what stands there instead): what makes an update fast, and has no option of its own.
+BEFORE = [
+    ("zerofit.model.norms", "is_llama_norm", "lambda module: False"),
+    ("zerofit.data.collate", "GPU_MULTIPLE", "8"),
+]
+EAGER = {"torch_compile": False}
+CANDIDATES: dict[str, tuple[str, dict[str, Any], bool]] = {  # loop_speed's name, options, as it was before
+    "zerofit": ("zerofit", {"torch_compile": "blocks"}, False),
+    "zerofit, eager": ("zerofit", EAGER, False),
+    "zerofit, without": ("zerofit", EAGER, True),
+    "Trainer": ("Trainer", {"torch_compile": False}, False),
+    "Trainer, compiled": ("Trainer", {"torch_compile": True}, False),
+}
+KERNELS = {
+    "attention": "flash|fmha|sdpa|attention",
+    "products": "gemm|nvjet|cutlass|xmma|::mm|addmm|bmm|scaled_mm",
+    "optimizer": "adam",
+}
+COMPILED = "--torch_compile"
 ROWS = [  # model, strategy, micro-batch, further options
-    ("Llama-3.2-1B", "single", 4, ""),
     ("Llama-3.2-1B", "single", 8, ""),
+    ("Llama-3.2-1B", "single", 8, COMPILED),
+    ("GPT-2", "single", 16, ""),
+    ("GPT-2", "single", 32, COMPILED),
+    ("Llama-3.2-1B", "zero2", 8, ""),
+    ("Llama-3.2-1B", "zero2", 8, COMPILED),
+    ("Llama-3.2-1B", "zero3", 8, ""),
+    ("Llama-3.2-1B", "single", 8, f"{COMPILED} --float8"),
+    ("GPT-2", "zero2", 16, ""),
+    ("8 layers of Llama-3-8B", "single", 2, COMPILED),
+    ("8 layers of Llama-3-8B", "single", 2, f"{COMPILED} --float8"),
     ("Llama-3.2-1B", "single", 8, "--packing documents"),
-    ("Llama-3.2-1B", "single", 8, "--torch_compile"),
     ("Llama-3.2-1B", "single", 16, "--gradient_checkpointing full"),
     ("Llama-3.2-1B", "single", 16, "--gradient_checkpointing selective"),
-    ("Llama-3.2-1B", "zero1", 8, ""),
-    ("Llama-3.2-1B", "zero2", 8, ""),
-    ("Llama-3.2-1B", "zero3", 8, ""),
-    ("Llama-3.2-1B", "fsdp2", 8, ""),
+    ("GPT-2", "single", 64, COMPILED),
     ("Llama-3.2-1B", "zero2_offload", 8, ""),
     ("Llama-3.2-1B", "zero3_offload", 8, ""),
-    ("GPT-2", "single", 16, ""),
-    ("GPT-2", "single", 32, "--torch_compile"),
-    ("GPT-2", "zero2", 16, ""),
-    ("8 layers of Llama-3-8B", "single", 2, ""),
-    ("8 layers of Llama-3-8B", "fsdp2", 4, "--gradient_checkpointing full"),
 ]
+PADDED = ("Llama-3.2-1B", (8, 64), (COMPILED, ""), 100)  # model, multiples of a row's width, options, updates
 TINY = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,num_hidden_layers=2"
-TINY_HEAD = (1000, 64, 128, (16, 32))
-TINY_MODELS = {"Llama of 64": ("llama-3-8b", TINY, 8, 64)}
-TINY_ROWS = [("Llama of 64", "zero1", 2, ""), ("Llama of 64", "fsdp2", 2, "--gradient_checkpointing full")]
+TINY_SHAPES: dict[str, Any] = {
+    "HEAD": ((1000,), 64, 128, (16, 32)),
+    "MODELS": {"Llama of 64": ("llama-3-8b", TINY, 1024, 64)},
+    "SIDE_BY_SIDE": [("Llama of 64", 2)],
+    "ROUNDS": 1,
+    "CANDIDATES": {name: one for name, one in CANDIDATES.items() if "compiled" not in name and name != "zerofit"},
+    "ROWS": [("Llama of 64", "single", 2, ""), ("Llama of 64", "zero1", 2, "--gradient_checkpointing full")],
+    "PADDED": ("Llama of 64", (8, 64), ("",), 8),
+}
 
 
-# ------------------------------------------------------------------------------------------------------------ the head
+class OutOfTime(Exception):
+    """What is left is measured by the same command, started again."""
 
 
-def time_head(device: torch.device, vocabulary: int, hidden: int, tokens: int, chunks: tuple[int, ...]) -> list[dict]:
-    """Forward and backward of the chunked loss, with each number of rows."""
+class Results:
+    """What was measured, in a file that grows.
+
+    Args:
+        limit_s: seconds after which nothing more begins.
+    """
+
+    def __init__(self, file: Path, limit_s: float, device: torch.device):
+        self.file, END["s"] = file, time.monotonic() + limit_s
+        self.found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        if not self.found:
+            self.found = {"parts": {}, **describe_environment(sys.argv, device), "plan": plan_flags(device)}
+            self.found["cudnn"] = torch.backends.cudnn.version()
+            self.write()
+
+    def add(self, part: str, row: dict, measure: Any) -> None:
+        """Measure a row, unless the file has it: `measure` returns its figures.
+
+        Raises:
+            OutOfTime: there is no time left to begin with it.
+        """
+        rows = self.found["parts"].setdefault(part, [])
+        if any(row.items() <= known.items() for known in rows):
+            return
+        if time.monotonic() > END["s"] - LAST_S:
+            raise OutOfTime
+        rows.append(row | measure())
+        print(part, json.dumps({name: value for name, value in rows[-1].items() if name != "flags"}), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        self.file.write_text(json.dumps(self.found, indent=1))
+
+
+def plan_flags(device: torch.device) -> list[str]:
+    """The GPU, for `zerofit plan`."""
+    if device.type == "cpu":
+        return ["--gpu", "cpu", "--gpu_memory", "8GiB"]
+    gpu, total = gpu_of(device_name(device) or ""), torch.accelerator.get_memory_info()[1]
+    return ["--gpu_memory", f"{total // 2**20}MiB", *(["--gpu", gpu.name] if gpu else [])]
+
+
+# ------------------------------------------------------------------------------------------------------ in one process
+
+
+def time_heads(device: torch.device, vocabulary: int, hidden: int, tokens: int, chunks: tuple[int, ...]) -> dict:
+    """{rows of a chunk: (milliseconds, bytes beside)} of forward and backward of the chunked loss, in turn."""
     states = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocabulary, hidden, device=device) * 0.02).bfloat16().requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), device=device)
     targets[::64] = IGNORE
-    found, chosen = [], chunk_rows(vocabulary, device.type != "cpu")
-    for rows in chunks:
-        times = []
-        for _ in range(NOT_COUNTED + UPDATES):
+    times: dict[int, list[float]] = {rows: [] for rows in chunks}
+    peaks: dict[int, int] = {}
+    for _ in range(NOT_COUNTED + UPDATES):
+        for rows in chunks:
             before = _restart_peak(device)
             _wait(device)
             began = time.perf_counter()
             loss = _Chunked.apply(states, weight, None, targets, rows, [True, True, False], None, PLAIN, None)
             torch.autograd.grad(loss, (states, weight))
             _wait(device)
-            times.append(time.perf_counter() - began)
-        peak = torch.accelerator.max_memory_allocated() - before if device.type != "cpu" else None
-        found.append(
-            {
-                "rows": rows,
-                "milliseconds": 1000 * statistics.median(times[NOT_COUNTED:]),
-                "peak_bytes": peak,
-                "is_default": rows == chosen,
-            }
-        )
-    return found
+            times[rows].append(1000 * (time.perf_counter() - began))
+            peaks[rows] = torch.accelerator.max_memory_allocated() - before if device.type != "cpu" else 0
+    figures = {rows: [statistics.median(several[NOT_COUNTED:]), peaks[rows]] for rows, several in times.items()}
+    return {"chunks": figures}
 
 
 def _wait(device: torch.device) -> None:
@@ -106,7 +192,54 @@ def _restart_peak(device: torch.device) -> int:
     return torch.accelerator.memory_allocated()
 
 
-# ------------------------------------------------------------------------------------------------------------- updates
+class Shape(loop_speed.Workload):
+    """A model of MODELS in bf16, with rows of random tokens; `options` of the recipe change with the candidate."""
+
+    def __init__(self, model: tuple[str, str, int, int], rows: int, device: torch.device, folder: Path):
+        self.name, self.changes, vocabulary, length = model
+        self.candidate: dict[str, Any] = EAGER
+        sizes = {"vocab_size": vocabulary, "block_size": length, "micro_batch": rows, "accumulation": 1}
+        counted = argparse.Namespace(updates=UPDATES - NOT_COUNTED, warmup=NOT_COUNTED, **sizes)
+        super().__init__(counted, device, folder)
+
+    def recipe(self) -> ClmRecipe:
+        o = self.options
+        changes = ",".join(filter(None, (self.changes, f"vocab_size={o.vocab_size},bos_token_id=0,eos_token_id=0")))
+        return ClmRecipe(
+            config_name=self.name, config_overrides=changes, packing="concatenate", precision="bf16",
+            block_size=o.block_size, per_device_train_batch_size=o.micro_batch, max_train_steps=self.num_updates,
+            learning_rate=1e-4, output_dir=tempfile.mkdtemp(dir=self.folder), overwrite_output_dir=True,
+            **self.candidate,
+        )  # fmt: skip
+
+    def model(self) -> torch.nn.Module:
+        with self.device:
+            return super().model()
+
+    def seconds(self, name: str) -> float:
+        """Of an update of a candidate."""
+        how, options, is_before = CANDIDATES[name]
+        self.candidate = options if how == "zerofit" else EAGER
+        self.trainer = {"bf16": True, **options} if how == "Trainer" else {}
+        torch.compiler.reset()
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        with as_before() if is_before else contextlib.nullcontext():
+            speed = loop_speed.measure(how, self)["tokens/s"]
+        return self.options.micro_batch * self.options.block_size / speed
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """What makes an update fast is not there meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for module, name, text in BEFORE:
+            stack.enter_context(mock.patch.object(importlib.import_module(module), name, eval(text)))
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
 
 
 def flags_of(model: tuple[str, str, int, int], rows: int, further: str) -> list[str]:
@@ -117,136 +250,237 @@ def flags_of(model: tuple[str, str, int, int], rows: int, further: str) -> list[
         *(("--config_overrides", changes) if changes else ()),
         *("--make_vocab_size_divisible_by", str(vocabulary), "--train_tokenizer_vocab_size", "4096"),
         *("--train_file", "docs/*.md", "--block_size", str(length), "--per_device_train_batch_size", str(rows)),
-        *("--packing concatenate --precision bf16 --gradient_accumulation_steps 1".split()),
-        *further.split(),
+        *([] if "--packing" in further else ["--packing", "concatenate"]),
+        *f"--precision bf16 --gradient_accumulation_steps 1 {further}".split(),
     ]
 
 
 def predict(row: dict, hardware: list[str]) -> dict:
     """What `zerofit plan` says of this micro-batch; a reason, if it says nothing."""
-    layout = ["--num_gpus", str(row["processes"]), "--strategies", row["strategy"], "--batch_sizes", str(row["rows"])]
+    layout = ["--num_gpus", "1", "--strategies", row["strategy"], "--batch_sizes", str(row["rows"])]
     plan = [sys.executable, *"-m zerofit.cli plan --task clm --json -".split()]
     said, reason = run([*plan, *row["flags"], *hardware, *layout], 600)
     return {"reason": reason} if reason else json.loads(said[said.index("{") :])["predictions"][0]
 
 
-def train(row: dict, output: Path) -> dict:
-    """Median seconds, tokens/s, MFU and peak memory of some updates; else the reason why there are none."""
-    launcher = "-m accelerate.commands.launch --main_process_port 0 --num_processes".split()
+def words_of(row: dict, output: Path, updates: int) -> list[str]:
+    """The command of a launch, without its interpreter."""
     shown = "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false".split()
-    words = [
-        *(sys.executable, *launcher, str(row["processes"])),
-        *("--config_file", f"accelerate_configs/{row['strategy']}.yaml", "train/clm.py", *row["flags"], *shown),
-        *("--sample_tokens", "0", "--max_train_steps", str(UPDATES), "--output_dir", str(output)),
-        "--overwrite_output_dir",
-    ]
-    _, reason = run(words, LAUNCH_S)
+    words = ["train/clm.py", *row["flags"], *shown, "--sample_tokens", "0", "--max_train_steps", str(updates)]
+    return [*words, "--output_dir", str(output), "--overwrite_output_dir", "--strategy", row["strategy"]]
+
+
+def train(row: dict, output: Path, parts: list[tuple[str, str, str]] = (), updates: int = UPDATES) -> dict:
+    """Median seconds, tokens/s, MFU, peak memory and graphs of some updates; else the reason why there are none.
+
+    Args:
+        parts: what is replaced in the program, as in BEFORE.
+    """
+    words = words_of(row, output, updates)
+    text = "import runpy, sys\n"
+    text += "".join(f"import {module}\n{module}.{name} = {value}\n" for module, name, value in parts)
+    text += f"sys.argv = {words!r}\nsys.path.insert(0, 'train')\nrunpy.run_path('train/clm.py', run_name='__main__')\n"
+    limit_s = LAUNCH_S * (2 if updates > UPDATES else 1)
+    said, reason = run([sys.executable, *(("-c", text) if parts else words)], limit_s)
     if reason:
         return {"reason": reason}
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][NOT_COUNTED:]
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     environment = json.loads((output / "environment.json").read_text())
     figures = {
-        name: statistics.median(line[name] for line in lines)
+        name: statistics.median(line[name] for line in lines[NOT_COUNTED:])
         for name in ("seconds", "tokens_per_s", "mfu")
-        if name in lines[0]
+        if name in lines[-1]
     }
-    figures["to_first_update"] = environment["seconds_to_first_update"]
-    return figures | {"peak_bytes": max(line["peak_memory_bytes"] for line in lines)}
+    graphs = re.search(r"compiled +(\d+) graph", said)
+    return figures | {
+        "to_first_update": environment["seconds_to_first_update"],
+        "all_updates": sum(line["seconds"] for line in lines),
+        "graphs": int(graphs[1]) if graphs else 0,
+        "peak_bytes": max(line["peak_memory_bytes"] for line in lines),
+    }
+
+
+def profile(row: dict, output: Path, parts: list[tuple[str, str, str]]) -> dict:
+    """Milliseconds of an update by kinds of kernels, and those in which the device waits."""
+    found = train(row | {"flags": [*row["flags"], "--profile", "9:9"]}, output, parts)
+    if reason := found.get("reason"):
+        return {"reason": reason}
+    (file,) = output.glob("profile*.json*")
+    text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    events = [event for event in json.loads(text)["traceEvents"] if "dur" in event]
+    on_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    events = on_device or [event for event in events if event.get("cat") == "cpu_op"]
+    kinds = dict.fromkeys(("products", "attention", "optimizer", "others"), 0.0)
+    end, busy = 0.0, 0.0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        name = event["name"].lower()
+        kind = next((kind for kind, words in KERNELS.items() if re.search(words, name)), "others")
+        kinds[kind] += event["dur"] / 1000
+        busy += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
+        end = max(end, event["ts"] + event["dur"])
+    span = end - min(event["ts"] for event in events)
+    named = {event["name"][:60] for event in events if re.search(KERNELS["attention"], event["name"].lower())}
+    said = ", ".join(sorted(named)[:4]).replace("|", "/")
+    return kinds | {"idle": (span - busy) / 1000, "span": span / 1000, "attention_kernels": said}
 
 
 def run(words: list[str], limit_s: int) -> tuple[str, str]:
-    """(standard output, why there is none)."""
-    stopped = ["timeout", "--kill-after", "20", str(limit_s)]  # the launcher ends its processes when it is told to
+    """(standard output and error, why there is none).
+
+    Raises:
+        OutOfTime: the end of all measuring came first.
+    """
+    left_s = END["s"] - time.monotonic()
+    stopped = ["timeout", "--kill-after", "20", str(min(limit_s, left_s))]
     done = subprocess.run([*stopped, *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 124 and left_s < limit_s:
+        raise OutOfTime
     if done.returncode in (0, 124):
-        return done.stdout, f"stopped after {limit_s} s" if done.returncode else ""
+        return done.stdout + done.stderr, f"stopped after {limit_s} s" if done.returncode else ""
     errors = [line.strip() for line in done.stderr.splitlines() if "rror" in line or "out of memory" in line]
     return "", (errors or ["no message"])[-1][:200].replace("|", "/")
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 
+WORDS, NUMBER = "---", "--:"
+ABOUT = [("model", "model", ""), ("rows", "rows", "d")]
+TABLES: dict[str, list[tuple[str, str, str]]] = {  # mark on the page: (title, name of the value, its form)
+    "side by side": [*ABOUT, ("trained by", "candidate", ""), ("s", "seconds", ".3f"), ("least", "least", ".3f"),
+                     ("most", "most", ".3f")],
+    "updates": [("model", "model", ""), ("strategy", "strategy", ""), ("rows", "rows", "d"),
+                ("options", "options", ""), ("s", "seconds", ".3f"), ("plan", "seconds_per_update", ".3f"),
+                ("MFU", "mfu", ".1%"), ("GiB", "peak", ".2f"), ("plan", "peak_predicted", ".2f"),
+                ("tokens/s", "tokens_per_s", ",.0f"), ("", "reason", "")],
+    "profile": [*ABOUT, ("", "how", ""), *((f"{kind}, ms", kind, ".1f") for kind in (*KERNELS, "others", "idle")),
+                ("all, ms", "span", ".1f"), ("attention's kernels", "attention_kernels", ""), ("", "reason", "")],
+    "padded": [*ABOUT, ("options", "options", ""), ("width a multiple of", "multiple", "d"),
+               ("updates", "updates", "d"), ("s of all", "all_updates", ".1f"), ("s, median", "seconds", ".3f"),
+               ("graphs", "graphs", "d"), ("", "reason", "")],
+    "head": [("vocabulary", "vocabulary", ",d"), ("rows of a chunk", "chunk", ",d"), ("ms", "ms", ".2f"),
+             ("GiB", "peak", ".2f")],
+}  # fmt: skip
 
-def report(found: dict) -> str:
-    """Both tables in Markdown, and where they come from."""
 
-    def shown(value: float | None, form: str, scale: float = 1.0) -> str:
-        return "" if value is None else format(value / scale, form)
+def rows_of(part: str, rows: list[dict]) -> list[dict]:
+    """The lines of a table: medians of rounds, a line for each chunk, bytes as GiB."""
+    if part == "head":
+        chunks = [(row["vocabulary"], int(chunk), *of) for row in rows for chunk, of in row["chunks"].items()]
+        return [{"vocabulary": v, "chunk": chunk, "ms": ms, "peak": peak / GIB} for v, chunk, ms, peak in chunks]
+    if part == "side by side":
+        rounds: dict[tuple, list[float]] = {}
+        for row in rows:
+            rounds.setdefault((row["model"], row["rows"], row["candidate"]), []).append(row["seconds"])
+        names = ("model", "rows", "candidate", "seconds", "least", "most")
+        return [dict(zip(names, (*about, statistics.median(s), min(s), max(s)))) for about, s in rounds.items()]
+    lines = []
+    for row in rows:
+        said = row.get("predicted", {})
+        line = {**row, **{name: said[name] for name in ("seconds_per_update",) if said.get(name)}}
+        line |= {"peak": row["peak_bytes"] / GIB} if "peak_bytes" in row else {}
+        line |= {"peak_predicted": said["peak_allocated_bytes"] / GIB} if "peak_allocated_bytes" in said else {}
+        lines.append(line)
+    return lines
 
-    rows = ["| rows of a chunk | ms | peak, GiB |", "|--:|--:|--:|"]
-    rows += [
-        f"| {line['rows']:,}{' (as trained)' * line['is_default']} | {line['milliseconds']:.2f} | "
-        f"{shown(line['peak_bytes'], '.3f', GIB)} |"
-        for line in found["head"]
-    ]
-    heads = "model | strategy | rows | options | s | predicted | MFU | predicted | peak, GiB | predicted | tokens/s"
-    rows += ["", f"| {heads} |", "|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|"]
-    for line in found["updates"]:
-        said = line.get("predicted", {})
-        start = f"| {line['model']} | `{line['strategy']}` ({line['processes']}) | {line['rows']} | "
-        start += f"{line['options'] and '`' + line['options'] + '`'} |"
-        peak = shown(said.get("peak_allocated_bytes"), ".2f", GIB)
-        seconds, mfu = shown(said.get("seconds_per_update"), ".3f"), shown(said.get("mfu"), ".1%")
-        if reason := line.get("reason"):
-            rows.append(f"{start} {reason} | {seconds} | | {mfu} | | {peak} | |")
-        else:
-            rows.append(
-                f"{start} {line['seconds']:.3f} | {seconds} | {shown(line.get('mfu'), '.1%')} | {mfu} | "
-                f"{line['peak_bytes'] / GIB:.2f} | {peak} | {line['tokens_per_s']:,.0f} |"
-            )
+
+def tables(found: dict) -> dict[str, str]:
+    """{mark on the page: its table, in Markdown}."""
+    made = {}
+    for part, columns in TABLES.items():
+        rows = rows_of(part, found["parts"].get(part, []))
+        kept = [column for column in columns if column[0] or any(column[1] in row for row in rows)]
+        lines = [[title for title, *_ in kept], [NUMBER if form else WORDS for *_, form in kept]]
+        lines += [[format(row[name], form) if name in row else "" for _, name, form in kept] for row in rows]
+        made[part] = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     hardware = ", ".join(f"{name} {value}" for name, value in found["hardware"].items())
     packages = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "accelerate", "deepspeed"))
-    return "\n".join([*rows, "", f"{hardware}; {packages}", ""])
+    commit = (found.get("zerofit_commit") or "unknown")[:8]
+    made["source"] = f"{hardware}; {packages}, cuDNN {found['cudnn']}; commit {commit}."
+    return made
 
 
-def measure(output: Path, tiny: bool, device: torch.device) -> None:
-    """Head and updates; on-gpu.json grows with each launch, and launches that it has are not repeated."""
-    head, models, rows = (TINY_HEAD, TINY_MODELS, TINY_ROWS) if tiny else (HEAD, MODELS, ROWS)
-    processes, file = 2 if device.type == "cpu" else torch.accelerator.device_count(), output / "on-gpu.json"
-    if file.exists():
-        found = json.loads(file.read_text())
-    else:
-        found = {"head": time_head(device, *head), "updates": [], **describe_environment(sys.argv, device)}
-        found["plan"] = ["--gpu", "cpu", "--gpu_memory", "8GiB"]
-        if device.type != "cpu":
-            torch.accelerator.empty_cache()
-            gpu, total = gpu_of(device_name(device) or ""), torch.accelerator.get_memory_info()[1]
-            found["plan"] = ["--gpu_memory", f"{total // 2**20}MiB", *(["--gpu", gpu.name] if gpu else [])]
-    known = [{name: row[name] for name in ("model", "strategy", "rows", "options")} for row in found["updates"]]
-    for model, strategy, micro_batch, further in rows:
-        if processes > 1 and strategy == "single":
-            strategy = "ddp"
-        row = {"model": model, "strategy": strategy, "rows": micro_batch, "options": further}
-        if row in known:
-            continue
-        row |= {"processes": processes, "flags": flags_of(models[model], micro_batch, further)}
-        row |= train(row, output / "run")
-        found["updates"].append(row)
-        print(json.dumps({name: value for name, value in row.items() if name != "flags"}), flush=True)
-        file.write_text(json.dumps(found, indent=1))
+def write_page(page: Path, made: dict[str, str]) -> None:
+    """Put each table between its marks; a page that is not there begins as docs/measurements/gpu.md.
+
+    Raises:
+        RuntimeError: the page lacks the marks of one.
+    """
+    text = (page if page.exists() else PAGE).read_text()
+    for name, content in made.items():
+        text, count = re.subn(
+            rf"(<!-- on_gpu {name} -->\n).*?(<!-- end -->)",
+            lambda m, c=content: f"{m[1]}{c}\n{m[2]}",
+            text,
+            flags=re.S,
+        )
+        if count != 1:
+            raise RuntimeError(f"{page} has {count} places for <!-- on_gpu {name} --> ... <!-- end -->")
+    page.write_text(text)
+
+
+def measure(results: Results, output: Path, device: torch.device) -> None:
+    """Everything that is not measured yet, the most telling first.
+
+    Raises:
+        OutOfTime: something is left.
+    """
+
+    def row_of(model: str, strategy: str, rows: int, options: str) -> dict:
+        row = {"model": model, "strategy": strategy, "rows": rows, "options": options}
+        return row | {"flags": flags_of(MODELS[model], rows, options)}
+
+    for model, rows in SIDE_BY_SIDE:
+        shape = Shape(MODELS[model], rows, device, output)
+        for number in range(ROUNDS):
+            for name in CANDIDATES:
+                row = {"model": model, "rows": rows, "round": number, "candidate": name}
+                results.add("side by side", row, lambda shape=shape, name=name: {"seconds": shape.seconds(name)})
+        for how, parts in (("before", BEFORE), ("now", [])):
+            options = COMPILED * (how == "now" and device.type != "cpu")
+            row = row_of(model, "single", rows, options) | {"how": how}
+            results.add("profile", row, lambda row=row, parts=parts: profile(row, output / "run", parts))
+    for each in ROWS:
+        row = row_of(*each)
+        results.add("updates", row, lambda row=row: train(row, output / "run"))
+    model, multiples, options, updates = PADDED
+    for further in options:
+        for multiple in multiples:
+            row = row_of(model, "single", 8, f"--packing none {further}".strip())
+            row |= {"options": further, "multiple": multiple, "updates": updates}
+            parts = [("zerofit.data.collate", "GPU_MULTIPLE", str(multiple))]
+            results.add("padded", row, lambda row=row, p=parts: train(row, output / "run", p, updates=updates))
+    vocabularies, hidden, tokens, chunks = HEAD
+    for vocabulary in vocabularies:
+        row = {"vocabulary": vocabulary, "hidden": hidden}
+        results.add("head", row, lambda v=vocabulary: time_heads(device, v, hidden, tokens, chunks))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small shapes")
-    parser.add_argument("--predict", action="store_true", help="of what is measured already")
+    parser.add_argument("--predict", action="store_true", help="of what is measured already, and the page")
+    parser.add_argument("--minutes", type=float, default=LIMIT_S / 60, help="after which nothing is running any more")
+    parser.add_argument("--page", type=Path, default=PAGE, help="whose tables are written")
     options = parser.parse_args()
+    if options.tiny:
+        globals().update(TINY_SHAPES)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu" and not (options.tiny or options.predict):
         parser.error("there is no GPU here: use --tiny")
     options.output.mkdir(parents=True, exist_ok=True)
+    results = Results(options.output.absolute() / "on-gpu.json", 60 * options.minutes, device)
     if not options.predict:
-        measure(options.output, options.tiny, device)
-    if not (options.predict or options.tiny):
-        return
-    found = json.loads((options.output / "on-gpu.json").read_text())
-    for row in found["updates"]:
-        row["predicted"] = predict(row, found["plan"])
-        print(row["model"], row["strategy"], row["rows"], row["options"], flush=True)
-    (options.output / "on-gpu.json").write_text(json.dumps(found, indent=1))
-    (options.output / "on-gpu.md").write_text(report(found))
-    print("", report(found), sep="\n")
+        try:
+            measure(results, options.output.absolute(), device)
+        except OutOfTime:
+            print("the time is over: the same command measures what is left", flush=True)
+    END["s"] = math.inf
+    if options.predict or options.tiny:
+        for row in results.found["parts"].get("updates", []):
+            row["predicted"] = predict(row, results.found["plan"])
+        results.write()
+        write_page(options.page, tables(results.found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show. No network: models have their real shapes and random weights. Results go to OUT.
-#   bash benchmarks/on_gpu.sh OUT                  # quick: speed and memory beside plan's predictions (on_gpu.py), 20 minutes
+#   bash benchmarks/on_gpu.sh OUT                  # quick: on_gpu.py and the page's tables, within 25 minutes
 #   DATA=data bash benchmarks/on_gpu.sh OUT all    # tests/gpu and the three published comparisons as well: hours. Two
 #                                                  # ranks of 23 GiB each (one GPU of 48 GiB or more is shared); DATA
 #                                                  # has the data and tokenizers of docs/real-data.md

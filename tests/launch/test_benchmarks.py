@@ -1,18 +1,27 @@
 """Benchmarks, once in small: that each of them still runs and measures what it says, not how fast anything is."""
 
+import contextlib
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT, environment
+
+from zerofit.recipe import ClmRecipe, parse_recipe
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import on_gpu
 
 LOOP = ["loop_speed", "--rounds", "1", "--updates", "2", "--warmup", "1", "--num_layers", "1", "--hidden_size", "32",
         "--block_size", "32", "--vocab_size", "300"]  # fmt: skip
 SMALL = {
     "the loop": LOOP,
     "counts": ["counts", "single", "ddp", "--lines", "--output", "{tmp}/counts.md"],
-    "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny"],
+    "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny", "--page", "{tmp}/gpu.md"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "published_memory": ["published_memory"],
     "published_times": ["published_times", "--only", "nanogpt", "--parts"],
@@ -23,6 +32,48 @@ LIBRARIES = {"provenance"}  # that others import
 def test_every_benchmark_is_run():
     scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
     assert scripts == {words[0] for words in SMALL.values()} | LIBRARIES
+
+
+def test_tables_are_written_between_their_marks_and_by_nobody_else(tmp_path):
+    page, marks = tmp_path / "gpu.md", [*on_gpu.TABLES, "source"]
+    outside = re.compile(r"(<!-- on_gpu .*? -->).*?(<!-- end -->)", re.S)
+    on_gpu.write_page(page, {name: f"| {name} | 7 |" for name in marks})
+    text, before = page.read_text(), on_gpu.PAGE.read_text()
+    assert all(f"<!-- on_gpu {name} -->\n| {name} | 7 |\n<!-- end -->" in text for name in marks)
+    assert outside.sub("", text) == outside.sub("", before)
+    assert len(outside.findall(text)) == len(marks) > 5
+    with pytest.raises(RuntimeError, match="0 places for <!-- on_gpu nothing -->"):
+        on_gpu.write_page(page, {"nothing": ""})
+
+
+def test_every_launch_on_a_gpu_is_a_recipe():
+    model, _, options, updates = on_gpu.PADDED
+    rows = [*on_gpu.ROWS, *((model, "single", 8, f"--packing none {each}") for each in options)]
+    for name, strategy, size, further in rows:
+        recipe = parse_recipe(ClmRecipe, on_gpu.words_of({"strategy": strategy, "flags": on_gpu.flags_of(
+            on_gpu.MODELS[name], size, further)}, Path("out"), updates)[1:])  # fmt: skip
+        assert recipe.max_train_steps == updates
+        assert (ROOT / "accelerate_configs" / f"{recipe.strategy}.yaml").is_file()
+    assert len(rows) > 15
+    for module, name, value in on_gpu.BEFORE:
+        assert hasattr(importlib.import_module(module), name), name
+        eval(value)
+
+
+def test_a_measurement_that_was_stopped_goes_on(tmp_path):
+    made: list[int] = []
+
+    def measure(limit_s: float, stops_after_first: bool = False) -> list[dict]:
+        results = on_gpu.Results(tmp_path / "on-gpu.json", limit_s, torch.device("cpu"))
+        with contextlib.suppress(on_gpu.OutOfTime):
+            for number in range(2):
+                results.add("updates", {"number": number}, lambda n=number: made.append(n) or {"seconds": n})
+                on_gpu.END["s"] = 0 if stops_after_first else on_gpu.END["s"]
+        return results.found["parts"]["updates"]
+
+    assert measure(1000, stops_after_first=True) == measure(-1) == [{"number": 0, "seconds": 0}]
+    assert measure(1000) == [{"number": number, "seconds": number} for number in range(2)]
+    assert made == [0, 1]
 
 
 @pytest.mark.long
