@@ -251,6 +251,7 @@ def flags_of(model: tuple[str, str, int, int], rows: int, further: str) -> list[
         *("--make_vocab_size_divisible_by", str(vocabulary), "--train_tokenizer_vocab_size", "4096"),
         *("--train_file", "docs/*.md", "--block_size", str(length), "--per_device_train_batch_size", str(rows)),
         *([] if "--packing" in further else ["--packing", "concatenate"]),
+        *([] if COMPILED in further else [COMPILED, "false"]),
         *f"--precision bf16 --gradient_accumulation_steps 1 {further}".split(),
     ]
 

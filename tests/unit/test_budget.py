@@ -15,18 +15,18 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit": 145,  # cli.py
     "zerofit/recipe": 4030,  # 2,700
     "zerofit/model": 6023,  # 4,700
-    "zerofit/compat": 745,  # 600
+    "zerofit/compat": 746,  # 600
     "zerofit/data": 7695,  # 6,000
-    "zerofit/strategy": 5611,  # 4,800
+    "zerofit/strategy": 5624,  # 4,800
     "zerofit/estimate": 5061,  # 4,700
     "zerofit/record": 1655,  # 4,300 with health and checkpoint
     "zerofit/health": 1574,
     "zerofit/checkpoint": 2080,
-    "zerofit/training": 3619,  # 2,000
+    "zerofit/training": 3624,  # 2,000
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11882,  # 10,600
-    "benchmarks": 1799,  # 1,800
-    "tests": 31162,  # 21,500
+    "benchmarks": 2042,  # 1,800
+    "tests": 31322,  # 21,500
 }
 
 
