@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 2080,
     "zerofit/training": 3624,  # 2,000
     "zerofit/launch": 1779,  # 1,300
-    "zerofit/tools": 11882,  # 10,600
+    "zerofit/tools": 11914,  # 10,600
     "benchmarks": 2042,  # 1,800
     "tests": 31322,  # 21,500
 }

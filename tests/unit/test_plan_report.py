@@ -104,3 +104,20 @@ def test_the_printed_example_is_what_the_program_prints(page, capsys, monkeypatc
     monkeypatch.setattr(plan, "screen_width", lambda: 80)
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out == example
+
+
+def test_what_auto_compiles_is_said_with_both_speeds(weights, capsys):
+    flags = [*weights, "--block_size", "64", "--num_gpus", "1", "--batch_sizes", "2", "--strategies"]
+    for strategy, more, words in (
+        ("single", ["--max_train_steps", "4000"], "blocks under single (4,000 updates in bf16"),
+        ("single", ["--max_train_steps", "40"], "compiles nothing under single: 40 updates"),
+        ("zero3", [], "compiles nothing under zero3: zero3 gathers"),
+        ("single", ["--torch_compile", "false"], None),
+    ):
+        assert main(["plan", *flags, strategy, *more]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert (f"torch_compile = auto, {words}" if words and "blocks" in words else words or "") in said
+        assert ("torch_compile" in said) == bool(words)
+        if words and "blocks" in words:
+            seconds = re.search(r"([\d.]+) s/update in [\d.]+ [KMG]iB; the table is without, ([\d.]+) s", said)
+            assert float(seconds[1]) < float(seconds[2])

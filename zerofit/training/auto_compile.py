@@ -33,7 +33,7 @@ class Compilation(NamedTuple):
 
 def choose(
     recipe: Any,
-    strategy: Strategy,
+    strategy: Any,
     config: Any = None,
     num_updates: int | None = None,
     missing: str | None = None,

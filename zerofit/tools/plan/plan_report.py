@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards
@@ -14,6 +15,7 @@ from zerofit.strategy.gpu_table import CPU
 from zerofit.tools.plan.joint_search import words_of
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
+from zerofit.training.auto_compile import choose
 
 LOWERS = {  # the moment of the peak: the option that lowers it
     "evaluation": "--per_device_eval_batch_size", "generation": "--per_device_eval_batch_size",
@@ -136,8 +138,38 @@ class PlanReport:
             lines.append(f"  {labels}: peak in {phase}; a smaller {LOWERS[phase]} than {size_of_batch} lowers it")
         if best.is_timed:
             spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
-            lines += [f"  seconds of {best.label}: {_listed(spent, rounded)}", *self.trust(best)]
+            lines += [
+                f"  seconds of {best.label}: {_listed(spent, rounded)}",
+                *self._compiled(best),
+                *self.trust(best),
+            ]
         return [*lines, ""]
+
+    def _compiled(self, best: Prediction) -> list[str]:
+        """What --torch_compile auto takes for the first row, and why; its speed with that, since the table is
+        without."""
+        recipe, model, budget = self.planner.recipe, self.planner.model, self.planner.budget
+        if recipe.torch_compile != "auto" or not model.on_gpu or self.lengths is not None:
+            return []
+        resolved = next(one.resolved for one in self.outcomes if best in one.predictions)
+        strategy = SimpleNamespace(
+            **{name: getattr(resolved, name) for name in ("name", "precision", "layout")},
+            shards_parameters=resolved.zero is not None and resolved.shards_weights,
+            divides_experts=bool(getattr(resolved.sharding, "divided", ())),
+        )
+        taken, what = choose(recipe, strategy, model.config, recipe.max_train_steps), "  torch_compile = auto, "
+        if not taken.value:
+            return [f"{what}which compiles nothing under {best.label}: {taken.why}"]
+        recipe = recipe.draft()
+        recipe.decide("torch_compile", taken.value)
+        model = model.with_options(recipe, model.rows)
+        timing = self.planner.timing and self.planner.timing.of(model)
+        found = Planner(recipe, model, budget, timing).predict(resolved, best.micro_batch)
+        seconds = rounded(found.speed.time.seconds)
+        return [
+            f"{what}{taken.value} under {best.label} ({taken.why}): {seconds} s/update in {size(found.peak.needed)}; "
+            f"the table is without, {rounded(best.speed.time.seconds)} s"
+        ]
 
     def _advice(self) -> list[str]:
         """What is predicted to be faster on several GPUs than what was asked for: fsdp2 in place of zero3, and weights
