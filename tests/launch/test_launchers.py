@@ -5,6 +5,7 @@ A launch is compared with the same recipe in one process. A few run every time, 
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 from itertools import pairwise
@@ -17,7 +18,8 @@ from helpers import BIN, ROOT, check_alike, environment, launch, metrics, write_
 STORED = ROOT / "tests" / "material" / "checkpoints" / "1-0.1.0"  # tiny random models, and a text
 MODEL = ("--model_name_or_path", f"{STORED}/gpt2-single/checkpoints/update_00000003/model", "--block_size", "24")
 TEXT = ("--train_file", f"{STORED}/text.txt", "--max_eval_samples", "3")
-T5 = "d_model=8,d_kv=4,d_ff=16,num_layers=1,num_heads=2,dropout_rate=0,decoder_start_token_id=0,vocab_size=40"
+T5 = "d_model=8,d_kv=4,d_ff=16,num_layers=1,num_heads=2,dropout_rate=0,vocab_size=40"
+GPT2 = "n_embd=8,n_layer=1,n_head=2,vocab_size=40,n_positions=128,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 BERT = (
     "hidden_size=8,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,hidden_dropout_prob=0,"
     "attention_probs_dropout_prob=0,vocab_size=40"
@@ -25,10 +27,11 @@ BERT = (
 TASKS = {
     "clm": (*MODEL, *TEXT),
     "distill": (*MODEL, *TEXT, "--teacher", f"{STORED}/llama-ddp/checkpoints/update_00000003/model"),
-    "dpo": (*MODEL, "--train_file", "{pairs}", "--chat_template", "instruction", "--block_size", "32"),
+    "dpo": ("--model_type", "gpt2", "--config_overrides", GPT2, "--tokenizer_name", "{tokenizer}", "--train_file",
+            "{pairs}", "--chat_template", "instruction", "--block_size", "128"),
     "cls": ("--model_type", "bert", "--config_overrides", BERT, "--tokenizer_name", f"{STORED}/tokenizer",
             "--train_file", "{classes}", "--max_length", "16"),
-    "seq2seq": ("--model_type", "t5", "--config_overrides", T5, "--tokenizer_name", f"{STORED}/tokenizer",
+    "seq2seq": ("--model_type", "t5", "--config_overrides", T5, "--tokenizer_name", "{tokenizer}",
                 "--train_file", "{translations}", "--max_source_length", "16", "--max_target_length", "8",
                 "--val_max_target_length", "4"),
 }  # fmt: skip
@@ -74,10 +77,14 @@ def typed(output: Path, launcher: str, task: str, strategy: str, *options: str) 
 def options(tmp_path_factory, cache) -> dict[str, tuple[str, ...]]:
     folder = tmp_path_factory.mktemp("records")
     lines = (STORED / "text.txt").read_text().splitlines()
-    pairs = [{"instruction": a[:9], "chosen": b[:9], "rejected": b[-9:]} for a, b in pairwise(lines)]
+    pairs = [{"instruction": a[:9], "chosen": b[:9], "rejected": f"{b[-9:]} x"} for a, b in pairwise(lines)]
     classes = [{"text": line[:15], "label": "the" in line[:15]} for line in lines]
     translations = [{"source": line[:12], "target": line[12:18]} for line in lines]
+    tokenizer = Path(shutil.copytree(STORED / "tokenizer", folder / "tokenizer"))
+    about = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({**about, "pad_token": "<end>"}))  # decoders begin so
     names = {
+        "tokenizer": tokenizer,
         "pairs": write_records(folder / "pairs.jsonl", pairs),
         "classes": write_records(folder / "classes.jsonl", classes),
         "translations": write_records(folder / "translations.jsonl", translations),
