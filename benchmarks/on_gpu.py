@@ -38,7 +38,7 @@ from unittest import mock
 import loop_speed
 import torch
 
-from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked
+from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked, compiled_chunk
 from zerofit.recipe import ClmRecipe
 from zerofit.record.environment import describe_environment
 from zerofit.strategy.devices import device_name
@@ -164,14 +164,16 @@ def time_heads(device: torch.device, vocabulary: int, hidden: int, tokens: int, 
     weight = (torch.randn(vocabulary, hidden, device=device) * 0.02).bfloat16().requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), device=device)
     targets[::64] = IGNORE
-    times: dict[int, list[float]] = {rows: [] for rows in chunks}
+    compiled, times = compiled_chunk(device), dict[int, list[float]]({rows: [] for rows in chunks})
     peaks: dict[int, int] = {}
     for _ in range(NOT_COUNTED + UPDATES):
         for rows in chunks:
             before = _restart_peak(device)
             _wait(device)
             began = time.perf_counter()
-            loss = _Chunked.apply(states, weight, None, targets, rows, [True, True, False], None, PLAIN, None)
+            loss = _Chunked.apply(
+                states, weight, None, targets, rows, [True, True, False], *[None, PLAIN, None, compiled]
+            )
             torch.autograd.grad(loss, (states, weight))
             _wait(device)
             times[rows].append(1000 * (time.perf_counter() - began))

@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 510,  # 800
     "zerofit": 145,  # cli.py
     "zerofit/recipe": 4030,  # 2,700
-    "zerofit/model": 6023,  # 4,700
+    "zerofit/model": 6103,  # 4,700
     "zerofit/compat": 746,  # 600
     "zerofit/data": 7695,  # 6,000
     "zerofit/strategy": 5624,  # 4,800
@@ -25,8 +25,8 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/training": 3624,  # 2,000
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11914,  # 10,600
-    "benchmarks": 2042,  # 1,800
-    "tests": 31322,  # 21,500
+    "benchmarks": 2044,  # 1,800
+    "tests": 31379,  # 21,500
 }
 
 

@@ -1,15 +1,20 @@
 """The memory-saving loss is the loss: same value, same gradients, labels of -100 and tied heads included."""
 
 import copy
+import re
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TINY, check_chunked_loss, loss_and_gradients, tiny_model
+from torch._inductor.utils import run_and_get_code
 
 import zerofit.model.chunked_loss as chunked_module
-from zerofit.model.chunked_loss import TokenLoss
+from zerofit.compat.torch import DispatchMode
+from zerofit.estimate.operations import BY_FLOPS, operation_of
+from zerofit.estimate.traced_shares import loss_of_chunk
+from zerofit.model.chunked_loss import PLAIN, TokenLoss
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import loss_difference, random_tokens
 
@@ -84,13 +89,20 @@ def add_product(total, left, right, out_dtype, out):
     return out.copy_(total + left.to(out_dtype) @ right.to(out_dtype))
 
 
+def multiply(left, right, out_dtype, out=None):
+    product = left.to(out_dtype) @ right.to(out_dtype)
+    assert product.shape[1] % 8 == 0 or (out is not None and out.stride(0) % 8 == 0)  # as above
+    return product if out is None else out.copy_(product)
+
+
 @pytest.fixture(params=["as a CPU does it", "as a GPU does it", "as a GPU that does not add up"])
 def products(request, monkeypatch):
     """The ways of multiplying matrices of half precision, in chunks of 64 rows; the CPU has no `out_dtype`."""
     monkeypatch.setattr(chunked_module, "chunk_rows", lambda vocab_size, on_gpu: 64)
     if request.param != "as a CPU does it":
         monkeypatch.setattr(chunked_module, "has_half_matmul", lambda device: True)
-        monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
+        monkeypatch.setattr(torch, "mm", multiply)
+        monkeypatch.setattr(chunked_module, "multiplies_into_rows", lambda device: True)
         monkeypatch.setattr(torch, "addmm", add_product)
         monkeypatch.setattr(chunked_module, "adds_half_products", lambda device: "not" not in request.param)
 
@@ -135,6 +147,111 @@ def test_a_head_with_a_bias(products, dtype):
     for ours, right in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, exact)):
         assert ours.dtype == dtype
         assert (ours - right).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * right.norm()
+
+
+@pytest.fixture
+def compiled(products, monkeypatch):
+    """What a GPU compiles, as it stands, in chunks of 64 rows."""
+    monkeypatch.setattr(chunked_module, "compiled_rows", lambda vocab_size: 64)
+    monkeypatch.setattr(chunked_module, "compiled_chunk", lambda device: chunked_module.loss_and_gradient)
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor, terms: TokenLoss) -> torch.Tensor:
+    """The summed loss by torch's own functions."""
+    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=terms.label_smoothing)
+    return loss + terms.z_loss * logits.logsumexp(-1)[targets != -100].square().sum()
+
+
+@pytest.mark.parametrize("size", [504, 97])
+@pytest.mark.parametrize("terms", [TokenLoss(), TokenLoss(0.1, 0.0), TokenLoss(0.1, 1e-2)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_compiled_chunk(compiled, size, terms, stored):
+    """Loss and gradients against fp64, for weights held in fp32 (the gradient of which is not rounded to bf16) and in
+    half precision; `size` is odd, or not."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((200, 32), torch.bfloat16), ((size, 32), stored), ((size,), stored)
+    inputs = [torch.randn(shape, generator=generator).bfloat16().to(dtype).requires_grad_() for shape, dtype in shapes]
+    targets = torch.arange(200) % size
+    targets[:70] = -100
+    loss = chunked_module.chunked_loss(*inputs, targets, terms=terms)
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    expected = smoothed(F.linear(*exact), targets, terms)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    gradients = torch.autograd.grad(loss / 130, inputs)
+    for ours, right, given in zip(gradients, torch.autograd.grad(expected / 130, exact), inputs, strict=True):
+        assert ours.dtype == given.dtype
+        assert (ours - right).norm() < 1e-2 * right.norm()
+    assert stored == torch.bfloat16 or not torch.equal(gradients[1], gradients[1].bfloat16().float())
+
+
+class MovedBytes(DispatchMode):
+    """What operations read and write, matrix products left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        operation = operation_of(function, args, kwargs or {}, result)
+        one_of_a_row = ("aten::nll_loss_forward", "aten::scatter_add_")  # they touch one element of each row
+        if operation and operation.kind not in BY_FLOPS and function.name() not in one_of_a_row:
+            self.total += operation.bytes
+        return result
+
+
+def test_bytes_a_logit(monkeypatch):
+    """As docs/measurements/counts.md has them, beside the product that makes the logits."""
+    rows, vocab_size, moved = 64, 1001, MovedBytes()
+    logits, targets = torch.randn(rows, vocab_size), torch.arange(rows)
+    monkeypatch.setattr(chunked_module, "_logits", lambda *args: logits)
+    half = logits.new_empty(0, dtype=torch.bfloat16)
+    with moved:
+        log_probabilities, _, at_target, log_sums = chunked_module._log_probabilities(None, None, None, targets, None)
+        chunked_module._loss_of_chunk(
+            log_probabilities, targets, log_sums, targets[:, None] == -100, vocab_size, PLAIN
+        )
+        gradient = chunked_module._gradient_of_logits(log_probabilities, targets, at_target)
+        chunked_module._aligned(half, gradient.shape).copy_(gradient)
+    assert moved.total / logits.numel() == pytest.approx(22, rel=0.02)
+    moved.total = 0
+    with moved:  # what a plan takes for the compiled one
+        loss_of_chunk(logits, targets, chunked_module._aligned(half, logits.shape))
+    assert moved.total / logits.numel() == pytest.approx(10, rel=0.02)
+
+
+@pytest.mark.parametrize("terms", [(0.0, 0.0), (0.1, 1e-2)])
+def test_compiled_it_makes_nothing_of_the_size_of_the_logits(terms):
+    """One kernel, which on a CPU goes over the logits three times: it looks for the largest of a row in a pass of its
+    own, and CUDA's online softmax does not."""
+    rows, vocab_size = 64, 1001
+    logits = torch.randn(rows, 1008)[:, :vocab_size]
+    targets, gradient = torch.arange(rows) * 5, torch.empty(rows, 1008, dtype=torch.bfloat16)[:, :vocab_size]
+    targets[::4] = -100
+    torch._dynamo.reset()
+    compiled = torch.compile(chunked_module.loss_and_gradient)
+    called = torch.compiler.disable(lambda *args: compiled(*args))  # as chunked_loss is
+    found, (code,) = run_and_get_code(called, logits, targets, gradient, *terms)
+    made = [line for line in code.splitlines() if "empty_strided_cpu(" in line]
+    assert code.count("async_compile.cpp_pybinding(") == 1
+    assert len(re.findall(r"for\(int64_t x1=.*1001L", code)) == 3
+    assert len(made) >= 2
+    assert not any("1001" in line for line in made)
+    exact = logits.double().requires_grad_()
+    expected = smoothed(exact, targets, TokenLoss(*terms))
+    torch.testing.assert_close(found.double().sum(), expected, rtol=1e-6, atol=0)
+    (slope,) = torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(gradient.double(), slope, rtol=1e-2, atol=1e-6)
+
+
+def test_chunks_have_4096_rows_where_they_take_no_more_memory_than_before():
+    for vocab_size in (32_000, 50_257, 100_000, 128_256, 262_144):
+        rows = chunked_module.compiled_rows(vocab_size)
+        before = 10 * vocab_size * chunked_module.chunk_rows(vocab_size, on_gpu=True)
+        assert rows == 4096 or 6 * vocab_size * (rows + 128) > chunked_module.COMPILED_BYTES
+        assert 6 * vocab_size * rows <= max(before, chunked_module.COMPILED_BYTES)
+    assert chunked_module.compiled_rows(100_000) == 4096
+    assert chunked_module.compiled_rows(128_256) == 3456
 
 
 TERMS = [TokenLoss(0.1, 0.0), TokenLoss(0.0, 1e-2), TokenLoss(0.1, 1e-2)]

@@ -28,6 +28,7 @@ from zerofit.estimate.traced_shares import (
     FakeHostStore,
     LinearOfZero3,
     fused_norm,
+    loss_of_chunk,
     rows_split,
     run_backward,
     tokens_exchanged,
@@ -173,12 +174,14 @@ class Tracer:
     def largest_traced(self) -> int:
         """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
         proportion to the batch."""
-        from zerofit.model.chunked_loss import chunk_rows
+        from zerofit.model.chunked_loss import chunk_rows, compiled_rows
 
         head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
         if head is None or self.settings.loss != "chunked":
             return MOST_TRACED
         rows = chunk_rows(head.weight.shape[0], self.settings.gpu_kernels)
+        if self.settings.gpu_kernels:
+            rows = max(rows, compiled_rows(head.weight.shape[0]))
         predicted = self.rows.per_sample * (self.rows.target_length or self.rows.length)
         return max(4, MOST_CHUNKS * rows * self.settings.sequence // predicted)
 
@@ -241,7 +244,10 @@ class Tracer:
         grouped = multiplying_without_groups()
         tokens = tokens_exchanged(self.settings.experts, ledger.note)
         loss = contextlib.ExitStack()
-        for each in (chunks, multiplies, adds):
+        compiled = (lambda device: loss_of_chunk) if self.settings.gpu_kernels else chunked_loss.compiled_chunk
+        compiles = replaced(chunked_loss, "compiled_chunk", compiled)
+        into_rows = replaced(chunked_loss, "multiplies_into_rows", lambda device: True)
+        for each in (chunks, multiplies, adds, compiles, into_rows):
             loss.enter_context(each)
         with loss, collectives.in_place(), rows, tokens, grouped, linear, norm, self.mode, casts:
             yield

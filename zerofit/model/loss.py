@@ -142,8 +142,7 @@ def _head_forward(
         return self.original_forward(hidden)
     weight, bias = self.weight, self.bias
     if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))  # and the weight with it, in its loss
     share = getattr(self, "share", None)
     with torch.autocast(hidden.device.type, enabled=False):
         if of_tokens:
