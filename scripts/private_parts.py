@@ -121,7 +121,8 @@ class Module:
         if isinstance(node, ast.Call):
             value = self.origin(node.func)
             if value == "importlib.import_module" and node.args:
-                return str(getattr(node.args[0], "value", "")) or None
+                named = node.args[0]
+                return named.value if isinstance(named, ast.Constant) else None
             return value and f"{value}()"
         if isinstance(node, ast.Subscript):
             return self.origin(node.value)
