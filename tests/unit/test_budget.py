@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 510,  # 800
     "zerofit": 145,  # cli.py
     "zerofit/recipe": 4030,  # 2,700
-    "zerofit/model": 6103,  # 4,700
+    "zerofit/model": 6106,  # 4,700
     "zerofit/compat": 746,  # 600
     "zerofit/data": 7695,  # 6,000
     "zerofit/strategy": 5624,  # 4,800
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1779,  # 1,300
     "zerofit/tools": 11914,  # 10,600
     "benchmarks": 2044,  # 1,800
-    "tests": 31379,  # 21,500
+    "tests": 31386,  # 21,500
 }
 
 

@@ -15,6 +15,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from zerofit.model import norms
 from zerofit.model.compilation import compile_model
 from zerofit.model.norms import fuse_norms
 
@@ -32,6 +33,12 @@ KINDS = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 }
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    """A CPU does what CUDA does."""
+    monkeypatch.setattr(norms, "DEVICES", {"cpu"})
 
 
 def of_family(name: str) -> torch.nn.Module:

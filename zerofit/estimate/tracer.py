@@ -239,7 +239,10 @@ class Tracer:
         chunks = replaced(chunked_loss, "chunk_starts", ledger.some_chunks)
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
         adds = replaced(chunked_loss, "adds_half_products", lambda device: True)
-        norm = replaced(norms, "rms_norm", fused_norm if self.settings.gpu_kernels else norms.rms_norm)
+        norm = contextlib.ExitStack()
+        if self.settings.gpu_kernels:
+            norm.enter_context(replaced(norms, "rms_norm", fused_norm))
+            norm.enter_context(replaced(norms, "DEVICES", {"cpu"}))
         rows = rows_split(self.model, self.settings.sequence)
         grouped = multiplying_without_groups()
         tokens = tokens_exchanged(self.settings.experts, ledger.note)

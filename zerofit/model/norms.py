@@ -12,6 +12,8 @@ import types
 import torch
 from torch.nn.functional import rms_norm
 
+DEVICES = {"cuda"}  # elsewhere torch has no kernel, and in half precision its operations keep more than transformers'
+
 
 def fuse_norms(model: torch.nn.Module) -> int:
     """Let each RMSNorm of a model that is written as Llama's be computed by one function. Returns their number.
@@ -51,9 +53,10 @@ class FusedNorm:
         which would cast it. torch's kernel wants input and weight in one dtype: the weight is cast as a product's is.
         """
         weight, device = self.weight, hidden_states.device.type
-        if not torch.is_autocast_enabled(device):
-            if hidden_states.dtype != weight.dtype:
-                return type(self).forward(self, hidden_states)
+        is_cast = torch.is_autocast_enabled(device)
+        if device not in DEVICES or (hidden_states.dtype != weight.dtype and not is_cast):
+            return type(self).forward(self, hidden_states)
+        if not is_cast:
             return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
         with torch.autocast(device, enabled=False):
             normalized = rms_norm(hidden_states, weight.shape, weight.to(hidden_states.dtype), self.variance_epsilon)
