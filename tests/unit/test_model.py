@@ -137,6 +137,15 @@ def test_overrides():
     assert (config.n_layer, config.resid_pdrop, config.n_embd, config.use_cache) == (3, 0, 96, False)
 
 
+def test_nothing_is_a_value():
+    for text in ("None", "null"):
+        recipe = ClmRecipe(model_type="mistral", config_overrides=f"sliding_window={text}")
+        assert load_configuration(recipe).sliding_window is None
+    for name, value in {"sliding_window": "wide", "hidden_size": "None", "rope_parameters": "1"}.items():
+        recipe = ClmRecipe(model_type="mistral", config_overrides=f"{name}={value}")
+        check_refusal([f"config_overrides: {name} = "], load_configuration, recipe)
+
+
 @pytest.mark.parametrize("overrides", ["n_layers=3", "n_layer=2.5"])
 def test_overrides_that_fit_nothing(overrides):
     check_refusal(["n_layer"], load_configuration, ClmRecipe(config_name="gpt2", config_overrides=overrides))

@@ -259,7 +259,7 @@ def overrides_of(text: str | None) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text.lower() if text in ("True", "False", "None") else text)
+        return None if text == "None" else json.loads(text.lower() if text in ("True", "False") else text)
     except json.JSONDecodeError:
         return text
 
@@ -286,10 +286,14 @@ def override(config, text: str | None) -> None:
             problems.append(f"config_overrides: {config.model_type} has no {name}. {remedy}")
             continue
         current = getattr(config, name)
-        if isinstance(current, (bool, int, float)) and not _fits(value, current):
+        if value is not None and isinstance(current, (bool, int, float)) and not _fits(value, current):
             problems.append(f"config_overrides: {name} = {value!r}; expected as in {name}={current}")
             continue
-        setattr(config, name, value)
+        try:
+            setattr(config, name, value)
+        except StrictDataclassError as error:
+            why = str(error).strip().splitlines()[-1].strip()
+            problems.append(f"config_overrides: {name} = {value!r}: {why.removeprefix('TypeError: ')}")
     if problems:
         raise UserError(problems)
     _derive_again(config, before, {config.attribute_map.get(name, name) for name in overrides})
