@@ -263,7 +263,10 @@ def predict(row: dict, hardware: list[str]) -> dict:
     layout = ["--num_gpus", "1", "--strategies", row["strategy"], "--batch_sizes", str(row["rows"])]
     plan = [sys.executable, *"-m zerofit.cli plan --task clm --json -".split()]
     said, reason = run([*plan, *row["flags"], *hardware, *layout], 600)
-    return {"reason": reason} if reason else json.loads(said[said.index("{") :])["predictions"][0]
+    found = (
+        {} if reason else json.JSONDecoder().raw_decode(said[said.index("{") :])[0]
+    )  # what is said on stderr follows
+    return {"reason": reason} if reason else found["predictions"][0]
 
 
 def words_of(row: dict, output: Path, updates: int) -> list[str]:
