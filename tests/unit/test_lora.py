@@ -122,6 +122,15 @@ def test_frozen_weights_are_held_in_half_and_trained_ones_in_fp32(bases):
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_biases_are_trained_beside_weights_in_half_precision(bases, family):
+    """A norm of whose two parameters one is trained has both in fp32: on a CPU it takes no others."""
+    half = Strategy(launch=ALONE, batches=None, precision="bf16", deepspeed=None, source="")
+    model, _ = adapted(bases[family], family, "--lora_bias", "all", strategy=half)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert answer(model).isfinite().all()
+
+
 def test_gradients_reach_the_adapter_through_recomputed_blocks(bases):
     gradients = []
     for recompute in (False, True):

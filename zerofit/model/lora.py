@@ -158,9 +158,13 @@ def trained_in_full(model: torch.nn.Module, modules: list[str], strategy) -> Non
     for module in modules:
         model.get_submodule(module).requires_grad_(True)
     if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            # A LayerNorm whose bias alone is trained (--lora_bias all): the CPU's kernel wants both in one dtype.
+            is_norm = isinstance(module, torch.nn.LayerNorm) and any(each.requires_grad for each in own)
+            for parameter in own:
+                if parameter.requires_grad or is_norm:
+                    parameter.data = parameter.data.float()
 
 
 def _task_type(task: str, model_class: str) -> str:
