@@ -118,13 +118,14 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
         yield
 
 
-def number_of_graphs() -> int:
-    """Return how many graphs torch.compile has made in this process.
+def compiled_graphs() -> tuple[int, dict[str, int]]:
+    """Return how many graphs torch.compile has made in this process, and what it broke graphs off at, how often.
 
-    torch.compiler tells no number. Tried with torch 2.13. Without it: a run's last lines do not say whether blocks
-    were compiled again and again.
+    torch.compiler tells neither afterwards. Tried with torch 2.13. Without it: a run's last lines do not say whether
+    blocks were compiled again and again, and why a block has several graphs.
     """
-    return import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+    counters = import_module("torch._dynamo.utils").counters
+    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
 def compute_uncompiled_after_errors(is_on: bool) -> None:
@@ -134,15 +135,6 @@ def compute_uncompiled_after_errors(is_on: bool) -> None:
     `--torch_compile auto`, which nobody has asked for, ends the run.
     """
     import_module("torch._dynamo").config.suppress_errors = is_on
-
-
-def graph_breaks() -> dict[str, int]:
-    """Return what torch.compile broke graphs off at in this process, and how often.
-
-    torch.compiler tells none of it afterwards. Tried with torch 2.13. Without it: a run's last lines do not say why a
-    block has several graphs.
-    """
-    return dict(import_module("torch._dynamo.utils").counters["graph_break"])
 
 
 class Ring:

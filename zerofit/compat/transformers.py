@@ -22,25 +22,16 @@ def attention_of(config: Any) -> str | None:
     return name
 
 
-def takes_attention(model: Any) -> bool:
-    """Return whether a model's code looks its attention up by name.
+def attentions_of(model: Any) -> tuple[bool, list[str] | None]:
+    """Return whether a model's code looks its attention up by name, and the flash kernels that its authors name for
+    it, empty if any will do; None: it has no flash attention.
 
-    `set_attn_implementation` warns otherwise, and does nothing. Tried with transformers 5.23 and 5.24. Without it:
-    that warning at every run of such a model.
+    `set_attn_implementation` reads them, and then warns, does nothing or takes another one. Tried with transformers
+    5.23 and 5.24. Without it: a warning at every run of a model that looks nothing up, and a kernel would be announced
+    that the model's code never calls.
     """
-    return bool(model._can_set_attn_implementation())
-
-
-def flash_kernels(model: Any) -> list[str] | None:
-    """Return the flash kernels that a model's authors name for it, empty if any will do; None: it has no flash
-    attention.
-
-    transformers reads them before it sets an attention, and then warns or takes another one. Tried with transformers
-    5.23 and 5.24. Without it: a kernel would be announced that the model's code never calls.
-    """
-    if not model._supports_flash_attn:
-        return None
-    return list(getattr(model, "_compatible_flash_implementations", None) or ())
+    kernels = list(getattr(model, "_compatible_flash_implementations", None) or ())
+    return bool(model._can_set_attn_implementation()), kernels if model._supports_flash_attn else None
 
 
 class Renamed:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from zerofit.compat.transformers import attention_of, documents_found_by, flash_kernels, takes_attention
+from zerofit.compat.transformers import attention_of, attentions_of, documents_found_by
 from zerofit.recipe.errors import UserError
 
 # torch 2.11 computes with fewer heads of key and value unasked.
@@ -46,7 +46,7 @@ def choose_attention(model, requested: str | None, precision: str, device: torch
     reason = "as the recipe says"
     if not requested:
         reason = _why_no_flash(model, precision, device) or _use_flash(model, precision, device)
-    if attention_of(model.config) == "sdpa" and takes_attention(model):
+    if attention_of(model.config) == "sdpa" and attentions_of(model)[0]:
         set_attention(model, SDPA)
     if takes_lengths(model):
         return f"attention {kernel_of(model)}: packed documents by their lengths, without a mask ({reason})"
@@ -110,8 +110,8 @@ def _why_no_flash(model, precision: str, device: torch.device) -> str:
         return "flash kernels compute in bf16 and fp16 only"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < AMPERE:
         return "flash kernels need compute capability 8.0"
-    kernels = flash_kernels(model)
-    if kernels is None or not takes_attention(model):
+    is_looked_up, kernels = attentions_of(model)
+    if kernels is None or not is_looked_up:
         return f"a {config.model_type} has no flash attention in transformers"
     if getattr(config, "attention_chunk_size", None):
         return f"a {config.model_type} attends in chunks, which flash kernels do not support"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.run_state import RunState
-from zerofit.compat.torch import graph_breaks, number_of_graphs
+from zerofit.compat.torch import compiled_graphs
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.lora import Adapter
 from zerofit.recipe.options import TrainingRecipe
@@ -118,10 +118,11 @@ def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> li
 
 def compiled() -> str:
     """How often torch.compile compiled, as torch counts it on this process, and what broke a graph into several."""
-    if not number_of_graphs():
+    number, breaks = compiled_graphs()
+    if not number:
         return "compiled    nothing: torch's compiler has failed (above). --torch_compile false leaves it out"
-    line = f"compiled    {counted(number_of_graphs(), 'graph')}: parts of the model, and some again for other shapes"
-    if breaks := graph_breaks():
+    line = f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
+    if breaks:
         times, reason = counted(sum(breaks.values()), "time"), " ".join(next(iter(breaks)).split())[:80]
         line += f"\n            more than one a kind of block: graphs are broken off {times}, first by: {reason}"
     return line
