@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from functools import partial
 
 import pytest
@@ -242,6 +243,24 @@ def test_compiled_it_makes_nothing_of_the_size_of_the_logits(terms):
     torch.testing.assert_close(found.double().sum(), expected, rtol=1e-6, atol=0)
     (slope,) = torch.autograd.grad(expected, exact)
     torch.testing.assert_close(gradient.double(), slope, rtol=1e-2, atol=1e-6)
+
+
+def test_a_function_that_cannot_be_compiled_runs_as_it_is():
+    def broken(*arguments):
+        raise RuntimeError("Triton: no kernel\nand why")
+
+    called = chunked_module.or_as_it_is(broken, max)
+    with pytest.warns(UserWarning, match="not compiled: RuntimeError: Triton: no kernel"):
+        assert called(1, 2) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert called(3, 2) == 3, "said once"
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        chunked_module.or_as_it_is(full, max)(1, 2)
 
 
 def test_chunks_have_4096_rows_where_they_take_no_more_memory_than_before():
