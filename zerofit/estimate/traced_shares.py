@@ -263,11 +263,6 @@ def _widened(value: Any) -> Any:
     return value.float() if half else value
 
 
-def run_backward(loss: torch.Tensor) -> None:
-    """loss.backward(), with CudaCasts in force: they are off in a tensor's method, and layers are recomputed in it."""
-    torch.autograd.backward(loss)
-
-
 class FakeHostStore:
     """The host's memory: what is saved there leaves the device at once.
 

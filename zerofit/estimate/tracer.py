@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zerofit.compat import replaced
-from zerofit.compat.torch import fake_tensors
+from zerofit.compat.torch import fake_tensors, run_backward
 from zerofit.compat.transformers_experts import multiplying_without_groups
 from zerofit.estimate.allocations import AllocationTracker, FusedLayers, Segment
 from zerofit.estimate.module_visits import ModuleVisits
@@ -30,7 +30,6 @@ from zerofit.estimate.traced_shares import (
     fused_norm,
     loss_of_chunk,
     rows_split,
-    run_backward,
     tokens_exchanged,
 )
 from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
