@@ -4,8 +4,18 @@ import json
 import string
 
 import pytest
-from helpers import refusal, write_records
-from transformers import AutoConfig, AutoTokenizer, MarianTokenizer, MBart50Tokenizer, MBartTokenizer, NllbTokenizer
+from helpers import check_refusal, refusal, write_records
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    MarianTokenizer,
+    MBart50Tokenizer,
+    MBartTokenizer,
+    NllbTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.data.prompts import read_sources
@@ -200,3 +210,13 @@ def test_tokenizers_without_languages(pairs_tokenizer, cache, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(pairs_tokenizer)
     assert (set_languages(tokenizer, "en", "de", "p: "), first_target_tokens(tokenizer)) == ("p: ", {})
     assert "marks no languages" in refusal(Renderer, tokenizer, config, languages=("en", None))
+
+
+def test_a_decoder_that_has_no_token_to_begin_with():
+    """Tokenizers that were trained on text alone have no special tokens."""
+    config = AutoConfig.for_model("bart", decoder_start_token_id=None, bos_token_id=None, pad_token_id=None)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
+    check_refusal(["decoder_start_token_id"], set_decoder_start_token, config, tokenizer)
+    config.pad_token_id = 5
+    set_decoder_start_token(config, tokenizer)
+    assert config.decoder_start_token_id == 5

@@ -314,11 +314,20 @@ def read_by_words(tokenizer) -> None:
 
 def set_decoder_start_token(config, tokenizer) -> None:
     """Set the token with which the decoder begins: that of the target's language (mBART); else, where a configuration
-    from scratch has none, a usual one."""
+    from scratch has none, a usual one.
+
+    Raises:
+        UserError: neither the configuration nor the tokenizer has one.
+    """
     config.decoder_start_token_id = first_target_tokens(tokenizer).get(START, getattr(config, START, None))
     if config.decoder_start_token_id is None:
         candidates = (config.bos_token_id, tokenizer.cls_token_id, config.pad_token_id)
-        config.decoder_start_token_id = next(token for token in candidates if token is not None)
+        config.decoder_start_token_id = next((token for token in candidates if token is not None), None)
+    if config.decoder_start_token_id is None:
+        raise UserError(
+            "the decoder needs a token to begin with, and neither the configuration nor the tokenizer has a start, "
+            "class or padding token. Name one's number: --config_overrides decoder_start_token_id=N"
+        )
 
 
 def set_padding_token(config, tokenizer) -> None:
