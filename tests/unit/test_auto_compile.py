@@ -8,13 +8,15 @@ import torch
 from helpers import ROOT, recipe_of, refusal
 
 from zerofit.checkpoint.resume import EarlierRuns
+from zerofit.model import compilation
+from zerofit.model.compilation import failing_compiler
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.read import read_strategy
 from zerofit.training import auto_compile
-from zerofit.training.auto_compile import choose, decide, failing_compiler, share_cores, widths_of
+from zerofit.training.auto_compile import choose, decide, share_cores, widths_of
 from zerofit.training.prepare import prepare_activations
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
@@ -172,7 +174,7 @@ def test_the_compiler_is_tried(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("ptxas: not found")
 
-    monkeypatch.setattr(auto_compile, "missing_compiler", lambda: None)
+    monkeypatch.setattr(compilation, "missing_compiler", lambda: None)
     assert failing_compiler(torch.device("cpu"), "eager") is None
     assert "ptxas: not found" in failing_compiler(torch.device("cpu"), broken)
 

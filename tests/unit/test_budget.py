@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 4030,  # 2,700
-    "zerofit/model": 6143,  # 4,700
+    "zerofit/model": 6_170,  # 4,700
     "zerofit/compat": 741,  # 600
     "zerofit/data": 7694,  # 6,000
     "zerofit/strategy": 5624,  # 4,800
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1776,  # 1,300
     "zerofit/tools": 11914,  # 10,600
     "benchmarks": 2047,  # 1,800
-    "tests": 31467,  # 21,500
+    "tests": 31_469,  # 21,500
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from zerofit.model.compilation import failing_compiler
 from zerofit.recipe.tasks import LossOptions
 
 IGNORE = -100
@@ -294,11 +295,8 @@ def compiled_chunk(device: torch.device) -> Callable[..., torch.Tensor] | None:
     than CUDA, and where torch's compiler does not work. Where it fails at this very function, that runs as it is."""
     if device.type != "cuda" or not has_half_matmul(device):
         return None
-    try:
-        torch.compile(torch.neg)(torch.zeros(1, device=device))
-    except Exception as error:  # of many kinds: no compiler for C, no Triton, an unknown GPU
-        first = str(error).strip().partition("\n")[0][:60]
-        warnings.warn(f"the loss is not compiled, and takes longer: {type(error).__name__}: {first}", stacklevel=2)
+    if fault := failing_compiler(device):
+        warnings.warn(f"the loss is not compiled, and takes longer: {fault}", stacklevel=2)
         return None
     return or_as_it_is(torch.compile(loss_and_gradient), loss_and_gradient)
 

@@ -5,6 +5,9 @@ its graph, so the time of compiling does not grow with depth. A graph is made fo
 and again where an input changes its kind (no mask in place of a mask) or begins to change its shape.
 """
 
+import importlib.util
+import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -56,6 +59,26 @@ def compile_model(
         module.compile(backend=backend)
     torch.compiler.config.recompile_limit = GRAPHS
     compute_uncompiled_after_errors(falls_back)
+
+
+def missing_compiler() -> str | None:
+    """What torch's compiler needs on a GPU and this machine has not: Triton, and a C compiler for its launchers."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if shutil.which(os.environ.get("CC") or "cc") is None and not any(map(shutil.which, ("gcc", "clang"))):
+        return "there is no C compiler (gcc)"
+    return None
+
+
+def failing_compiler(device: torch.device, backend: str = "inductor") -> str | None:
+    """Why a function of one line cannot be compiled on a device; None if it can."""
+    if missing := missing_compiler():
+        return missing
+    try:
+        torch.compile(lambda values: values * 2 + 1, backend=backend)(torch.ones(8, device=device))
+    except Exception as error:  # whatever a compiler, a driver or a file system raises
+        return f"torch's compiler fails ({type(error).__name__}: {' '.join(str(error).split()[:20])})"
+    return None
 
 
 @contextmanager

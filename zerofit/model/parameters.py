@@ -203,3 +203,10 @@ def _local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
         return parameter.detach()
     before = torch.distributed.get_rank() * shard.numel()
     return shard.flatten()[: max(0, parameter.ds_numel - before)]
+
+
+def replace_parameters(model: torch.nn.Module, others: dict[int, torch.nn.Parameter]) -> None:
+    """Put other parameters in the place of a model's, by the id of each; tied ones stay tied."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, others[id(parameter)])

@@ -100,11 +100,8 @@ class ModelOptions(Recipe):
         return self.torch_compile != "auto" and self.torch_compile
 
     def settle(self) -> None:
-        """Of a run's folder, its model/ is meant; float8 compiles the blocks."""
+        """Of a run's folder, its model/ is meant."""
         super().settle()
-        is_open = self.source("torch_compile") is None or self.torch_compile == "auto"
-        if self.float8 and self.trains and is_open and not self.activation_offload:  # that one is refused beside it
-            self.adopt("torch_compile", "blocks", self.source("float8") or "")
         if self.model_name_or_path and is_run(Path(self.model_name_or_path).expanduser()):
             self.model_name_or_path = str(Path(self.model_name_or_path) / "model")
 

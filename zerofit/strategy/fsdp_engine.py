@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 
 from zerofit.model.compilation import blocks_of, ends_of
-from zerofit.model.parameters import true_shape
+from zerofit.model.parameters import replace_parameters, true_shape
 from zerofit.model.stages import without_weights
 from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe.options import OptimizerOptions
@@ -65,10 +65,10 @@ class FullyShardedEngine(Engine):
         replace_parameters(
             model,
             {
-                name: torch.nn.Parameter(
+                id(each): torch.nn.Parameter(
                     torch.empty(true_shape(each), dtype=each.dtype, device="meta"), each.requires_grad
                 )
-                for name, each in model.named_parameters()
+                for each in model.parameters()
             },
         )
         blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
@@ -91,7 +91,7 @@ class FullyShardedEngine(Engine):
         replace_parameters(
             model,
             {
-                name: torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
+                id(each): torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
                 for name, each in model.named_parameters()
             },
         )
@@ -264,11 +264,3 @@ class FullyShardedEngine(Engine):
             "divides_experts": self.strategy.divides_experts,
         }
         return {**super().effective_strategy(), "distributed_type": "FSDP", "fsdp": fsdp}
-
-
-def replace_parameters(model: torch.nn.Module, made: dict[str, torch.nn.Parameter]) -> None:
-    """Put others in the place of parameters, by name; tied ones stay tied."""
-    by_id = {id(parameter): made[name] for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, by_id[id(parameter)])

@@ -1,6 +1,7 @@
 """A LoRA adapter folded into its base: W + scale * B A, checked before and after it is written."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,12 +101,10 @@ def fold(adapted: AdaptedModel):
 
 
 def _untie(model) -> None:
-    owners: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
         weight = getattr(getattr(module, "base_layer", None), "weight", None)
-        if weight is not None and owners.get(id(weight), 0) > 1:
+        if weight is not None and owners[id(weight)] > 1:
             module.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 

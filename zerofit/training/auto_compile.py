@@ -1,9 +1,7 @@
 """What `--torch_compile auto` takes: decided once, from the recipe and the kind of the machine, never from a clock."""
 
-import importlib.util
 import math
 import os
-import shutil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 
 from zerofit.data.collate import GPU_MULTIPLE, round_up
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTHS
-from zerofit.model.compilation import GRAPHS
+from zerofit.model.compilation import GRAPHS, failing_compiler
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import kind_of
 from zerofit.strategy.host_memory import usable_cores
@@ -81,26 +79,6 @@ def widths_of(recipe: Any) -> int:
         return 1
     lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTHS[kind_of(recipe.task)])
     return math.prod(len(np.unique(round_up(np.arange(1, length + 1), GPU_MULTIPLE))) for length in lengths)
-
-
-def missing_compiler() -> str | None:
-    """What torch's compiler needs on a GPU and this machine has not: Triton, and a C compiler for its launchers."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if shutil.which(os.environ.get("CC") or "cc") is None and not any(map(shutil.which, ("gcc", "clang"))):
-        return "there is no C compiler (gcc)"
-    return None
-
-
-def failing_compiler(device: torch.device, backend: str = "inductor") -> str | None:
-    """Why a function of one line cannot be compiled on a device; None if it can."""
-    if missing := missing_compiler():
-        return missing
-    try:
-        torch.compile(lambda values: values * 2 + 1, backend=backend)(torch.ones(8, device=device))
-    except Exception as error:  # whatever a compiler, a driver or a file system raises
-        return f"torch's compiler fails ({type(error).__name__}: {' '.join(str(error).split()[:20])})"
-    return None
 
 
 def share_cores() -> None:

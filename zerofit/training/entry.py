@@ -57,9 +57,10 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     A mistake ends the process here, with a message and exit code 2. How the process ends is in environment.json of the
     output folder from here on, whatever happens.
     """
-    if "CROSS_RANK" in os.environ and sys.argv[1:2] == [f"--local_rank={os.environ.get('LOCAL_RANK')}"]:
-        del sys.argv[1]  # of DeepSpeed's launcher, which names it in a variable as well
+    if "CROSS_RANK" in os.environ:  # DeepSpeed's launcher
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
+        if sys.argv[1:2] == [f"--local_rank={os.environ.get('LOCAL_RANK')}"]:
+            del sys.argv[1]  # it is in a variable as well
     ranks = RankRendezvous()
     record_the_end(task, ranks)
     opened: list[Start] = []

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from accelerate.utils import set_seed
 
@@ -51,7 +50,7 @@ from zerofit.training.export import answer, export, finish
 from zerofit.training.measurement import VARIABLE, measurement_from_environment
 from zerofit.training.opening import open_record
 from zerofit.training.prepare import LONG, prepare_activations, start_processes
-from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, micro_batches, run_length
+from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, dropout_seed, micro_batches, run_length
 from zerofit.training.summary import about_the_run
 
 if TYPE_CHECKING:
@@ -237,7 +236,10 @@ class Run:
         if dropped := getattr(model, "dropped_settings", None):
             named = ", ".join(f"{name} = {value!r}" for name, value in dropped.items())
             self.notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
+        chosen = recipe.compiles
         self.notes += prepare_activations(model, recipe, self.device, is_open=bool(self.compilation))
+        if chosen and not recipe.compiles:
+            self.compilation = "auto: false, the model's code names no blocks"
         if recipe.trains:
             faster = strategy.faster_strategy(recipe, self.device)
             self.notes += filter(None, [without_mfu(self.device, strategy.precision), faster])
@@ -315,7 +317,7 @@ class Run:
             else:
                 if recipe.record_samples:
                     self.recorder.write_samples(number, [index for batch in batches for index in batch.samples])
-                torch.manual_seed(_dropout_seed(recipe.seed, number, self.engine.layout.dropout_seed_key))
+                torch.manual_seed(dropout_seed(recipe.seed, number, self.engine.layout.dropout_seed_key))
                 if self._totals is None:  # the first update, or the one before was passed over
                     self._totals = Totals(*self.engine.sum_over_replicas(counts_of(batches)))
                 for each in self.counters:
@@ -455,9 +457,11 @@ class Run:
         self._held_out = figures
         self._is_best = self.best.record_evaluation(update.number, figures)
         assert self._metrics is not None, "`log` comes first"
-        seconds, rate = timing.seconds, timing.samples_per_s
         self._metrics = replace(
-            self._metrics, held_out=figures, evaluation_seconds=seconds, evaluation_samples_per_s=rate
+            self._metrics,
+            held_out=figures,
+            evaluation_seconds=timing.seconds,
+            evaluation_samples_per_s=timing.samples_per_s,
         )
 
     def should_save(self, update: Update) -> bool:
@@ -591,8 +595,3 @@ class Run:
             UserError: nothing is held out.
         """
         return answer(self, evaluate, predict, num_held_out, remarks)
-
-
-def _dropout_seed(seed: int, update: int, key: tuple[int, ...]) -> int:
-    """The seed of an update's dropout: the same in every run and after every resume, another for every key."""
-    return int(np.random.SeedSequence([seed, update, *key]).generate_state(1)[0])

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zerofit.data.collate import Batch
 from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
@@ -119,6 +121,11 @@ class Update:
     def samples(self) -> list[int]:
         """The indices of this rank's samples in the training set."""
         return [index for batch in self.micro_batches for index in batch.samples]
+
+
+def dropout_seed(seed: int, update: int, key: tuple[int, ...]) -> int:
+    """The seed of an update's dropout: the same in every run and after every resume, another for every key."""
+    return int(np.random.SeedSequence([seed, update, *key]).generate_state(1)[0])
 
 
 def counts_of(micro_batches: list[Batch]) -> list[float]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofit.compat.torch import DispatchMode
+from zerofit.model.parameters import replace_parameters
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -71,9 +72,7 @@ def draw_share(make: Callable[[], nn.Module], keep: Callable[[nn.Module], None])
     drawn = {
         id(parameter): _with_values(parameter, calls.replay(whole[id(parameter)])) for parameter in model.parameters()
     }
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, drawn[id(parameter)])
+    replace_parameters(model, drawn)
     return model
 
 

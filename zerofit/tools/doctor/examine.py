@@ -17,6 +17,7 @@ from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.launch.schedulers import read_machines
 from zerofit.model.adapter_folder import on_its_base
+from zerofit.model.compilation import missing_compiler
 from zerofit.model.configuration import known_architectures
 from zerofit.model.float8 import check_float8_device
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
@@ -35,7 +36,7 @@ from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Installation, check_machine
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorReport
 from zerofit.tools.rank_environment import RANKS, environment_of_a_rank
-from zerofit.training.auto_compile import choose, missing_compiler
+from zerofit.training.auto_compile import choose
 from zerofit.training.configuration import check_model, resolve
 
 DEFAULT = "default"
