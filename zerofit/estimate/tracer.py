@@ -248,8 +248,7 @@ class Tracer:
         loss = contextlib.ExitStack()
         compiled = (lambda device: loss_of_chunk) if self.settings.gpu_kernels else chunked_loss.compiled_chunk
         compiles = replaced(chunked_loss, "compiled_chunk", compiled)
-        into_rows = replaced(chunked_loss, "multiplies_into_rows", lambda device: True)
-        for each in (chunks, multiplies, adds, compiles, into_rows):
+        for each in (chunks, multiplies, adds, compiles):
             loss.enter_context(each)
         with loss, collectives.in_place(), rows, tokens, grouped, linear, norm, self.mode, casts:
             yield

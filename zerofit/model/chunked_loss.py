@@ -15,6 +15,7 @@ IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
 GPU_CHUNK_BYTES, GPU_CHUNK_ROWS = 2**30, (1024, 2048)  # with each chunk the head's whole gradient is read and written
+GPU_VOCABULARY = 64  # products are made of a multiple of this many tokens
 COMPILED_BYTES, COMPILED_ROWS = 5 * 2**29, 4096  # of logits and their gradient: what the chunks above take at most
 
 
@@ -156,23 +157,27 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share, terms, teacher, compiled):
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        loss, divergence = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
+        size = len(weight)
+        vocab_size = size if share is None else sum(share.sizes)
+        weight, bias = _cast(hidden, weight, bias)
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(tensor, dtype=dtype) if needed else None
             for tensor, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
         )
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
-        loss, divergence = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
-        vocab_size = weight.shape[0] if share is None else sum(share.sizes)
-        weight, bias = _cast(hidden, weight, bias)
         for start in chunk_starts(len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
             is_ignored = (target == IGNORE)[:, None]
             if compiled is not None:
-                gradient = _aligned(weight, (len(chunk), vocab_size))
-                loss += compiled(_logits(chunk, weight, bias), target, gradient, *terms[:2]).sum()
+                gradient = _room(weight, len(chunk), size)
+                logits = _logits(chunk, weight, bias, size)
+                loss += compiled(logits, target, gradient[:, :size], *terms[:2]).sum()
                 _add_gradients((grad_hidden, grad_weight, grad_bias), start, gradient, weight, chunk, is_ignored)
                 continue
-            log_probabilities, target, at_target, log_sums = _log_probabilities(chunk, weight, bias, target, share)
+            log_probabilities, target, at_target, log_sums = _log_probabilities(
+                chunk, weight, bias, target, share, size
+            )
             loss += _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size, terms)
             soft = None
             if terms.distillation is not None:
@@ -186,13 +191,13 @@ class _Chunked(torch.autograd.Function):
             if weight.dtype == torch.float32:
                 gradient = gradient.to(hidden.dtype).float()
             else:
-                gradient = _aligned(weight, gradient.shape).copy_(gradient)
+                gradient = _in_room(weight, gradient)
             _add_gradients((grad_hidden, grad_weight, grad_bias), start, gradient, weight, chunk, is_ignored)
         if share is not None:
             loss = share.summed(loss)
         if terms.distillation is not None:
             loss = terms.hard_weight * loss + terms.distillation.weight * divergence
-        ctx.gradients = grad_hidden, grad_weight, grad_bias
+        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight[:size], grad_bias
         return loss
 
     @staticmethod
@@ -215,10 +220,11 @@ class _ChunkedTokens(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.rows, ctx.share = rows, share
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        size = len(weight)
         weight, bias = _cast(hidden, weight, bias)
         for start in chunk_starts(len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
-            log_probabilities, target, *_ = _log_probabilities(chunk, weight, bias, target, share)
+            log_probabilities, target, *_ = _log_probabilities(chunk, weight, bias, target, share, size)
             losses[start : start + rows] = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="none")
         return losses if share is None else share.summed(losses)
 
@@ -227,43 +233,60 @@ class _ChunkedTokens(torch.autograd.Function):
     def backward(ctx, scales):
         hidden, weight, bias, targets = ctx.saved_tensors
         dtypes, needs = [None if each is None else each.dtype for each in (weight, bias)], ctx.needs_input_grad
+        size = len(weight)
+        weight, bias = _cast(hidden, weight, bias)
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs[2] else None
-        weight, bias = _cast(hidden, weight, bias)
         for start in chunk_starts(len(hidden), ctx.rows):
             chunk, target = hidden[start : start + ctx.rows].to(weight.dtype), targets[start : start + ctx.rows]
             scale = scales[start : start + ctx.rows].masked_fill(target == IGNORE, 0)[:, None]
-            gradient = _gradient_of_logits(*_log_probabilities(chunk, weight, bias, target, ctx.share)[:3]).mul_(scale)
-            gradient = gradient if weight.dtype == torch.float32 else _aligned(weight, gradient.shape).copy_(gradient)
+            found = _log_probabilities(chunk, weight, bias, target, ctx.share, size)
+            gradient = _gradient_of_logits(*found[:3]).mul_(scale)
+            gradient = gradient if weight.dtype == torch.float32 else _in_room(weight, gradient)
             if grad_hidden is not None:
                 grad_hidden[start : start + ctx.rows] = gradient @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, gradient.T, chunk)
             if grad_bias is not None:
-                grad_bias += gradient.float().sum(dim=0)
-        of_head = [None if each is None else each.to(dtype) for each, dtype in zip((grad_weight, grad_bias), dtypes)]
+                grad_bias += gradient[:, :size].float().sum(dim=0)
+        of_head = [
+            None if each is None else each[:size].to(dtype) for each, dtype in zip((grad_weight, grad_bias), dtypes)
+        ]
         return grad_hidden, *of_head, None, None, None
 
 
 def _cast(hidden, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias that are held in fp32, in the dtype of the hidden states; the weight in fp32 where products
-    are."""
+    are.
+
+    Where products are in half precision the weight has rows of zeros behind its own, up to a multiple of 64: for
+    another number cuBLAS has slow kernels only. On an H100 a vocabulary of 50,257 took longer than one of 128,256,
+    although its rows were aligned in memory.
+    """
     if weight.dtype == torch.float32:
-        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    return weight if has_half_matmul(hidden.device) else weight.float(), bias
+        bias = None if bias is None else bias.to(hidden.dtype)
+    dtype = hidden.dtype if weight.dtype == torch.float32 else weight.dtype
+    if not has_half_matmul(hidden.device):
+        return weight.to(dtype).float(), bias
+    lacking = -len(weight) % GPU_VOCABULARY
+    if dtype == torch.float32 or not lacking:
+        return weight.to(dtype), bias
+    wider = weight.new_zeros((len(weight) + lacking, weight.shape[1]), dtype=dtype)
+    wider[: len(weight)] = weight
+    return wider, bias
 
 
 def _add_gradients(totals, start: int, gradient, weight, chunk, is_ignored) -> None:
-    """Add what a chunk's gradient of its logits (N, V) comes to, where `totals` (of hidden states, weight and bias)
-    has a tensor; rows that are ignored count as zeros."""
+    """Add what a chunk's gradient of its logits (N, V or more) comes to, where `totals` (of hidden states, weight and
+    bias) has a tensor; rows that are ignored count as zeros."""
     of_hidden, of_weight, of_bias = totals
     if of_hidden is not None:
         of_hidden[start : start + len(chunk)] = (gradient @ weight).masked_fill_(is_ignored, 0)
     if of_weight is not None:
         _add_product(of_weight, gradient.T, chunk.masked_fill(is_ignored, 0))
     if of_bias is not None:
-        of_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0]
+        of_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0, : len(of_bias)]
 
 
 def loss_and_gradient(logits, target, gradient, label_smoothing: float, z_loss: float) -> torch.Tensor:
@@ -321,10 +344,10 @@ def or_as_it_is(compiled: Callable[..., Any], function: Callable[..., Any]) -> C
     return call
 
 
-def _log_probabilities(chunk, weight, bias, target, share) -> tuple[torch.Tensor, ...]:
+def _log_probabilities(chunk, weight, bias, target, share, size: int) -> tuple[torch.Tensor, ...]:
     """(log probabilities (N, V), fp32; the targets (N,) among them; -1, or 0 where another rank has the target,
     (N, 1) or (1, 1); the logsumexp of the logits (N, 1))."""
-    logits = _logits(chunk, weight, bias)
+    logits = _logits(chunk, weight, bias, size)
     if share is None:
         log_probabilities = F.log_softmax(logits, dim=-1)
         log_sums = logits[:, :1] - log_probabilities[:, :1]
@@ -411,34 +434,23 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _aligned(like: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """A new matrix (N, V) of this dtype, each of its rows at a multiple of 16 bytes also where V is odd: without that
-    cuBLAS has slow kernels only. What lies between the rows is zero: a CPU's product was seen to read it."""
-    rows, columns = shape
-    wider = like.new_empty(rows, -(-columns // 8) * 8)
-    wider[:, columns:] = 0
-    return wider[:, :columns]
+def _room(weight: torch.Tensor, rows: int, size: int) -> torch.Tensor:
+    """A new matrix for the gradient of some rows of logits: as wide as the weight has rows, zero behind `size`."""
+    room = weight.new_empty(rows, len(weight))
+    room[:, size:] = 0
+    return room
 
 
-@functools.cache
-def multiplies_into_rows(device: torch.device) -> bool:
-    """Return whether a device writes a product of half-precision matrices, in fp32, into a part of wider rows."""
-    ones = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
-    product = _aligned(torch.empty(0, device=device), (8, 5))
-    try:
-        torch.mm(ones, ones[:, :5], out_dtype=torch.float32, out=product)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((product == 8).all())
+def _in_room(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of logits (N, V) in the weight's dtype, as wide as the weight has rows."""
+    room = _room(weight, *gradient.shape)
+    room[:, : gradient.shape[1]] = gradient
+    return room
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In fp32, also where hidden states (N, H) and weight (V, H) are not."""
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int) -> torch.Tensor:
+    """In fp32, also where hidden states (N, H) and weight (V or more, H) are not: (N, V), of the first `size` rows."""
     if weight.dtype == torch.float32:
         return F.linear(hidden, weight, None if bias is None else bias.float())
-    if weight.shape[0] % 8 and multiplies_into_rows(hidden.device):
-        logits = _aligned(hidden.new_empty(0, dtype=torch.float32), (len(hidden), len(weight)))
-        torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits)
-    else:
-        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)[:, :size]
     return logits if bias is None else logits.add_(bias)
