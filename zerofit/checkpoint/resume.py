@@ -85,11 +85,7 @@ class EarlierRuns:
         Returns: (the number of them that the options are given for, whether the global batch is that of a run that
             resumes, what was done). The number stays as it was, so that the same command resumes the run again.
         """
-        recorded = None
-        if recipe.resume != "never":
-            is_this_run = self.own is not None and not evident_differences(recipe, self.own)
-            recorded = self.own if is_this_run else self.named
-        recorded = recorded or {}
+        recorded = self._resumed(recipe)
         size, before = recorded.get("global_batch_size"), next(filter(is_count, map(recorded.get, GIVEN_FOR)), None)
         given = recipe.global_batch_size if recipe.source("global_batch_size") else None
         if not is_count(size) or before is None or given not in (None, size) or (given is None and before == replicas):
@@ -106,6 +102,21 @@ class EarlierRuns:
                 f"{size}, and the accumulation follows"
             ),
         )
+
+    def keep_residual(self, recipe: TrainingRecipe) -> None:
+        """Let a run that resumes keep its residual stream in fp32, where it was in fp32 before: by its option, or
+        since there was no such option yet."""
+        recorded = self._resumed(recipe)
+        if recorded and recorded.get("residual_in_fp32", True) and not recipe.source("residual_in_fp32"):
+            recipe.adopt("residual_in_fp32", True, RESUMED)
+
+    def _resumed(self, recipe: TrainingRecipe) -> dict[str, Any]:
+        """The options of the run that a recipe seems to resume; {}: of none."""
+        if recipe.resume == "never":
+            return {}
+        differing = evident_differences(recipe, self.own or {})
+        is_this_run = self.own is not None and {text.split()[0] for text in differing} <= {"residual_in_fp32"}
+        return (self.own if is_this_run else self.named) or {}
 
     def compiled(self, plan: "ResumePlan") -> bool | str | None:
         """What of the model was compiled in the run that a plan resumes; None: it resumes none."""

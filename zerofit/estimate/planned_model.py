@@ -24,6 +24,7 @@ from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.lora import split_targets
 from zerofit.model.norms import fuse_norms
 from zerofit.model.parameters import hidden_matrices
+from zerofit.model.residual import round_embeddings
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import parameter_groups
@@ -246,6 +247,8 @@ class PlannedModel:
                 if self.recipe.lora and parameter.requires_grad:
                     parameter.data = parameter.data.to(trained)
             fuse_norms(model)
+            if not self.recipe.residual_in_fp32:
+                round_embeddings(model)
             rows.install(model)
             return model
 

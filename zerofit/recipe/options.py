@@ -97,6 +97,12 @@ class OptimizerOptions(Recipe, phase="train"):
         common=True,
         phase="always",
     )
+    residual_in_fp32: bool = option(
+        False,
+        "In bf16, where weights are in fp32 (one process, DDP): keep the sum that layers add to in fp32 as well. "
+        "Without it that sum is in bf16, as it is under ZeRO and FSDP2, which is faster and takes less memory.",
+        phase="always",
+    )
 
     def problems(self) -> list[str]:
         problems = super().problems()

@@ -28,6 +28,7 @@ from zerofit.model.float8 import check_float8_device, convert_to_float8
 from zerofit.model.lora import add_adapter
 from zerofit.model.norms import fuse_norms
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
+from zerofit.model.residual import round_embeddings
 from zerofit.recipe.files import appears, is_there
 from zerofit.strategy import processes
 from zerofit.strategy.devices import pins_memory
@@ -67,6 +68,8 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
     run.facts.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
     model = load.build_model(auto_class, config, recipe, strategy, recipe.seed, ignored_weights, run.facts.parameters)
     fuse_norms(model)
+    if not recipe.residual_in_fp32:
+        round_embeddings(model)
     return model
 
 

@@ -1,0 +1,87 @@
+"""The residual stream in bf16 where weights are in fp32."""
+
+import pytest
+import torch
+from helpers import TINY, recipe_of, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerofit.checkpoint.resume import EarlierRuns
+from zerofit.model.compilation import blocks_of
+from zerofit.model.residual import round_embeddings
+
+IDS = torch.arange(48).reshape(2, 24)
+PRE_NORM = ["gpt2", "llama"]
+
+
+class Dtypes(TorchDispatchMode):
+    """The dtypes of sums of two tensors of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.name() == "aten::add.Tensor" and torch.is_tensor(args[1]) and result.shape[:2] == IDS.shape:
+            self.found.add(result.dtype)
+        return result
+
+
+def entering(model, dtype):
+    """The dtypes in which hidden states enter the blocks, under autocast in a dtype."""
+    seen = []
+    for block in blocks_of(model):
+        block.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append((args or [*kwargs.values()])[0].dtype), with_kwargs=True
+        )
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        model(input_ids=IDS).logits.float().sum().backward()
+    return set(seen)
+
+
+@pytest.mark.parametrize("family", PRE_NORM)
+def test_it_is_in_bf16_under_autocast_alone(family):
+    assert entering(tiny_model(family), torch.bfloat16) == {torch.float32}
+    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (None, torch.float32)):
+        model = tiny_model(family)
+        round_embeddings(model)
+        assert entering(model, dtype) == {expected}
+        gradients = {each.grad.dtype for each in model.parameters() if each.grad is not None}
+        assert gradients == {torch.float32}
+
+
+@pytest.mark.parametrize("family", PRE_NORM)
+def test_its_sums_are_in_bf16(family):
+    model = tiny_model(family)
+    round_embeddings(model)
+    with torch.autocast("cpu", torch.bfloat16), Dtypes() as dtypes:
+        model(input_ids=IDS)
+    assert dtypes.found == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_embeddings_within_blocks_stay(family):
+    model = tiny_model(family)
+    round_embeddings(model)
+    within = [module for block in blocks_of(model) for module in block.modules()]
+    hooked = [module for module in model.modules() if module._forward_hooks]
+    assert hooked
+    assert not any(module in within for module in hooked)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "stated", "kept"),
+    [
+        ({}, {}, True),  # it is of a time without the option
+        ({"residual_in_fp32": True}, {}, True),
+        ({"residual_in_fp32": False}, {}, False),
+        ({"seed": 7}, {}, False),  # another run
+        ({}, {"residual_in_fp32": False}, False),
+        ({}, {"resume": "never"}, False),
+    ],
+)
+def test_a_run_that_resumes_keeps_what_it_had(recorded, stated, kept):
+    recipe = recipe_of(train_file=["x.txt"], **stated)
+    own = {name: value for name, value in recipe.to_dict().items() if name != "residual_in_fp32"}
+    EarlierRuns({**own, "global_batch_size": None, **recorded}).keep_residual(recipe)
+    assert recipe.residual_in_fp32 == kept
