@@ -72,7 +72,8 @@ def words_of(row: MeasuredRow) -> list[str]:
     words = (
         f"--task clm --config_name {name} --config_overrides {overrides} --block_size {row.length} "
         f"--precision {row.precision} --gpu {row.gpu} --num_gpus {row.gpus} --gpus_per_node {row.gpus_per_node} "
-        f"--gpu_memory 900GiB --strategies {row.strategy} --gradient_accumulation_steps {row.accumulation}"
+        f"--gpu_memory 900GiB --strategies {row.strategy} --gradient_accumulation_steps {row.accumulation} "
+        "--residual_in_fp32"  # as transformers alone has it
     ).split()
     if row.network:
         words += ["--network_bandwidth", row.network]

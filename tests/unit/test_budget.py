@@ -13,20 +13,20 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 4030,  # 2,700
-    "zerofit/model": 6_170,  # 4,700
+    "zerofit/recipe": 4036,  # 2,700
+    "zerofit/model": 6_208,  # 4,700
     "zerofit/compat": 741,  # 600
     "zerofit/data": 7694,  # 6,000
     "zerofit/strategy": 5624,  # 4,800
-    "zerofit/estimate": 5049,  # 4,700
+    "zerofit/estimate": 5051,  # 4,700
     "zerofit/record": 1653,  # 4,300 with health and checkpoint
     "zerofit/health": 1574,
-    "zerofit/checkpoint": 2067,
+    "zerofit/checkpoint": 2078,
     "zerofit/training": 3625,  # 2,000
     "zerofit/launch": 1776,  # 1,300
     "zerofit/tools": 11914,  # 10,600
-    "benchmarks": 2047,  # 1,800
-    "tests": 31_469,  # 21,500
+    "benchmarks": 2049,  # 1,800
+    "tests": 31_556,  # 21,500
 }
 
 
