@@ -46,10 +46,8 @@ from zerofit.data.pack import Documents, PackedBlocks, TextData
 from zerofit.health.watchdog import Watchdog
 from zerofit.launch.ranks import RankRendezvous
 from zerofit.model.configuration import load_configuration
-from zerofit.model.load import build_model
 from zerofit.model.loss import model_loss
 from zerofit.model.parameters import count_parameters
-from zerofit.model.preflight import install_chosen_loss
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.schedule import make_schedule
@@ -57,7 +55,9 @@ from zerofit.record.jsonl import JsonlFile
 from zerofit.record.terminal import table
 from zerofit.record.timeline import Timeline
 from zerofit.strategy.optimizers import make_optimizer
+from zerofit.training.causal import choose_loss_and_attention
 from zerofit.training.entry import Start
+from zerofit.training.prepare import build_model
 from zerofit.training.run import Run
 
 RATIOS = (("zerofit", "bare"), ("zerofit", "Trainer"))  # whose tokens/s, divided by whose
@@ -199,8 +199,8 @@ def train_zerofit(work: Workload, laps: Laps) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # an export has one
     data = TextData(work.samples, None, tokenizer, work.options.block_size)
     run.start(data)
-    model = build_model(AutoModelForCausalLM, work.config, run.recipe, run.strategy, recipe.seed)
-    install_chosen_loss(model, run.recipe)
+    model = build_model(AutoModelForCausalLM, work.config, run)
+    choose_loss_and_attention(model, run)
     optimizer = make_optimizer(model, run.recipe, run.device, run.strategy)
     engine = run.prepare(model, optimizer, make_schedule(run.recipe, run.num_updates))
     for update in run.updates(data, CausalCollator(pad_id=0)):
