@@ -1,12 +1,14 @@
 """Published architectures, parameter counts, weight decay, vocabulary."""
 
 import json
+import logging
 import shutil
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from helpers import TINY, check_refusal, refusal, tiny_model
 from sentencepiece import SentencePieceProcessor
 from tokenizers import ByteLevelBPETokenizer
@@ -346,6 +348,18 @@ def test_the_stated_kinds_of_layers_stay(tmp_path):
         assert load_configuration(recipe).layer_types == kinds[:count]
     recipe = ClmRecipe(config_name=str(tmp_path), config_overrides="num_hidden_layers=8")
     check_refusal(["config_overrides = 'num_hidden_layers=8'", "layer_types"], load_configuration, recipe)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2", "llama-3.2-1b"])
+def test_an_override_warns_of_nothing(name, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.getLogger("transformers"), "handle", said.append)
+    monkeypatch.setattr(logging.getLogger("transformers.configuration_utils"), "handle", said.append)
+    before = transformers.logging.get_verbosity()
+    transformers.utils.logging.warning_once.cache_clear()
+    load_configuration(ClmRecipe(config_name=name, config_overrides="num_hidden_layers=2"))
+    assert said == []
+    assert transformers.logging.get_verbosity() == before
 
 
 def test_sizes_that_do_not_go_together_are_refused_before_training():

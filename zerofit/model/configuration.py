@@ -313,6 +313,8 @@ def _derive_again(config, before: dict[str, Any], changed: set[str]) -> None:
         before: all fields before the overrides.
         changed: the names of those that the overrides set.
     """
+    from transformers.utils import logging as of_transformers
+
     kind, layers = type(config), config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
     def gives_all(fields: dict[str, Any]) -> bool:
@@ -321,9 +323,14 @@ def _derive_again(config, before: dict[str, Any], changed: set[str]) -> None:
         except (*OF_FILES, StrictDataclassError):
             return False
 
-    stated = {name: before[name] for name in before if not gives_all(_without(before, name))}
-    if not gives_all(stated):
-        return
+    loud = of_transformers.get_verbosity()
+    of_transformers.set_verbosity_error()  # it warns of what these trials lack
+    try:
+        stated = {name: before[name] for name in before if not gives_all(_without(before, name))}
+        if not gives_all(stated):
+            return
+    finally:
+        of_transformers.set_verbosity(loud)
     for name, value in stated.items():
         is_by_layer = isinstance(value, list) and len(value) == before.get(layers) and PER_LAYER.search(name)
         if is_by_layer and name not in changed:
