@@ -18,7 +18,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/compat": 741,  # 600
     "zerofit/data": 7694,  # 6,000
     "zerofit/strategy": 5624,  # 4,800
-    "zerofit/estimate": 5051,  # 4,700
+    "zerofit/estimate": 5_068,  # 4,700
     "zerofit/record": 1653,  # 4,300 with health and checkpoint
     "zerofit/health": 1574,
     "zerofit/checkpoint": 2078,
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1776,  # 1,300
     "zerofit/tools": 11914,  # 10,600
     "benchmarks": 2060,  # 1,800
-    "tests": 31_570,  # 21,500
+    "tests": 31_578,  # 21,500
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from zerofit.compat import replaced
 from zerofit.compat.torch import DispatchMode
 from zerofit.estimate.module_visits import Visit
-from zerofit.estimate.operations import BY_FLOPS, Operation, operation_of, tensors_in
+from zerofit.estimate.operations import BY_FLOPS, MATRIX, Operation, operation_of, tensors_in
 
 
 @dataclass
@@ -64,12 +64,20 @@ class AllocationTracker(DispatchMode):
             the first (torch/csrc/autograd/input_buffer.cpp).
 
     Attributes:
-        multiplied: the storages that have gone into matrix products and attention, or came out of them.
+        multiplied: the storages that have gone into matrix products and attention, or came out of them. In float8 a
+            product's inputs are rounded copies, so that these are made again in the backward pass from what is kept.
         counts: whether what is made now is counted.
     """
 
-    def __init__(self, rounding: int = 1, thin_masks: bool = False, tied: frozenset[torch.Size] = frozenset()):
+    def __init__(
+        self,
+        rounding: int = 1,
+        thin_masks: bool = False,
+        tied: frozenset[torch.Size] = frozenset(),
+        is_float8: bool = False,
+    ):
         super().__init__()
+        self.is_float8 = is_float8
         self.rounding, self.thin_masks, self.live, self.peak = rounding, thin_masks, 0, 0
         self.tied = tied
         self.segments: list[Segment] = []
@@ -130,7 +138,8 @@ class AllocationTracker(DispatchMode):
             self._resize(result.untyped_storage(), self._rounded(result.numel()))
         operation = operation_of(function, args, kwargs or {}, result)
         if operation and operation.kind in BY_FLOPS:
-            self.multiplied.update(id(tensor.untyped_storage()) for tensor in tensors_in((args, result)))
+            multiplied = result if self.is_float8 and operation.kind == MATRIX else (args, result)
+            self.multiplied.update(id(tensor.untyped_storage()) for tensor in tensors_in(multiplied))
         self.note(operation)
         return result
 

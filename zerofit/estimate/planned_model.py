@@ -204,6 +204,7 @@ class PlannedModel:
             offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
             experts=layout.data_size if getattr(sharding, "divided", ()) else 0,
             compiled=bool(self.recipe.compiles),
+            float8=self.recipe.float8,
         )
 
     def tracer(

@@ -60,6 +60,7 @@ class TraceSettings:
         offloaded: the inputs of layers that are recomputed wait in the host's memory.
         experts: ranks that divide the experts of a mixture; 0: they are not divided.
         compiled: layers are compiled.
+        float8: products of layers are in float8.
     """
 
     dtype: torch.dtype
@@ -76,6 +77,7 @@ class TraceSettings:
     offloaded: bool = False
     experts: int = 0
     compiled: bool = False
+    float8: bool = False
 
     @property
     def gpu_kernels(self) -> bool:
@@ -187,7 +189,12 @@ class Tracer:
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
         on_gpu = self.settings.on_gpu
-        ledger = AllocationTracker(512 if on_gpu else 1, thin_masks=on_gpu, tied=_tied_shapes(self.model))
+        ledger = AllocationTracker(
+            512 if on_gpu else 1,
+            thin_masks=on_gpu,
+            tied=_tied_shapes(self.model),
+            is_float8=self.settings.float8,
+        )
         with self._as_it_will_run(ledger), contextlib.ExitStack() as hooks:
             inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
             ledger.exclude([*self.model.parameters(), *self.model.buffers()])
