@@ -49,6 +49,7 @@ from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import model_loss
 from zerofit.model.parameters import count_parameters
 from zerofit.recipe import ClmRecipe
+from zerofit.recipe.errors import hooks_within
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.schedule import make_schedule
 from zerofit.record.jsonl import JsonlFile
@@ -255,16 +256,24 @@ CANDIDATES: dict[str, Callable[[Workload, Laps], None]] = {
 
 def measure(name: str, work: Workload) -> dict[str, float]:
     """One candidate, from fresh weights, with all cores and nothing left behind by the one before."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    forget_candidates()
+    laps = Laps(work.options, work.device)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), hooks_within():
+        CANDIDATES[name](work, laps)
+    return laps.figures()
+
+
+def forget_candidates() -> None:
+    """Free the models of candidates that ended, or failed, and what accelerate knows of them."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    torch.set_num_threads(os.cpu_count() or 1)
+    gc.unfreeze()  # a run of zerofit takes what there is, its model too, out of the search for garbage
     gc.collect()
-    laps = Laps(work.options, work.device)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        CANDIDATES[name](work, laps)
-    return laps.figures()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def measure_rounds(work: Workload) -> list[dict[str, dict[str, float]]]:
