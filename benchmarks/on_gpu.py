@@ -1,16 +1,16 @@
 """Speed and memory on one GPU, beside what `zerofit plan` predicts. No network: real shapes, random weights, docs/.
 
-    python benchmarks/on_gpu.py outputs/on-gpu             # on the GPU of a machine: it ends within 22 minutes
+    python benchmarks/on_gpu.py outputs/on-gpu             # on the GPU of a machine: it ends within 23 minutes
     python benchmarks/on_gpu.py outputs/on-gpu --predict   # anywhere: predictions, and docs/measurements/gpu.md
     python benchmarks/on_gpu.py outputs/on-cpu --tiny --page PAGE    # small shapes, to see on a CPU that it works
 
-* The head alone: loss and gradients of 8,192 tokens in bf16 for several vocabularies and chunks of rows
-  (zerofit/model/chunked_loss.py), in turn: milliseconds, and the memory that is taken beside inputs and gradients.
+* Launches of two models under several strategies (ROWS), float8 among them.
 * Side by side in one process, in turn: zerofit as it is, without what makes it fast (BEFORE), and transformers'
   Trainer, eager and compiled, on the same shapes (benchmarks/loop_speed.py).
+* The head alone: loss and gradients of 8,192 tokens in bf16 for several vocabularies and chunks of rows
+  (zerofit/model/chunked_loss.py), in turn: milliseconds, and the memory that is taken beside inputs and gradients.
 * Where an update's time goes (--profile), as it is and without what makes it fast.
-* Launches of three models under several strategies (ROWS), float8 among them; fine-tuning on padded rows whose width
-  is a multiple of 8 or of 64: seconds and compiled graphs.
+* Fine-tuning on padded rows whose width is a multiple of 8 or of 64: seconds and compiled graphs.
 
 Everything goes into on-gpu.json as soon as it is measured. The same command goes on where it was stopped, by its own
 limit or otherwise. --predict takes the processor, so it is run by itself; it writes the tables of the page, between
@@ -19,7 +19,6 @@ its marks `<!-- on_gpu NAME -->` and `<!-- end -->`: what stands outside of them
 
 import argparse
 import contextlib
-import gc
 import gzip
 import importlib
 import json
@@ -49,13 +48,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements" / "gpu.md"
 GIB = 2**30
 NOT_COUNTED, UPDATES = 4, 16
-LAUNCH_S, LIMIT_S, LAST_S = 180, 22 * 60, 40  # of a launch, of all measuring; nothing begins in the last seconds
+LAUNCH_S, LIMIT_S, LAST_S = 180, 23 * 60, 40  # of a launch, of all measuring; nothing begins in the last seconds
+KILL_S = 20  # after a launch was asked to end
 END = {"s": math.inf}  # of time.monotonic(): what runs then is ended, and measured by the next command
 HEAD = ((50257, 50304, 128256), 2048, 8192, (1024, 2048, 4096))  # vocabularies, hidden, tokens, rows of a chunk
 MODELS = {  # name, changes, vocabulary, length
     "GPT-2": ("gpt2", "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0", 50304, 1024),
     "Llama-3.2-1B": ("llama-3.2-1b", "", 128256, 2048),
-    "8 layers of Llama-3-8B": ("llama-3-8b", "num_hidden_layers=8", 128256, 2048),
 }
 SIDE_BY_SIDE = [("Llama-3.2-1B", 8), ("GPT-2", 32)]  # model, rows of a micro-batch
 ROUNDS = 2
@@ -79,7 +78,7 @@ KERNELS = {
     "optimizer": "adam",
 }
 COMPILED = "--torch_compile"
-ROWS = [  # model, strategy, micro-batch, further options; a launch of 1B weights takes 75 s, under ZeRO 110
+ROWS = [  # model, strategy, micro-batch, options; a launch of 1B weights takes 75 s, under ZeRO 110, of GPT-2 40
     ("Llama-3.2-1B", "single", 8, COMPILED),
     ("Llama-3.2-1B", "zero2", 8, COMPILED),
     ("Llama-3.2-1B", "zero3", 8, ""),
@@ -87,7 +86,6 @@ ROWS = [  # model, strategy, micro-batch, further options; a launch of 1B weight
     ("GPT-2", "single", 32, COMPILED),
     ("GPT-2", "single", 64, COMPILED),
     ("Llama-3.2-1B", "single", 8, ""),
-    ("8 layers of Llama-3-8B", "single", 2, COMPILED),
 ]
 PADDED = ("GPT-2", (8, 64), (COMPILED, ""), 100)  # model, multiples of a row's width, options, updates
 TINY = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,num_hidden_layers=2"
@@ -139,6 +137,8 @@ class Results:
         except Exception as error:  # of one candidate; the others go on
             traceback.print_exc()
             found = {"reason": f"{type(error).__name__}: {error}".partition("\n")[0][:120].replace("|", "/")}
+        torch.compiler.reset()
+        loop_speed.forget_candidates()  # not sooner: the frames of an error hold tensors
         rows.append(row | found)
         print(part, json.dumps({name: value for name, value in rows[-1].items() if name != "flags"}), flush=True)
         self.write()
@@ -207,21 +207,14 @@ class Shape(loop_speed.Workload):
     def recipe(self) -> ClmRecipe:
         o = self.options
         changes = ",".join(filter(None, (self.changes, f"vocab_size={o.vocab_size},bos_token_id=0,eos_token_id=0")))
-        values = {
-            "config_name": self.name,
-            "config_overrides": changes,
-            "packing": "concatenate",
-            "precision": "bf16",
-            "block_size": o.block_size,
-            "per_device_train_batch_size": o.micro_batch,
-            "max_train_steps": self.num_updates,
-            "learning_rate": 1e-4,
-            "output_dir": tempfile.mkdtemp(dir=self.folder),
-            "overwrite_output_dir": True,
-            **self.candidate,
-        }
+        values: dict[str, Any] = {
+            "config_name": self.name, "config_overrides": changes, "packing": "concatenate", "precision": "bf16",
+            "block_size": o.block_size, "per_device_train_batch_size": o.micro_batch, "learning_rate": 1e-4,
+            "max_train_steps": self.num_updates, "output_dir": tempfile.mkdtemp(dir=self.folder),
+            "overwrite_output_dir": True, **self.candidate,
+        }  # fmt: skip
         recipe = ClmRecipe(**values)
-        recipe.remember_sources(dict.fromkeys(values, "benchmarks/on_gpu.py"))  # else a strategy takes its own
+        recipe.remember_sources(dict.fromkeys(values, "on_gpu.py"))  # else the launcher's precision holds: fp32
         return recipe
 
     def model(self) -> torch.nn.Module:
@@ -233,10 +226,6 @@ class Shape(loop_speed.Workload):
         how, options, is_before = CANDIDATES[name]
         self.candidate = options if how == "zerofit" else EAGER
         self.trainer = {"bf16": True, **options} if how == "Trainer" else {}
-        torch.compiler.reset()
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
         with as_before() if is_before else contextlib.nullcontext():
             speed = loop_speed.measure(how, self)["tokens/s"]
         return self.options.micro_batch * self.options.block_size / speed
@@ -346,16 +335,18 @@ def run(words: list[str], limit_s: int) -> tuple[str, str]:
     Raises:
         OutOfTime: the end of all measuring came first.
     """
-    left_s = END["s"] - time.monotonic()
-    stopped = ["timeout", "--kill-after", "20", str(min(limit_s, left_s))]
+    began = time.monotonic()
+    left_s = END["s"] - began
+    stopped = ["timeout", "--kill-after", str(KILL_S), str(min(limit_s, left_s))]
     done = subprocess.run([*stopped, *words], cwd=ROOT, capture_output=True, text=True)
-    is_stopped = done.returncode in (124, 137)  # 137: it had to be killed
+    # Where `timeout` has to kill, it kills itself too: its code is that of a process which somebody else has killed.
+    is_stopped = done.returncode != 0 and time.monotonic() - began >= min(limit_s, left_s)
     if is_stopped and left_s < limit_s:
         raise OutOfTime
     if done.returncode == 0 or is_stopped:
         return done.stdout + done.stderr, f"stopped after {limit_s} s" if done.returncode else ""
     errors = [line.strip() for line in done.stderr.splitlines() if "rror" in line or "out of memory" in line]
-    return "", (errors or ["no message"])[-1][:200].replace("|", "/")
+    return "", (errors or [f"it ended with code {done.returncode}, without a message"])[-1][:200].replace("|", "/")
 
 
 # -------------------------------------------------------------------------------------------------------------- report
@@ -364,7 +355,7 @@ WORDS, NUMBER = "---", "--:"
 ABOUT = [("model", "model", ""), ("rows", "rows", "d")]
 TABLES: dict[str, list[tuple[str, str, str]]] = {  # mark on the page: (title, name of the value, its form)
     "side by side": [*ABOUT, ("trained by", "candidate", ""), ("s", "seconds", ".3f"), ("least", "least", ".3f"),
-                     ("most", "most", ".3f")],
+                     ("most", "most", ".3f"), ("", "reason", "")],
     "updates": [("model", "model", ""), ("strategy", "strategy", ""), ("rows", "rows", "d"),
                 ("options", "options", ""), ("s", "seconds", ".3f"), ("plan", "seconds_per_update", ".3f"),
                 ("MFU", "mfu", ".1%"), ("GiB", "peak", ".2f"), ("plan", "peak_predicted", ".2f"),
@@ -375,21 +366,27 @@ TABLES: dict[str, list[tuple[str, str, str]]] = {  # mark on the page: (title, n
                ("updates", "updates", "d"), ("s of all", "all_updates", ".1f"), ("s, median", "seconds", ".3f"),
                ("graphs", "graphs", "d"), ("", "reason", "")],
     "head": [("vocabulary", "vocabulary", ",d"), ("rows of a chunk", "chunk", ",d"), ("ms", "ms", ".2f"),
-             ("GiB", "peak", ".2f")],
+             ("GiB", "peak", ".2f"), ("", "reason", "")],
 }  # fmt: skip
 
 
 def rows_of(part: str, rows: list[dict]) -> list[dict]:
-    """The lines of a table: medians of rounds, a line for each chunk, bytes as GiB."""
+    """The lines of a table: medians of rounds, a line for each chunk, bytes as GiB; below them what failed."""
+    if part in ("head", "side by side"):
+        failed = [{**row, "round": None} for row in rows if "reason" in row]
+        failed = [row for at, row in enumerate(failed) if row not in failed[:at]]  # in each round alike
+        rows = [row for row in rows if "reason" not in row]
     if part == "head":
         chunks = [(row["vocabulary"], int(chunk), *of) for row in rows for chunk, of in row["chunks"].items()]
-        return [{"vocabulary": v, "chunk": chunk, "ms": ms, "peak": peak / GIB} for v, chunk, ms, peak in chunks]
+        lines = [{"vocabulary": v, "chunk": chunk, "ms": ms, "peak": peak / GIB} for v, chunk, ms, peak in chunks]
+        return lines + failed
     if part == "side by side":
         rounds: dict[tuple, list[float]] = {}
-        for row in (row for row in rows if "seconds" in row):
+        for row in rows:
             rounds.setdefault((row["model"], row["rows"], row["candidate"]), []).append(row["seconds"])
         names = ("model", "rows", "candidate", "seconds", "least", "most")
-        return [dict(zip(names, (*about, statistics.median(s), min(s), max(s)))) for about, s in rounds.items()]
+        medians = [dict(zip(names, (*about, statistics.median(s), min(s), max(s)))) for about, s in rounds.items()]
+        return medians + failed
     lines = []
     for row in rows:
         said = row.get("predicted", {})
@@ -455,10 +452,15 @@ def measure(results: Results, output: Path, device: torch.device) -> None:
             for name in CANDIDATES:
                 row = {"model": model, "rows": rows, "round": number, "candidate": name}
                 results.add("side by side", row, lambda shape=shape, name=name: {"seconds": shape.seconds(name)})
-        for how, parts in (("before", BEFORE), ("now", [])):
-            options = COMPILED * (how == "now" and device.type != "cpu")
-            row = row_of(model, "single", rows, options) | {"how": how}
-            results.add("profile", row, lambda row=row, parts=parts: profile(row, output / "run", parts))
+    vocabularies, hidden, tokens, chunks = HEAD
+    for vocabulary in vocabularies:
+        row = {"vocabulary": vocabulary, "hidden": hidden}
+        results.add("head", row, lambda v=vocabulary: time_heads(device, v, hidden, tokens, chunks))
+    model, rows = SIDE_BY_SIDE[0]
+    for how, parts in (("before", BEFORE), ("now", [])):
+        options = COMPILED if how == "now" and device.type != "cpu" else ""
+        row = row_of(model, "single", rows, options) | {"how": how}
+        results.add("profile", row, lambda row=row, parts=parts: profile(row, output / "run", parts))
     model, multiples, options, updates = PADDED
     for further in options:
         for multiple in multiples:
@@ -466,10 +468,6 @@ def measure(results: Results, output: Path, device: torch.device) -> None:
             row |= {"options": further, "multiple": multiple, "updates": updates}
             parts = [("zerofit.data.collate", "GPU_MULTIPLE", str(multiple))]
             results.add("padded", row, lambda row=row, p=parts: train(row, output / "run", p, updates=updates))
-    vocabularies, hidden, tokens, chunks = HEAD
-    for vocabulary in vocabularies:
-        row = {"vocabulary": vocabulary, "hidden": hidden}
-        results.add("head", row, lambda v=vocabulary: time_heads(device, v, hidden, tokens, chunks))
 
 
 def main() -> None:

@@ -1,19 +1,26 @@
 """Benchmarks, once in small: that each of them still runs and measures what it says, not how fast anything is."""
 
 import contextlib
+import functools
 import importlib
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, environment
+from torch._dynamo.utils import counters
 
+from zerofit.model.compilation import compile_model
 from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.strategy.optimizers import make_optimizer
+from zerofit.training import prepare
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import loop_speed
 import on_gpu
 
 LOOP = ["loop_speed", "--rounds", "1", "--updates", "2", "--warmup", "1", "--num_layers", "1", "--hidden_size", "32",
@@ -54,7 +61,7 @@ def test_every_launch_on_a_gpu_is_a_recipe():
             on_gpu.MODELS[name], size, further)}, Path("out"), updates)[1:])  # fmt: skip
         assert recipe.max_train_steps == updates
         assert (ROOT / "accelerate_configs" / f"{recipe.strategy}.yaml").is_file()
-    assert len(rows) > 15
+    assert len(rows) > 8
     for module, name, value in on_gpu.BEFORE:
         assert hasattr(importlib.import_module(module), name), name
         eval(value)
@@ -74,6 +81,67 @@ def test_a_measurement_that_was_stopped_goes_on(tmp_path):
     assert measure(1000, stops_after_first=True) == measure(-1) == [{"number": 0, "seconds": 0}]
     assert measure(1000) == [{"number": number, "seconds": number} for number in range(2)]
     assert made == [0, 1]
+
+
+def test_what_fails_has_its_reason_in_the_table(tmp_path):
+    results = on_gpu.Results(tmp_path / "on-gpu.json", 1000, torch.device("cpu"))
+    for part, row in (("side by side", {"model": "M", "rows": 2, "candidate": "C"}), ("head", {"vocabulary": 10})):
+        for number in range(2):
+            results.add(part, {**row, "round": number}, lambda: {}["no|such"])
+        (line,) = on_gpu.tables(results.found)[part].splitlines()[2:]
+        assert line.endswith("| KeyError: 'no/such' |")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", "stopped after 2 s"),  # it has to be killed
+        ("time.sleep(60)", "stopped after 2 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "it ended with code -9, without a message"),
+        ("raise ValueError('of the test')", "ValueError: of the test"),
+        ("print('done')", ""),
+    ],
+)
+def test_a_launch_tells_why_it_ended(monkeypatch, text, reason):
+    monkeypatch.setattr(on_gpu, "KILL_S", 1)
+    assert on_gpu.run([sys.executable, "-c", f"import os, signal, time; {text}"], 2)[1] == reason
+
+
+@pytest.mark.parametrize(("name", "fails"), [("zerofit", False), ("zerofit, eager", False), ("zerofit", True)])
+def test_a_candidate_trains_as_its_recipe_says_and_is_freed(tmp_path, monkeypatch, name, fails):
+    found: dict = {"dtypes": {}}
+
+    def make_watched_optimizer(model, *arguments):
+        found["model"] = weakref.ref(model)
+        for path, module in model.named_modules():
+            if path.endswith("proj"):
+                module.register_forward_hook(lambda _, __, out, path=path: found["dtypes"].update({path: out.dtype}))
+        return make_optimizer(model, *arguments)
+
+    def add(laps):
+        if fails:
+            raise RuntimeError("of the test")
+        of_laps(laps)
+
+    def measure():
+        counters.clear()
+        seconds = shape.seconds(name)
+        return {"seconds": seconds, "graphs": counters["stats"]["unique_graphs"]}
+
+    of_laps = loop_speed.Laps.add
+    monkeypatch.setattr(loop_speed.Laps, "add", add)
+    monkeypatch.setattr(loop_speed, "make_optimizer", make_watched_optimizer)
+    monkeypatch.setattr(prepare, "compile_model", functools.partial(compile_model, backend="aot_eager"))
+    (model,) = on_gpu.TINY_SHAPES["MODELS"].values()
+    shape = on_gpu.Shape(model, 2, torch.device("cpu"), tmp_path)
+    results = on_gpu.Results(tmp_path / "on-gpu.json", 1000, torch.device("cpu"))
+    results.add("side by side", {"candidate": name}, measure)
+    (row,) = results.found["parts"]["side by side"]
+    assert len(found["dtypes"]) == 14
+    assert set(found["dtypes"].values()) == {torch.bfloat16}
+    assert row.get("reason") == ("RuntimeError: of the test" if fails else None)
+    assert fails or (row["graphs"] > 0) == (name == "zerofit")
+    assert found["model"]() is None
 
 
 @pytest.mark.long

@@ -25,8 +25,8 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/training": 3625,  # 2,000
     "zerofit/launch": 1776,  # 1,300
     "zerofit/tools": 11914,  # 10,600
-    "benchmarks": 2060,  # 1,800
-    "tests": 31_578,  # 21,500
+    "benchmarks": 2067,  # 1,800
+    "tests": 31_646,  # 21,500
 }
 
 
