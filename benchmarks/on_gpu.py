@@ -57,7 +57,7 @@ MODELS = {  # name, changes, vocabulary, length
     "Llama-3.2-1B": ("llama-3.2-1b", "", 128256, 2048),
 }
 SIDE_BY_SIDE = [("Llama-3.2-1B", 8), ("GPT-2", 32)]  # model, rows of a micro-batch
-ROUNDS = 2
+ROUNDS = 3
 # (module, name, what stands there instead): what makes an update fast, and has no option of its own.
 BEFORE = [
     ("zerofit.model.norms", "is_llama_norm", "lambda module: False"),
@@ -87,7 +87,7 @@ ROWS = [  # model, strategy, micro-batch, options; a launch of 1B weights takes 
     ("GPT-2", "single", 64, COMPILED),
     ("Llama-3.2-1B", "single", 8, ""),
 ]
-PADDED = ("GPT-2", (8, 64), (COMPILED, ""), 100)  # model, multiples of a row's width, options, updates
+PADDED = ("Llama-3.2-1B", (8, 64), (COMPILED, ""), 100)  # model, multiples of a row's width, options, updates
 TINY = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,num_hidden_layers=2"
 TINY_SHAPES: dict[str, Any] = {
     "HEAD": ((1000,), 64, 128, (16, 32)),

@@ -35,7 +35,8 @@ class RankRendezvous:
             return int(environment.get(name, default))
 
         self.rank, self.count = number("RANK", 0), number("WORLD_SIZE", 1)
-        self.local_rank, self.here = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", self.count)
+        self.local_rank = number("LOCAL_RANK", 0)
+        self.here = number("LOCAL_WORLD_SIZE", self.count)
         self.machine = self.rank // self.here
         self.address, self.port = environment.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -260,13 +260,13 @@ def _cast(hidden, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias that are held in fp32, in the dtype of the hidden states; the weight in fp32 where products
     are.
 
-    Where products are in half precision the weight has rows of zeros behind its own, up to a multiple of 64: for
-    another number cuBLAS has slow kernels only. On an H100 a vocabulary of 50,257 took longer than one of 128,256,
-    although its rows were aligned in memory.
+    Where products are in half precision the weight has rows of zeros behind its own, up to a multiple of 64: on an
+    H100 a vocabulary of 50,257 took longer than one of 128,256, although its rows were aligned in memory.
     """
-    if weight.dtype == torch.float32:
-        bias = None if bias is None else bias.to(hidden.dtype)
-    dtype = hidden.dtype if weight.dtype == torch.float32 else weight.dtype
+    dtype = weight.dtype
+    if dtype == torch.float32:
+        dtype = hidden.dtype
+        bias = None if bias is None else bias.to(dtype)
     if not has_half_matmul(hidden.device):
         return weight.to(dtype).float(), bias
     lacking = -len(weight) % GPU_VOCABULARY
