@@ -49,7 +49,7 @@ class CheckpointDirectory:
     def __init__(self, path: Path, limit: int | None = None):
         self.path, self.limit = path, limit
         self._read: list[str] = []  # names of checkpoints that stay while other threads read them
-        self._is_withheld, self._lock = False, threading.Lock()  # from being dropped
+        self._lock = threading.Lock()
         self._newest = 0  # the update of the checkpoint that was written last
         self.finished: list[Callable[[Path], None]] = []  # called with each complete checkpoint
 
@@ -100,8 +100,7 @@ class CheckpointDirectory:
         finally:
             with self._lock, contextlib.suppress(OSError):
                 self._read.remove(folder.name)
-                if self._is_withheld:
-                    self._drop()
+                self._drop()
 
     def take_in(self, partial: Path, name: str) -> None:
         """Give a whole checkpoint, brought from elsewhere, its name, and let `latest` point to the newest."""
@@ -185,13 +184,9 @@ class CheckpointDirectory:
         states = [folder for folder in folders if (folder / STATE).is_dir()][: self.limit or AT_LEAST]
         keep = {*asked[: self.limit], *states, *map(self._best_of, states)}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
-        kept, self._is_withheld = {folder.name for folder in keep}, False
+        kept = {*self._read, *(folder.name for folder in keep)}
         for folder in folders:
-            if folder.name in kept:
-                continue
-            if folder.name in self._read:
-                self._is_withheld = True
-            else:
+            if folder.name not in kept:
                 _remove(folder)
 
     def _best_of(self, checkpoint: Path) -> Path:

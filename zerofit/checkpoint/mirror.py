@@ -1,7 +1,7 @@
-"""Copies a run's checkpoints and results to an object store, in a thread of the main process.
+"""Copies a run's checkpoints and results to an object store, and brings them back where the output folder is lost.
 
-Training never waits for it. What the store does not take is tried again; what is lost of that is said. A checkpoint in
-the store that this run did not put there is another run's: then nothing more is written.
+A thread of the main process copies; training never waits for it, and what the store does not take is tried again. A
+checkpoint in the store that this run did not put there is another run's: then nothing more is written.
 
 s3://bucket/run/
   recipe.yaml, metrics.jsonl, ..., model/   as in the run's folder
@@ -9,27 +9,32 @@ s3://bucket/run/
 """
 
 import contextlib
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, NAME, CheckpointDirectory
+from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, NAME, STATE, CheckpointDirectory, flaw
 from zerofit.recipe.addresses import open_address
-from zerofit.recipe.errors import first_line
-from zerofit.recipe.parsing import counted, parse_json
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import atomic_file, remove, temporary_path
+from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parsing import counted, object_of, parse_json
+from zerofit.record.run_folder import RunFolder, evident_differences
+from zerofit.record.terminal import say
 from zerofit.record.written_files import CHECKPOINTS, MODEL, RECORD, files_below
 
 RETRY_S = 30.0  # between two attempts while the store fails
+RETRY_AT_START_S = 10.0
+OUTAGE_S = 600.0  # the store is tried so long, where nothing is known of the run without it
 FINISH_S = 600.0  # at the end of a run
-PAUSES_S = (1.0, 4.0)  # before a call that failed is tried again
 # What every run writes, in the order in which it is copied.
 RESULTS = (
     "recipe.yaml", "strategy.yaml", RECORD, "metrics.jsonl", "samples.jsonl", "stream.jsonl", "anomalies.jsonl",
     "environment.json", "loss.png",
 )  # fmt: skip
-T = TypeVar("T")
+# Of boto, Google's and Azure's libraries, of which any may be missing.
+NO_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
 
 
 class MirrorLost(Exception):
@@ -37,7 +42,7 @@ class MirrorLost(Exception):
 
 
 class MirrorStore:
-    """The files at one address, such as s3://bucket/run. A call that fails is tried again: stores ask for that.
+    """The files at one address, such as s3://bucket/run. Its methods raise whatever the store raises.
 
     Raises:
         UserError: nothing is known of such addresses, or a package is missing.
@@ -48,70 +53,47 @@ class MirrorStore:
         self._files, self._root = open_address("mirror", address)
 
     def put(self, source: Path | bytes, name: str) -> None:
-        """Write a file. Raises whatever the store raises; OSError where it has not arrived whole."""
+        """Write a file. Raises OSError where it has not arrived whole."""
         place = f"{self._root}/{name}"
-
-        def write() -> None:
-            if isinstance(source, bytes):
-                self._files.pipe_file(place, source)
-            else:
-                self._files.put_file(str(source), place)
-            size = len(source) if isinstance(source, bytes) else source.stat().st_size
-            self._files.invalidate_cache()
-            if (there := self._files.size(place)) != size:
-                raise OSError(f"{name} has {size:,} bytes, and {there:,} have arrived")
-
-        self._persistently(write)
+        if isinstance(source, bytes):
+            self._files.pipe_file(place, source)
+        else:
+            self._files.put_file(str(source), place)
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        self._files.invalidate_cache()
+        if (there := self._files.size(place)) != size:
+            raise OSError(f"{name} has {size:,} bytes, and {there:,} have arrived")
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""
         with contextlib.suppress(FileNotFoundError):
-            content: bytes = self._persistently(lambda: self._files.cat_file(f"{self._root}/{name}"))
+            content: bytes = self._files.cat_file(f"{self._root}/{name}")
             return content
         return None
 
     def get(self, name: str, path: Path) -> None:
         """Download a file; its folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._persistently(lambda: self._files.get_file(f"{self._root}/{name}", str(path)))
+        self._files.get_file(f"{self._root}/{name}", str(path))
 
     def remove(self, name: str) -> None:
         """Remove a folder; of a checkpoint the manifest first, so that what a kill leaves is no checkpoint."""
         place = f"{self._root}/{name}"
         for path in (f"{place}/{MANIFEST}", place):
             self._files.invalidate_cache()
-            if self._persistently(lambda path=path: self._files.exists(path)):  # type: ignore[misc]
-                self._persistently(lambda path=path: self._files.rm(path, recursive=True))  # type: ignore[misc]
+            if self._files.exists(path):
+                self._files.rm(path, recursive=True)
 
-    def checkpoints(self) -> list[str]:
-        """The names of checkpoints, the newest first, half ones included."""
+    def checkpoints(self) -> dict[str, bytes | None]:
+        """{name: manifest} of the checkpoints, the newest first; None: it is only half there."""
         self._files.invalidate_cache()
         try:
-            places = self._persistently(lambda: self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False))
+            places = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
         except FileNotFoundError:
-            return []
-        names = (place.rstrip("/").rsplit("/", 1)[-1] for place in places)
-        return sorted(filter(NAME.fullmatch, names), reverse=True)
-
-    def manifest(self, name: str) -> bytes | None:
-        """The manifest of a checkpoint; None: it is none, or not complete."""
-        return self.read(f"{CHECKPOINTS}/{name}/{MANIFEST}")
-
-    def complete(self) -> Iterator[tuple[str, list[str]]]:
-        """(name, files) of checkpoints with a manifest, the newest first."""
-        for name in self.checkpoints():
-            if files := files_of(self.manifest(name)):
-                yield name, files
-
-    def _persistently(self, call: Callable[[], T]) -> T:
-        for pause_s in PAUSES_S:
-            try:
-                return call()
-            except (FileNotFoundError, PermissionError):
-                raise
-            except Exception:  # each store has its own
-                time.sleep(pause_s)
-        return call()
+            return {}
+        names = sorted(filter(NAME.fullmatch, (Path(place).name for place in places)), reverse=True)
+        manifests = {name: self.read(f"{CHECKPOINTS}/{name}/{MANIFEST}") for name in names}
+        return {name: manifest if files_of(manifest) else None for name, manifest in manifests.items()}
 
 
 def files_of(manifest: bytes | None) -> list[str]:
@@ -128,13 +110,6 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _manifest(folder: Path) -> bytes | None:
-    """The manifest of a checkpoint on the disk; None: it is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        return (folder / MANIFEST).read_bytes()
-    return None
-
-
 class Mirror:
     """The mirror of one run, on its main process."""
 
@@ -144,8 +119,8 @@ class Mirror:
         self._messages: list[str] = []
         self._is_reported = False
         self._made: set[str] = set()  # names of checkpoints
-        self._mirrored: dict[str, bytes] = {}  # {name: its manifest} of those that are in the store
-        self._found: dict[str, bytes | None] | None = None  # of those that were there before; None: not looked yet
+        self._mirrored: set[str] = set()  # those of them that are in the store
+        self._known: set[bytes] | None = None  # manifests of ours and of an earlier launch; None: not looked yet
         self._sent: dict[tuple[str, bytes], set[str]] = {}  # {(name, manifest): files that are in the store}
         self._thread: threading.Thread | None = None
 
@@ -164,6 +139,7 @@ class Mirror:
     def wake(self, folder: Path) -> None:
         """Copy a checkpoint, which is complete."""
         self._made.add(folder.name)
+        self._mirrored.discard(folder.name)
         self._wanted.set()
 
     def messages(self) -> list[str]:
@@ -180,8 +156,7 @@ class Mirror:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 self._report(f"it was not ready {limit_s / 60:g} minutes after training")
-        missing = len(self._made - self._mirrored.keys())
-        number = counted(len(self._made & self._mirrored.keys()), "checkpoint")
+        number, missing = counted(len(self._mirrored), "checkpoint"), len(self._made - self._mirrored)
         return [*self.messages(), f"mirror      {number} mirrored, {missing} not: {self.store.address}"]
 
     def _work(self) -> None:
@@ -219,53 +194,41 @@ class Mirror:
         """Copy all that is not in the store, and remove there what is no longer in the folder.
 
         Raises:
-            MirrorLost: another run writes there.
+            MirrorLost: a checkpoint is there that neither this run nor an earlier launch of it has written.
             Exception: of the store.
         """
-        self._check_owner()
+        there = self.store.checkpoints()
+        if self._known is None:
+            for name in there:
+                if name > self._directory.folder(self._updates).name:
+                    self.store.remove(f"{CHECKPOINTS}/{name}")
+            self.store.remove(MODEL)
+            there = self.store.checkpoints()
+            self._known = set(filter(None, there.values()))
+        if not self._known.issuperset(filter(None, there.values())):
+            raise MirrorLost
         for name in RESULTS:
             with contextlib.suppress(FileNotFoundError):
                 self.store.put((self._folder / name).read_bytes(), name)
-        folders = self._directory.folders()
-        for folder in folders:
+        for folder in self._directory.folders():
             with self._directory.reading(folder):  # it stays in the folder meanwhile
-                self._copy_checkpoint(folder)
+                self._copy_checkpoint(folder, there.get(folder.name))
         kept, whole = {folder.name for folder in self._directory.folders()}, 0
-        for name in self.store.checkpoints():  # of those that are no longer in the folder the newest whole ones stay
-            is_whole = name in self._mirrored or bool(files_of((self._found or {}).get(name)))
-            whole += is_whole
-            if name not in kept and not (is_whole and whole <= AT_LEAST):
+        for name, manifest in self.store.checkpoints().items():
+            whole += manifest is not None  # of those that are no longer in the folder the newest whole ones stay
+            if name not in kept and (manifest is None or whole > AT_LEAST):
                 self.store.remove(f"{CHECKPOINTS}/{name}")
         for name in files_below(self._folder / MODEL, self._folder) if is_last else ():
             self.store.put(self._folder / name, name)
 
-    def _check_owner(self) -> None:
-        """Remove what of an earlier run comes again, once; from then on see that nobody else adds a checkpoint: one
-        of a name that was not there and is not ours, or another manifest of the newest."""
-        names = self.store.checkpoints()
-        if self._found is None:
-            for name in names:
-                if self._updates < 0 or name > self._directory.folder(self._updates).name:
-                    self.store.remove(f"{CHECKPOINTS}/{name}")
-            self.store.remove(MODEL)
-            self._found = {name: self.store.manifest(name) for name in self.store.checkpoints()}
-            return
-        ours = {name for name, _ in self._sent}
-        if not ours.union(self._found).issuperset(names):
-            raise MirrorLost
-        newest = self.store.manifest(names[0]) if names else None
-        if newest and newest != self._found.get(names[0]) and (names[0], newest) not in self._sent:
-            raise MirrorLost
-
-    def _copy_checkpoint(self, folder: Path) -> None:
-        """Copy a checkpoint, unless it is in the store. The manifest is last."""
-        name, place = folder.name, f"{CHECKPOINTS}/{folder.name}"
-        manifest = _manifest(folder)
-        if manifest is None or self._mirrored.get(name) == manifest:
-            return  # it is gone, or there
+    def _copy_checkpoint(self, folder: Path, there: bytes | None) -> None:
+        """Copy a checkpoint, the manifest last, unless it is in the store: then its manifest is `there`."""
+        assert self._known is not None, "of a store that was looked at"
+        name, place, manifest = folder.name, f"{CHECKPOINTS}/{folder.name}", _manifest(folder)
+        if manifest is None:
+            return  # it is gone
         self._made.add(name)
-        self._mirrored.pop(name, None)
-        if self.store.manifest(name) != manifest:
+        if there != manifest:
             if (name, manifest) not in self._sent:
                 self.store.remove(place)  # what a killed run has left
             sent = self._sent.setdefault((name, manifest), set())
@@ -275,5 +238,110 @@ class Mirror:
                     sent.add(each)
             if _manifest(folder) != manifest:
                 return  # it was written again meanwhile, and this wakes the thread
+            self._known.add(manifest)
             self.store.put(manifest, f"{place}/{MANIFEST}")
-        self._mirrored[name] = manifest
+        self._mirrored.add(name)
+
+
+def _manifest(folder: Path) -> bytes | None:
+    """The manifest of a checkpoint on the disk; None: it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / MANIFEST).read_bytes()
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- bringing back
+
+
+def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list[str]]:
+    """The mirror of a run, and notes for the log; what the folder lacks is in it.
+
+    Raises:
+        UserError: the store refuses, or a package is missing; it has another run, or one that would be deleted; its
+            checkpoints are all damaged; the folder has files of somebody else.
+        ConnectionError: it cannot be reached, and there is nothing to resume from without it.
+    """
+    assert recipe.mirror is not None, "of a run with a mirror"
+    mirror, until, is_reported = Mirror(MirrorStore(recipe.mirror)), time.monotonic() + OUTAGE_S, False
+    while True:
+        try:
+            return mirror, _restore(mirror.store, recipe, folder)
+        except UserError:
+            raise
+        except Exception as error:  # each store has its own
+            if isinstance(error, PermissionError) or type(error).__name__ in NO_CREDENTIALS:
+                raise UserError(f"mirror = {recipe.mirror!r} cannot be used: {reason(error)}") from None
+            failed = f"{recipe.mirror} cannot be read ({reason(error)})"
+            if any(CheckpointDirectory(folder.path / CHECKPOINTS).resumable()):
+                return mirror, [f"warning   {failed}: it is tried again"]
+            if time.monotonic() > until:
+                raise ConnectionError(f"mirror: {failed}, and may have checkpoints of this run") from None
+            if not is_reported:
+                say(f"warning   {failed}, and may have checkpoints of this run: tried for {OUTAGE_S / 60:.0f} minutes")
+            is_reported = True
+            time.sleep(RETRY_AT_START_S)
+
+
+def _restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> list[str]:
+    """Bring back the newest whole checkpoint, where the folder has none or only earlier ones, and the run's record.
+    Returns notes for the log.
+
+    Raises:
+        UserError: see open_mirror.
+        Exception: of the store.
+    """
+    directory = CheckpointDirectory(folder.path / CHECKPOINTS)
+    newest, there = next(directory.resumable(), None), store.checkpoints()
+    candidates = [name for name, manifest in there.items() if manifest and (newest is None or name > newest.name)]
+    if not candidates:
+        return []
+    differing = evident_differences(recipe, object_of(store.read("recipe.yaml") or b"", is_yaml=True) or {})
+    if recipe.resume != "auto" or differing:
+        if newest is None and not recipe.overwrite_output_dir:
+            what = f"a different run: {'; '.join(differing[:5])}" if differing else "checkpoints of this run"
+            raise UserError(
+                f"mirror = {store.address!r} holds {what}, and this run would start over. Choose another --mirror, or "
+                "delete what is there with --overwrite_output_dir"
+            )
+        return []
+    if evident_differences(recipe, folder.recorded() or {}):
+        return []  # which is refused later, or replaced
+    folder.refuse_foreign_files(directory.foreign(bool(folder.written.names)), recipe.overwrite_output_dir)
+    notes: list[str] = []
+    for name in candidates:
+        if not any(file.startswith(f"{STATE}/") for file in files_of(there[name])):
+            continue
+        problem = _bring(store, directory, name, there[name])
+        if problem is None:
+            for file in RESULTS[:-2]:  # the rest is made again
+                if (content := store.read(file)) is not None:
+                    with atomic_file(folder.path / file, "wb") as written:
+                        written.write(content)
+            progress = json.loads((directory.path / name / STATE / "progress.json").read_text())
+            if (best := progress["best"]["update"]) is not None:  # as of this checkpoint
+                best_name = directory.folder(best).name
+                if best_name == name or _bring(store, directory, best_name, there.get(best_name)) is None:
+                    directory.point_to_the_best(best)
+            return [*notes, f"mirror    {name} is brought back from {store.address}"]
+        notes.append(f"warning   {store.address}/{CHECKPOINTS}/{name} is not used: {problem}")
+    if notes and newest is None and not recipe.overwrite_output_dir:
+        raise UserError(
+            [note.removeprefix("warning   ") for note in notes]
+            + [f"mirror = {store.address!r}: no checkpoint can be used. Start over with --overwrite_output_dir"]
+        )
+    return notes
+
+
+def _bring(store: MirrorStore, directory: CheckpointDirectory, name: str, manifest: bytes | None) -> str | None:
+    """Download a checkpoint. Returns what is wrong with it; None if it is whole, and in its place."""
+    partial = temporary_path(directory.path / name)
+    try:
+        for file in (MANIFEST, *files_of(manifest)):
+            with contextlib.suppress(FileNotFoundError):
+                store.get(f"{CHECKPOINTS}/{name}/{file}", partial / file)
+        if (problem := flaw(partial)) is None:
+            directory.take_in(partial, name)
+        return problem
+    finally:
+        if partial.exists():
+            remove(partial)

@@ -19,8 +19,7 @@ from accelerate.utils import set_seed
 
 from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
 from zerofit.checkpoint.hub import HubRepository
-from zerofit.checkpoint.mirror import Mirror
-from zerofit.checkpoint.mirror_restore import open_mirror
+from zerofit.checkpoint.mirror import Mirror, open_mirror
 from zerofit.checkpoint.run_state import RunState
 from zerofit.data.lengths import growing_blocks
 from zerofit.data.token_updates import updates_by_tokens
