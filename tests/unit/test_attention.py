@@ -15,7 +15,7 @@ from helpers import TINY, refusal, tiny_model
 from transformers.integrations import hub_kernels
 
 import zerofit.model.attention as attention
-from zerofit.compat.transformers import attention_of, with_attention
+from zerofit.compat.transformers import attention_of
 from zerofit.data.collate import CausalCollator
 from zerofit.model.attention import SDPA, VARLEN, check_installed, choose_attention, kernel_of, takes_lengths
 from zerofit.model.loss import install_loss
@@ -132,17 +132,6 @@ def test_a_window_is_kept_inside_documents(flash):
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
 
 
-def test_half_precision_reaches_the_kernel_under_autocast(flash, monkeypatch):
-    """Weights and rotary embeddings are fp32 there, and a flash kernel takes none of it."""
-    dtypes = []
-    monkeypatch.setattr(
-        attention, "varlen_attn", lambda q, *rest, **how: dtypes.append(q.dtype) or flash.varlen_attn(q, *rest, **how)
-    )
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss_and_gradients(tiny_model("llama", VARLEN), flatten=True)
-    assert dtypes == 2 * [torch.bfloat16]
-
-
 def test_a_model_with_torch_s_kernel_still_writes(flash):
     """Nothing is packed then: it is sdpa, with a mask where rows are padded."""
     written = []
@@ -156,15 +145,6 @@ def test_a_model_with_torch_s_kernel_still_writes(flash):
 
 def engine(model) -> SimpleNamespace:
     return SimpleNamespace(model=model, module=model, device=CPU)
-
-
-def test_the_check_goes_through_the_collator_with_two_rows(flash):
-    """A hub kernel's name does not begin with flash, and transformers tells documents apart in one row only."""
-    model, collate = tiny_model("llama", HUB), CausalCollator(0)
-    assert attention.takes_lengths(model)
-    assert check_packing(engine(model), ClmRecipe(attn_implementation=HUB), collate) == ""
-    assert collate.flatten
-    assert all(told == [0, 8, 16, 24, 32] for told in flash.told)
 
 
 def test_a_kernel_that_nobody_asked_for_is_given_up_where_the_model_does_not_tell_it(flash):
@@ -185,13 +165,6 @@ def gpu(flash, monkeypatch):
     trial = attention._trial
     monkeypatch.setattr(attention, "_trial", lambda device, dtype: trial(CPU, dtype))
     return torch.device("cuda")
-
-
-def test_on_a_cpu_it_is_sdpa_and_its_mask():
-    model = tiny_model("llama", None)
-    said = choose_attention(model, None, "bf16", CPU)
-    assert said == ("attention sdpa: packed documents by a mask (flash kernels are for GPUs, this is a cpu device)")
-    assert not takes_lengths(model)
 
 
 def test_torch_s_own_kernel_where_there_is_no_other(gpu):
@@ -247,14 +220,6 @@ def test_why_it_is_sdpa_on_a_gpu(gpu, precision, changes, said):
     assert said in line
 
 
-def test_an_old_gpu_and_a_kernel_that_is_wrong(gpu, flash, monkeypatch):
-    right = flash.varlen_attn
-    monkeypatch.setattr(attention, "varlen_attn", lambda *args, **how: 2 * right(*args, **how))
-    assert "does not work here: its error is 300.1%" in choose_attention(tiny_model("llama", None), None, "bf16", gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability" in choose_attention(tiny_model("llama", None), None, "fp16", gpu)
-
-
 @pytest.mark.parametrize("wanted", ["eager", HUB])
 def test_what_the_recipe_asks_for_stays(gpu, wanted):
     model = tiny_model("llama", wanted)
@@ -306,22 +271,6 @@ def test_our_names_stay_in_this_process_and_transformers_own_mean_what_they_mean
         assert kernel_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)) == "sdpa"
     assert transformers.AttentionInterface()["sdpa"] is sdpa_attention_forward
     assert transformers.AttentionMaskInterface()["sdpa"] is sdpa_mask
-
-
-def test_a_flash_kernel_under_another_name_is_found_by_its_own(flash):
-    """As sequence parallelism calls it: the name that the model knows stands for the exchange around it."""
-
-    def under_another_name(module, *args, **kwargs):
-        return transformers.AttentionInterface()[HUB](with_attention(module, HUB), *args, **kwargs)
-
-    transformers.AttentionInterface.register("around_it", under_another_name)
-    found = []
-    for name in (HUB, "around_it"):
-        model = tiny_model("llama", HUB)
-        model.set_attn_implementation(name)
-        found.append(loss_and_gradients(model, flatten=True)[0])
-    assert torch.equal(*found)
-    assert flash.told == 4 * [[0, 5, 8, 9, 10, 16]]
 
 
 @pytest.mark.parametrize(("name", "said"), [

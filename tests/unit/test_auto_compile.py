@@ -5,41 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, recipe_of, refusal
+from helpers import recipe_of, refusal
 
 from zerofit.checkpoint.resume import EarlierRuns
 from zerofit.model import compilation
 from zerofit.model.compilation import failing_compiler
-from zerofit.recipe.errors import UserError
-from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.tasks import TASKS
-from zerofit.strategy import launch as launch_module
-from zerofit.strategy.read import read_strategy
 from zerofit.training import auto_compile
-from zerofit.training.auto_compile import choose, decide, share_cores, widths_of
+from zerofit.training.auto_compile import choose, decide, share_cores
 from zerofit.training.prepare import prepare_activations
 
-RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
-STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture
-def read(monkeypatch):
-    """read(task, flags, strategy): (recipe, strategy) of the first of four processes."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch_module, "find_launcher", lambda: None)
-    monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
-
-    def made(task: str, *flags: str, strategy: str):
-        size = "1" if strategy == "single" else "4"
-        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        monkeypatch.setattr(os, "environ", {**kept, **world})
-        recipe = parse_recipe(TASKS[task], [*flags, "--strategy", strategy])
-        return recipe, read_strategy(recipe)
-
-    return made
 
 
 def a_strategy(**changes):
@@ -48,29 +23,6 @@ def a_strategy(**changes):
     found.layout = SimpleNamespace(sequence=found.sequence)
     found.can_compile = not found.shards_parameters and found.sequence == 1
     return found
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_recipe_under_every_strategy(read, strategy):
-    """Compiled is what the strategy can compile, in bf16, with rows of few widths; each answer has a reason."""
-    taken = []
-    for path in RECIPES:
-        try:
-            recipe, resolved = read(path.parent.name, "--config", str(path), "--precision", "bf16", strategy=strategy)
-        except UserError:  # the two do not go together
-            continue
-        found = choose(recipe, resolved, num_updates=4000)
-        assert found == choose(recipe, resolved, num_updates=4000)
-        assert found.why
-        few = widths_of(recipe) <= auto_compile.GRAPHS and not recipe.quantised and not recipe.activation_offload
-        can = resolved.can_compile and not resolved.divides_experts
-        grows = getattr(recipe, "block_size_warmup", None) or getattr(recipe, "tokens_per_batch", None)
-        assert found.value == ("blocks" if few and can and not grows else False), (path, found)
-        assert choose(recipe, resolved, num_updates=40).value is False
-        taken.append(found.value)
-    cannot = strategy.startswith(("zero3", "tp_zero3")) or strategy in ("sp", "ep")
-    assert len(taken) >= 4
-    assert set(taken) == {False} if cannot else "blocks" in taken
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,6 @@ def test_a_resized_vocabulary(made, rows, tied):
     torch.testing.assert_close(answer(load_again(folder, None)), expected, rtol=0, atol=1e-5)
 
 
-UNTIED = {"config": {"tie_word_embeddings": False}}
 REFUSED = {  # kind: (changes to adapter_config.json, task, flags, words)
     "other kind": ({"peft_type": "IA3"}, "clm", [], ["IA3"]),
     "pissa": ({"init_lora_weights": "pissa"}, "clm", [], ["init_lora_weights", "pissa"]),
@@ -250,12 +249,6 @@ def test_ends_that_were_trained_apart_are_refused(made):
     check_refusal(["one weight", "trained them apart", "zerofit merge --adapter"], continued, folder)
     folder, _ = made(modules_to_save=["lm_head"])
     check_refusal(["one weight", "trained them apart", "zerofit merge --adapter"], continued, folder)
-
-
-def test_another_base_is_refused(made, tokenizer):
-    folder, _ = made()
-    save_base(folder.parent / "base", tokenizer, "llama", num_key_value_heads=4)
-    check_refusal(["another base", "has the shape"], continued, folder)
 
 
 def test_its_own_settings_hold_and_its_dropout_may_change(made):

@@ -76,15 +76,6 @@ def test_loss_and_gradients(terms, kind, monkeypatch):
     )
 
 
-def test_a_student_that_is_its_teacher_has_no_divergence():
-    student = torch.randn(4, VOCABULARY).log_softmax(-1)
-    for how in (Distillation(1.0, 2.0), Distillation(1.0, 2.0, reverse=True)):
-        losses, gradient = how.with_gradient(student, student)
-        assert losses.abs().max() < 1e-6
-        assert gradient.abs().max() < 1e-6
-        assert (how.losses(student, student.roll(1, dims=0)) > 0.1).all()
-
-
 def test_a_plan_counts_the_teacher(byte_tokenizer, teacher):
     """Its weights and its logits; and refuses it where a process does not hold what it computes with."""
     recipe = recipe_of(

@@ -149,25 +149,3 @@ def test_a_file_that_cannot_be_written_costs_neither_the_weights_nor_the_other_f
     files = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
     lost = {"the tokenizer": "tokenizer.json"}.get(name, name)
     assert {file.name for file in (tmp_path / "export").iterdir()} == files - {lost}
-
-
-def test_the_code_of_a_model_is_written_beside_it(tmp_path):
-    """And config.json names it, as transformers writes it."""
-    (tmp_path / "base").mkdir()
-    model = tiny_model("gpt2", bos_token_id=1, eos_token_id=5)
-    model.save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "modeling_ours.py").write_text(
-        "from transformers import GPT2LMHeadModel\n\n\nclass Ours(GPT2LMHeadModel):\n    pass\n"
-    )
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_ours.Ours"}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", trust_remote_code=True)
-    tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
-    assert export_model(loaded, loaded.named_parameters(), tokenizer, tmp_path / "export") == {}
-    loaded.save_pretrained(tmp_path / "expected")
-    names = {file.name for file in (tmp_path / "expected").iterdir()}
-    assert "modeling_ours.py" in names
-    assert {file.name for file in (tmp_path / "export").iterdir()} == names
-    written, expected = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("export", "expected"))
-    assert {**written, "use_cache": True} == {**expected, "use_cache": True}

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from zerofit.recipe import ClsRecipe, parse_recipe
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.optimizers import make_optimizer, parameter_groups
+from zerofit.strategy.optimizers import make_optimizer
 
 BASIC = ("--model_name_or_path", "x", "--train_file", "x.csv", "--per_device_train_batch_size", "4")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
@@ -70,14 +70,6 @@ def test_updates_are_those_of_groups_made_by_hand(model_type):
         by_hand.step()
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters()):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9, msg=name)
-
-
-def test_groups_go_from_the_head_down_and_hold_what_is_trained():
-    model = classifier("bert")
-    model.bert.embeddings.requires_grad_(False)
-    groups = parameter_groups(model, recipe("--layer_decay", "0.5"))
-    assert [group["lr_scale"] for group in groups] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
-    assert sum(len(group["params"]) for group in groups) == sum(each.requires_grad for each in model.parameters())
 
 
 @pytest.mark.parametrize("flags", [("1.5",), ("0",), ("0.9", "--optim", "muon")])

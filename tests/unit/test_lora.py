@@ -107,21 +107,6 @@ def test_the_preset_of_each_family(bases, family):
     assert ("all-linear" if family == "gptj" else targets.replace(" ", ", ")) in adapter.note
 
 
-def test_an_adapter_is_drawn_from_the_seed(bases):
-    models = [adapted(bases["llama"], "llama", "--seed", seed)[0] for seed in ("1", "1", "2")]
-    states = [{name: p for name, p in model.named_parameters() if "lora_" in name} for model in models]
-    assert len(states[0]) == 28
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert not any(torch.equal(states[0][name], states[2][name]) for name in states[0] if "lora_A" in name)
-
-
-def test_frozen_weights_are_held_in_half_and_trained_ones_in_fp32(bases):
-    half = Strategy(launch=ALONE, batches=None, precision="bf16", deepspeed=None, source="")
-    model, _ = adapted(bases["llama"], "llama", strategy=half)
-    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
-    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_biases_are_trained_beside_weights_in_half_precision(bases, family):
     """A norm of whose two parameters one is trained has both in fp32: on a CPU it takes no others."""
@@ -154,11 +139,6 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six(bases):
     matrices = sum(p.numel() for name, p in full.named_parameters() if p.ndim > 1 and "embed_in" not in name)
     attention = flops_per_token(full, 16) - 6 * matrices
     assert flops_per_token(model, 16) == 4 * matrices + 6 * trained + attention
-
-
-def test_names_may_be_separated_by_commas(bases):
-    _, adapter = adapted(bases["llama"], "llama", "--lora_target_modules", "q_proj,", "v_proj")
-    assert {name.rpartition(".")[2] for name in adapter.targets} == {"q_proj", "v_proj"}
 
 
 def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
@@ -256,20 +236,6 @@ def test_half_an_adapter_is_never_written(bases, tmp_path):
 )
 def test_modules_that_are_not_there(bases, family, flags, words):
     check_refusal(words, adapted, bases[family], family, *flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--lora_r", "4", "--use_dora"], ["lora_r, use_dora (--lora_r): no effect without --lora"]),
-        (["--save_strategy", "steps"], ["save_steps"]),
-        (["--save_total_limit", "4"], ["no effect without save_strategy"]),
-    ],
-)
-def test_options_that_do_not_go_together(flags, words):
-    given = ["--model_name_or_path", "gpt2", "--train_file", "a.txt"]
-    check_refusal(words, parse_recipe, ClmRecipe, [*given, *flags])
-    assert not parse_recipe(ClmRecipe, [*given, "--lora", "false", "--lora_r", "4"]).lora
 
 
 def _not_installed(name: str):

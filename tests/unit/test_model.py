@@ -1,15 +1,13 @@
 """Published architectures, parameter counts, weight decay, vocabulary."""
 
 import json
-import logging
 import shutil
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from helpers import TINY, check_refusal, refusal, tiny_model
+from helpers import check_refusal, refusal, tiny_model
 from sentencepiece import SentencePieceProcessor
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
@@ -23,9 +21,7 @@ from transformers import (
     M2M100Config,
 )
 
-from zerofit.model.compilation import fuse_gelu
 from zerofit.model.configuration import (
-    from_hub_or_folder,
     known_architectures,
     load_configuration,
     override,
@@ -36,7 +32,6 @@ from zerofit.model.parameters import (
     check_finite,
     count_not_finite,
     count_parameters,
-    decay_groups,
     flops_per_token,
 )
 from zerofit.model.pretrained_io import read_model
@@ -112,18 +107,6 @@ def test_all_architectures_in_the_tree_are_tested():
     assert len({id(fields) for fields in known_architectures().values()}) == len(PUBLISHED)
 
 
-def test_a_model_of_the_hub_has_the_shape_of_its_size():
-    known = known_architectures()
-    for name, size in (
-        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
-        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
-        ("google/gemma-2-9b-it", "gemma-2-9b"),
-        ("microsoft/deberta-v3-base", "deberta-v3-base"),
-    ):
-        assert known[name.lower()] is known[size]
-    assert not any(key.startswith("_") for fields in known.values() for key in fields)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_architectures_need_no_network(name):
     config = load_configuration(ClmRecipe(config_name=name))
@@ -132,11 +115,6 @@ def test_published_architectures_need_no_network(name):
         counted, _ = count_parameters(CLASSES.get(name, default).from_config(config))
     expected = PUBLISHED[name]
     assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
-
-
-def test_overrides():
-    config = load_configuration(ClmRecipe(config_name="gpt2", config_overrides="n_layer=3,resid_pdrop=0,n_embd=96"))
-    assert (config.n_layer, config.resid_pdrop, config.n_embd, config.use_cache) == (3, 0, 96, False)
 
 
 def test_nothing_is_a_value():
@@ -206,24 +184,6 @@ def test_files_that_transformers_stumbles_over_are_one_sentence(tmp_path, name, 
     assert "\n" not in said
     assert str(tmp_path) in said
     assert all(word in said for word in words), said
-
-
-def test_a_package_that_the_weights_need_is_named(tmp_path):
-    def load(name):
-        import no_such_package.part  # noqa: F401
-
-    said = refusal(from_hub_or_folder, "model", str(tmp_path), load)
-    assert said.endswith("pip install no_such_package")
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_decay_goes_by_dimension(family):
-    model = tiny_model(family)
-    matrices, vectors = decay_groups(model.parameters(), 0.1)
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
-    assert {parameter.ndim for parameter in matrices["params"]} == {2}
-    assert {parameter.ndim for parameter in vectors["params"]} == {1}
-    assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
 
 
 def test_flops_of_a_token_by_hand():
@@ -350,18 +310,6 @@ def test_the_stated_kinds_of_layers_stay(tmp_path):
     check_refusal(["config_overrides = 'num_hidden_layers=8'", "layer_types"], load_configuration, recipe)
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2", "llama-3.2-1b"])
-def test_an_override_warns_of_nothing(name, monkeypatch):
-    said = []
-    monkeypatch.setattr(logging.getLogger("transformers"), "handle", said.append)
-    monkeypatch.setattr(logging.getLogger("transformers.configuration_utils"), "handle", said.append)
-    before = transformers.logging.get_verbosity()
-    transformers.utils.logging.warning_once.cache_clear()
-    load_configuration(ClmRecipe(config_name=name, config_overrides="num_hidden_layers=2"))
-    assert said == []
-    assert transformers.logging.get_verbosity() == before
-
-
 def test_sizes_that_do_not_go_together_are_refused_before_training():
     recipe = ClmRecipe(model_type="gpt_neo", config_overrides="num_layers=4")  # attention_types has 24
     check_refusal(["config_overrides = 'num_layers=4'", "attention_types"], load_configuration, recipe)
@@ -461,19 +409,6 @@ def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
     assert sum(waited) == 3, "and nothing has waited but this"
     assert constants.is_offline_mode()
     configuration.work_offline_without_network.cache_clear()
-
-
-def test_gelu_in_its_tanh_form_is_one_kernel_and_the_same_function():
-    from transformers.activations import NewGELUActivation
-
-    inputs = torch.linspace(-6, 6, 1001, dtype=torch.float64, requires_grad=True)
-    blocks = fuse_gelu(tiny_model("gpt2")).transformer.h
-    assert len(blocks) == 2
-    found, expected = blocks[-1].mlp.act(inputs), NewGELUActivation()(inputs)
-    assert "GeluBackward" in type(found.grad_fn).__name__
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(one.sum(), inputs)[0] for one in (found, expected)]
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(("processes", "overrides", "refused"), [

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import small_sizes, tiny_model
+from helpers import small_sizes
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -16,7 +16,6 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from zerofit.model import norms
-from zerofit.model.compilation import compile_model
 from zerofit.model.norms import fuse_norms
 
 LEFT = {  # what is special about norms that are left as they are
@@ -209,18 +208,3 @@ def test_operations_of_a_norm(half, before, after, fused_kernel):
         with Operations() as backward:
             output.backward(gradient)
         assert (len(forward.names), len(backward.names)) == count, (forward.names, backward.names)
-
-
-def test_a_compiled_model_is_one_graph_still():
-    model, plain = (tiny_model("llama").train() for _ in range(2))
-    fuse_norms(model)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compile_model(model, "blocks", backend="aot_eager")
-    ids = torch.arange(32).view(2, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = [each(input_ids=ids, labels=ids).loss for each in (model, plain)]
-    losses[0].backward()
-    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert not torch._dynamo.utils.counters["graph_break"]

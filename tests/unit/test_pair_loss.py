@@ -74,15 +74,6 @@ def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch)
     check_chunked_loss(pair_model(name), batch())
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_decoder_reads_the_target_shifted_right(name):
-    model, labels = pair_model(name), torch.tensor([[5, 6, 2], [7, 2, IGNORE]])
-    start = model.config.decoder_start_token_id
-    assert shifted_right(model, labels).tolist() == [[start, 5, 6], [start, 7, 2]]
-    longer = F.pad(labels, (0, 1), value=IGNORE)
-    assert shifted_right(model, longer).tolist() == [[start, 5, 6, 2], [start, 7, 2, 0]]
-
-
 def test_rows_that_fill_a_batch_up_do_not_disturb_mbart():
     """Its decoder begins with the last token of the target, the language, of which a filler has none."""
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
@@ -98,16 +89,6 @@ def test_rows_that_fill_a_batch_up_do_not_disturb_mbart():
     expected = 7 * model(**{name: rows[:2] for name, rows in inputs.items()}).loss
     install_loss(model, "full")
     torch.testing.assert_close(model(**inputs), expected)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_with_a_loss_installed_the_model_still_generates(name):
-    model, inputs = pair_model(name), batch()
-    inputs.pop("labels")
-    settings = {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
-    expected = model.generate(**inputs, **settings)
-    install_loss(model, "chunked" if name in SEPARATE else "full")
-    assert model.generate(**inputs, **settings).tolist() == expected.tolist()
 
 
 def counted_flops(model, source: int, target: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TINY, refusal, tiny_model, write_records
+from helpers import refusal, tiny_model, write_records
 
 from zerofit.data.chat.preferences import find_preferences
 from zerofit.data.collate import PreferenceCollator
@@ -17,7 +17,6 @@ from zerofit.model import chunked_loss
 from zerofit.model.loss import install_loss
 from zerofit.model.preference import BETA, LOSSES, PreferenceLoss, without_dropout
 from zerofit.recipe import ClmRecipe
-from zerofit.recipe.causal_options import PREFERENCE_LOSSES
 
 IGNORE, VOCAB = -100, 97
 
@@ -90,20 +89,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeyp
         )
 
 
-def test_every_loss_that_a_recipe_can_name_is_there():
-    assert (*LOSSES,) == (*BETA,) == PREFERENCE_LOSSES
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_the_losses_of_rows_are_parts_of_the_loss(family):
-    model = tiny_model(family).eval()
-    install_loss(model, "chunked")
-    inputs = batch(filler=False).inputs
-    rows, whole = model(**inputs, of_rows=True), model(**inputs)
-    assert rows.shape == (6,)
-    torch.testing.assert_close(rows.sum(), whole, rtol=1e-6, atol=0)
-
-
 def test_what_fills_a_batch_up_counts_for_nothing():
     model = tiny_model("llama")
     install_loss(model, "chunked")
@@ -115,55 +100,6 @@ def test_what_fills_a_batch_up_counts_for_nothing():
     assert batch(True).num_tokens == batch(False).num_tokens
     torch.testing.assert_close(found[True][0], found[False][0], rtol=1e-6, atol=0)
     assert found[True][1] == pytest.approx(found[False][1], rel=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "name"), [("dpo", "sigmoid"), ("ipo", "ipo"), ("hinge", "hinge")])
-def test_trl_finds_the_same(kind, name, tmp_path, llama):
-    """Loss, rewards, accuracy and gradients of a policy that has moved away from its reference."""
-    trl = pytest.importorskip("trl", reason="the oracle: pip install trl")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
-    reference = copy.deepcopy(model)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    texts = ["to be or", "not to be", "that is the question", "whether it is nobler"]
-    records = [{"prompt": f"{text}: ", "chosen": text * 2, "rejected": text[::-1]} for text in texts]
-    options = trl.DPOConfig(
-        output_dir=str(tmp_path), loss_type=name, beta=0.2, per_device_train_batch_size=4, use_cpu=True, bf16=False,
-        gradient_checkpointing=False, report_to="none", disable_dropout=True,
-    )  # fmt: skip
-    trainer = trl.DPOTrainer(
-        copy.deepcopy(model), reference, options, train_dataset=Dataset.from_list(records), processing_class=tokenizer
-    )
-    inputs = next(iter(trainer.get_train_dataloader()))
-    expected = trainer.compute_loss(trainer.model.train(), inputs)
-    expected.backward()
-    metrics = {key: values[0] for key, values in trainer._metrics["train"].items() if key.startswith("rewards")}
-
-    order = torch.arange(8).view(2, 4).T.flatten()  # TRL has all chosen answers first
-    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)[order]
-    rows = {"input_ids": inputs["input_ids"][order], "attention_mask": inputs["attention_mask"][order]}
-    found = batch(filler=False)
-    found.inputs = {**rows, "labels": labels}
-    for each in (reference, model):
-        install_loss(each, "chunked")
-    with torch.no_grad():
-        found.labels = -reference(**found.inputs, of_rows=True).view(-1, 2)
-    loss = PreferenceLoss(kind, 0.2)
-    ours = loss(model, found) / 4
-    ours.backward()
-    assert abs(ours.item() - expected.item()) < 1e-5 * abs(expected.item())
-    if kind != "ipo":  # of which TRL's rewards are of sums, and its loss of means
-        figures = loss.figures(loss.sums, 4)
-        assert figures.preference_accuracy == metrics["rewards/accuracies"]
-        assert figures.reward_chosen == pytest.approx(metrics["rewards/chosen"], rel=1e-4, abs=1e-5)
-        assert figures.reward_margin == pytest.approx(metrics["rewards/margins"], rel=1e-4, abs=1e-5)
-    for (key, parameter), theirs in zip(model.named_parameters(), trainer.model.parameters()):
-        largest = float(theirs.grad.abs().max())
-        torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-4, atol=1e-5 * largest, msg=key)
 
 
 @pytest.mark.parametrize(
