@@ -54,6 +54,5 @@ def test_a_stopped_rank_is_named_with_its_machine_its_phase_and_what_others_wait
     assert done.returncode
     here = rf"\(pid \d+\) on machine 0 \({re.escape(platform.node())}\)"
     assert re.search(rf"rank 1 {here} is stopped \(.*\), in phase {phase} of update 2: other ranks", done.stderr)
-    # A forked rank's variables are not in /proc: which rank it is, its own watchdog says.
-    assert re.search(rf"rank 0 {here} has shown no sign of life for .* because rank \S \(pid \d+\) is", done.stderr)
+    assert re.search(rf"rank 0 {here} has shown no sign of life for", done.stderr)
     assert re.search(r"by the flight recorder: gloo:\w+ of .*: rank 0 waits, rank 1 has left no record", done.stderr)

@@ -9,6 +9,7 @@ dies, the run continues without it.
 import atexit
 import contextlib
 import faulthandler
+import json
 import math
 import os
 import signal
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from zerofit.health import flight
 
@@ -38,7 +40,7 @@ class Watchdog:
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
         self.first_patience = 1.0  # of the first of each phase of an update, in which layers may be compiled
         self._entered: set[str] = set()  # phases of an update
-        self._message, self._pid, self._began = b"", os.getpid(), time.time()
+        self._pid, self._began = os.getpid(), time.time()
         self._pipe: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._flight: str | None = None
@@ -94,16 +96,15 @@ class Watchdog:
             self._entered.add(name)
             patience = max(patience, self.first_patience)
         self.at = (name, update)
-        self._message = f"phase\t{name}\t{'' if update is None else update}\t{patience:g}\n".encode()
-        self._send(self._message)
+        self._send(phase=name, update=update, patience=patience)
 
     def alive(self) -> None:
-        """A sign of life within the phase."""
-        self._send(self._message)
+        """Give a sign of life within the phase."""
+        self._send()
 
     def stop_requested(self, signal_name: str) -> None:
-        """The rank has been asked to stop; should it be killed before it has, one line says so."""
-        self._send(f"stop_requested\t{signal_name}\n".encode())
+        """Say that the rank has been asked to stop; should it be killed before it has, one line says so."""
+        self._send(stop_requested=signal_name)
 
     def record_collectives(self, folder: Path, world_size: int, backend: str, machines: list[str]) -> None:
         """There is a process group: from now on this rank writes down where it stands in its collectives when the
@@ -119,9 +120,7 @@ class Watchdog:
         self._flight = records = str(folder.absolute() / flight.FOLDER)
         asked = self._child.stdout.fileno()
         threading.Thread(target=self._write_records, args=(asked, records), daemon=True).start()
-        self._send("\t".join(("group", records, str(world_size), backend)).encode() + b"\n")
-        for machine in machines:
-            self._send(f"machine\t{machine}\n".encode())
+        self._send(flight=records, world_size=world_size, backend=backend, machines=machines)
 
     def waits_for(self) -> list[str]:
         """Lines on the collective that this rank has failed in; its record is written."""
@@ -146,10 +145,11 @@ class Watchdog:
         self._child = None
         self._forget()
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, **message: Any) -> None:
+        """Send fields of RankMessages that have changed."""
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # the pipe is full, or the watchdog is gone
-                os.write(self._pipe, message)
+                os.write(self._pipe, f"{json.dumps(message)}\n".encode())
 
     def _forget(self) -> None:
         if self._pipe is None:

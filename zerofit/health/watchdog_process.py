@@ -8,23 +8,23 @@ standard library, and only the small part of that, so it holds 9 MB and starts i
 """
 
 import contextlib
+import json
 import math
 import os
 import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 if __name__ == "__main__":  # started alone: the package's folder is not on the path
     sys.path.insert(0, __file__.rpartition("/zerofit/")[0])
 
 from zerofit.health import flight
-from zerofit.strategy.builds import lock_files
 from zerofit.strategy.host_memory import GIB, cgroups, field, headroom, read
 
 TICK_S = 0.5
-LOCKS_AFTER_S = 60.0  # of silence
 SLEPT_S = 1.5  # between two looks: this process was stopped itself, and its rank surely too
 HISTORY = 60  # samples: a large process needs seconds to die, and what was scarce is free again when it has
 SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upon
@@ -32,7 +32,6 @@ STACKS_S = 2.0  # from the request for the rank's stacks and its record to its e
 RECORDS_S = 10.0  # the same, while records of other ranks are missing: they hang for the same time, almost
 ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
-STOPPED = "is stopped (state T: SIGSTOP, or a debugger)"
 RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
 ADVICE = (
     "use less host memory: a strategy without offload (zero3, not zero3_offload: offload moves the optimizer's state "
@@ -52,10 +51,10 @@ class Sample(NamedTuple):
 
 
 class RankMessages(NamedTuple):
-    """The state of a rank, as its messages to the watchdog tell it."""
+    """The state of a rank, as its messages to the watchdog tell it: lines of JSON with some of these fields."""
 
     phase: str = "start"
-    update: str = ""
+    update: int | None = None
     patience: float = math.inf  # nobody can say how long imports take
     stop_requested: str = ""  # the signal that asked it to stop, and that it has handled
     was_terminated: bool = False  # by SIGTERM, before it had a handler
@@ -63,20 +62,13 @@ class RankMessages(NamedTuple):
     world_size: int = 1
     backend: str = ""
     machine: str = ""  # of the rank, in words
-    machines: tuple[str, ...] = ()  # all of them
+    machines: Sequence[str] = ()  # all of them
 
     def after(self, line: str) -> "RankMessages":
         """Return the state after one more message."""
-        kind, *words = line.split("\t")
-        if kind == "phase":
-            return self._replace(phase=words[0], update=words[1], patience=float(words[2]))
-        if kind == "group":
-            return self._replace(flight=words[0], world_size=int(words[1]), backend=words[2])
-        if kind == "machine":
-            return self._replace(machines=(*self.machines, words[0]))
-        if kind == "stop_requested":
-            return self._replace(stop_requested=words[0])
-        return self._replace(was_terminated=self.was_terminated or kind.startswith("Stack ("))  # faulthandler's
+        if line.startswith("{"):
+            return self._replace(**json.loads(line))
+        return self._replace(was_terminated=self.was_terminated or line.startswith("Stack ("))  # faulthandler's
 
     def named(self, rank: int, pid: int) -> str:
         """The rank, and where it runs."""
@@ -135,18 +127,6 @@ def state_and_parent(pid: int | str) -> tuple[str, str]:
     """The state letter of a process and its parent's number; empty if it cannot be seen."""
     words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (words[0], words[1]) if words else ("", "")
-
-
-def stopped_ranks(pid: int) -> list[str]:
-    """The ranks of the same launcher on this machine that are stopped, in words."""
-    launcher, found = state_and_parent(pid)[1], []
-    for other in filter(str.isdigit, os.listdir("/proc")) if launcher else ():
-        state, parent = state_and_parent(other)
-        if state in ("T", "t") and parent == launcher:
-            variables = read(f"/proc/{other}/environ").split("\0")
-            rank = next((word.removeprefix("RANK=") for word in variables if word.startswith("RANK=")), "?")
-            found.append(f"rank {rank} (pid {other})")
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- telling
@@ -235,7 +215,6 @@ class Watch:
         self.messages, self.rest, self.messages_at = RankMessages(machine=machine), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
         self.stopped_at: float | None = None
-        self.has_named_locks = False
         self.end = select.poll()
         self.end.register(0, 0)  # wakes when no writer is left, not for every message
         os.set_blocking(0, False)
@@ -254,7 +233,6 @@ class Watch:
             slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
             self.messages_at += slept_s if slept_s > SLEPT_S else 0
             silent_s = self.looked_at - self.messages_at
-            self.look_for_locks(silent_s)
             if silent_s > self.limit_s * self.messages.patience and self.give_up(silent_s):
                 return None
 
@@ -302,30 +280,17 @@ class Watch:
         if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
             self.stopped_at = math.inf
             say(
-                f"{self.messages.named(self.rank, self.pid)} {STOPPED}, in {self.messages.where}: other ranks may "
-                f"wait for it. It continues with: kill -CONT {self.pid}"
+                f"{self.messages.named(self.rank, self.pid)} is stopped (state T: SIGSTOP, or a debugger), in "
+                f"{self.messages.where}: other ranks may wait for it. It continues with: kill -CONT {self.pid}"
             )
-
-    def look_for_locks(self, silent_s: float) -> None:
-        """Warn once of the lock of a build, which a killed one leaves, while no update has begun."""
-        if self.has_named_locks or silent_s < LOCKS_AFTER_S or self.messages.update or not (locks := lock_files()):
-            return
-        self.has_named_locks = True
-        say(
-            f"warning: rank {self.rank} has been silent for {silent_s:.0f} s in {self.messages.where}, and there is "
-            f"{' and '.join(locks)}: an extension is being compiled, which takes some minutes at most; or a build was "
-            "killed, and every run that needs this extension waits for that file for good. If nothing is being "
-            "compiled: delete it, and start again"
-        )
 
     def give_up(self, silent_s: float) -> bool:
         """Have the rank's stacks printed and end it; False if it has spoken meanwhile."""
         span = f"{silent_s / 60:.0f} minutes" if silent_s >= 90 else f"{silent_s:.0f} s"
-        stopped = stopped_ranks(self.pid)
-        cause = f"{' and '.join(stopped)} {STOPPED}" if stopped else "another rank has died or waits elsewhere"
         say(
             f"{self.messages.named(self.rank, self.pid)} has shown no sign of life for {span} in "
-            f"{self.messages.where}, most likely because {cause}. Where it stands, by its Python stacks:"
+            f"{self.messages.where}, most likely because another rank has died, is stopped or waits elsewhere. Where "
+            "it stands, by its Python stacks:"
         )
         asked_at = time.monotonic()
         send(self.pid, signal.SIGUSR2)

@@ -31,6 +31,7 @@ from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.model.residual import round_embeddings
 from zerofit.recipe.files import appears, is_there
 from zerofit.strategy import processes
+from zerofit.strategy.builds import lock_files
 from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import resident_bytes
@@ -118,6 +119,9 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
         log_with=list(run.config.trackers) or None,
         project_dir=str(run.folder.path),
     )
+    if run.strategy.deepspeed is not None:
+        remedy = "a build is at work, or was killed. If nothing is being compiled, delete that file"
+        run.say(*(f"warning: {lock} is there: {remedy}" for lock in lock_files()))
     if distributed.is_initialized():
         size, backend = distributed.get_world_size(), distributed.get_backend()
         watchdog.record_collectives(run.folder.path, size, backend, run.ranks.machines)
