@@ -116,6 +116,9 @@ def fork_ranks(request: dict, prepare: Callable[[int], None] = lambda rank: None
             codes[running.pop(pid)] = code
             if code:
                 deadline = min(deadline, time.monotonic() + LEFT_TO_END_S)
+            if code == 2:  # as torchrun does
+                for other in running:
+                    os.kill(other, signal.SIGTERM)
         elif time.monotonic() > deadline or os.getppid() != parent:  # the server has been killed
             for pid in running:
                 os.killpg(pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1776,  # 1,300
     "zerofit/tools": 11914,  # 10,600
     "benchmarks": 2067,  # 1,800
-    "tests": 31009,  # 21,500
+    "tests": 31_012,  # 21,500
 }
 
 
