@@ -25,13 +25,12 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
-import yaml
 from accelerate.commands import launch
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from zerofit.compat.torch_elastic import AskingAgent
@@ -46,7 +45,6 @@ RUN = "ZEROFIT_RUN"  # the run's folder, which the supervisor names
 PARENT = os.getppid()
 PR_SET_PDEATHSIG = 1  # prctl(2)
 STOP = signal.SIGUSR2  # no restart from here on
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class RestartingAgent(AskingAgent):
@@ -63,8 +61,16 @@ class RestartingAgent(AskingAgent):
 
     def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
-            spec.rdzv_handler = MachineRendezvous(spec.rdzv_handler)
-        spec.master_port = None  # that of the rendezvous holds: a restart has a new store
+            given = spec.rdzv_handler
+            spec.rdzv_handler = MachineRendezvous(
+                given.master_addr,
+                given.master_port,
+                given.rank,
+                given.world_size,
+                given.run_id,
+                int(given.timeout.total_seconds()),
+            )
+        spec.master_addr = spec.master_port = None  # those of the rendezvous hold: a restart has a new store
         super().__init__(spec, *args, **kwargs)
 
     def starts_again(self, failures: dict[int, Any], allowed: int) -> bool:
@@ -100,57 +106,26 @@ class RestartingAgent(AskingAgent):
         return self.group is None
 
 
-class MachineRendezvous(RendezvousHandler):
-    """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one.
+class MachineRendezvous(StaticTCPRendezvous):
+    """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one."""
 
-    Args:
-        static: torchrun's own.
-    """
-
-    def __init__(self, static: StaticTCPRendezvous):
-        self.static = static
-        self.store: Any = None
+    store: Any = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        static = self.static
-        if static.world_size > 1:
-            if RestartingAgent.group is None:
-                RestartingAgent.group = MachineGroup(
-                    static.master_addr,
-                    static.master_port,
-                    static.rank,
-                    static.world_size,
-                    static.timeout.total_seconds(),
-                )
-            self.store = RestartingAgent.group.meet()
-        elif static.master_addr in LOOPBACK:
-            self.store = serve_store(0 if self.store else static.master_port, everywhere=False)
+        address = self.master_addr
+        if self.world_size == 1:
+            address = "127.0.0.1"
+            self.store = serve_store(0 if self.store else self.master_port, everywhere=False)
         else:
-            return static.next_rendezvous()
-        bootstrap = RendezvousStoreInfo(static.master_addr, self.store.port)
-        return RendezvousInfo(PrefixStore(static.run_id, self.store), static.rank, static.world_size, bootstrap)
+            if RestartingAgent.group is None:
+                limit_s = self.timeout.total_seconds()
+                RestartingAgent.group = MachineGroup(address, self.master_port, self.rank, self.world_size, limit_s)
+            self.store = RestartingAgent.group.meet()
+        bootstrap = RendezvousStoreInfo(address, self.store.port)
+        return RendezvousInfo(PrefixStore(self.run_id, self.store), self.rank, self.world_size, bootstrap)
 
     def num_nodes_waiting(self) -> int:
         return 0 if RestartingAgent.group is None else RestartingAgent.group.num_waiting()
-
-    def get_backend(self) -> str:
-        return self.static.get_backend()
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self.static.use_agent_store
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """It never is."""
-
-    def get_run_id(self) -> str:
-        return self.static.run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def main() -> int:
@@ -188,8 +163,6 @@ def run_launcher() -> int:
         problem = error
     except ConnectionError as error:  # accelerate: the port is in use
         problem = UserError(first_line(error))
-    except yaml.YAMLError as error:  # with the file and the line
-        problem = UserError(f"--config_file is not valid YAML: {' '.join(str(error).split())}")
     except ChildFailedError as error:
         return _positive(error.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as error:

@@ -46,7 +46,6 @@ class LaunchedRun:
         recipe: the recipe's file.
         output: the run's folder.
         flags: further flags of the recipe.
-        program: launched in place of train/<task>.py, as words for accelerate.
     """
 
     task: str
@@ -54,13 +53,11 @@ class LaunchedRun:
     recipe: Path
     output: Path
     flags: tuple[str, ...] = ()
-    program: tuple[str, ...] = ()
 
     def command(self, num_processes: int) -> list[str]:
         """The command line of a launch."""
-        program = self.program or (str(script(self.task)),)
         options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
-        return [*LAUNCHER, *layout_of(self.config_file, num_processes), *program, *options]
+        return [*LAUNCHER, *layout_of(self.config_file, num_processes), str(script(self.task)), *options]
 
 
 class RunningLaunch:
