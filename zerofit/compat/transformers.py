@@ -1,8 +1,10 @@
 """Private parts of transformers."""
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from zerofit.compat import replaced
@@ -116,16 +118,6 @@ def weights_alone(model: Any) -> Any:
     return alone
 
 
-def router_class(model: Any) -> "type[torch.nn.Module]":
-    """Return the class of the modules whose outputs begin with a router's logits.
-
-    `output_router_logits` returns the same, with activations that are recomputed among them, and adds a loss of its
-    own. Tried with transformers 5.23 and 5.24. Without it: no figures and no auxiliary loss of experts.
-    """
-    kind: type[torch.nn.Module] = model._can_record_outputs["router_logits"].target_class
-    return kind
-
-
 def undivided_modules(model: Any) -> set[str]:
     """Return the names of the classes of modules that a model's code wants on one device: its blocks.
 
@@ -152,3 +144,34 @@ def recomputing_functions(
             if changed is not None:
                 module._gradient_checkpointing_func = changed(function)  # type: ignore[assignment]
     return found
+
+
+@contextmanager
+def exchanging_tokens_with(counts: Callable[..., Any], rows: Callable[..., Any]) -> Iterator[None]:
+    """Within this context transformers' AllToAllEP exchanges through these functions.
+
+    One process has no group of several ranks; what an exchange is made of has no interface of its own. Tried with
+    transformers 5.23. Without it: `zerofit plan` cannot trace divided experts.
+
+    Args:
+        counts: stands for torch.distributed.all_to_all_single, (received, sent, group=).
+        rows: stands for the one with a gradient, (rows, received sizes, sent sizes, group) -> rows.
+    """
+    library = import_module("transformers.distributed.expert_parallel")
+    arrived = SimpleNamespace(apply=lambda received: received)
+    with (
+        replaced(library, "all_to_all_single", counts),
+        replaced(library, "all_to_all_single_autograd", rows),
+        replaced(library, "_WaitTensor", arrived),
+    ):
+        yield
+
+
+def multiplying_without_groups() -> AbstractContextManager[None]:
+    """Within this context transformers multiplies experts by its own operator, and not by torch's grouped product.
+
+    Its function asks for the device and the version of torch; no setting chooses. torch's operator has no shapes for
+    fake tensors of every dtype. Tried with transformers 5.23. Without it: `zerofit plan` cannot trace experts in fp32.
+    """
+    moe = import_module("transformers.integrations.moe")
+    return replaced(moe, "_can_use_grouped_mm", lambda *args: False)

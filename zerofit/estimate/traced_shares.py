@@ -19,7 +19,7 @@ from torch import distributed
 from zerofit.compat import replaced
 from zerofit.compat.deepspeed import exchanging_heads_with
 from zerofit.compat.torch import Ring
-from zerofit.compat.transformers_experts import exchanging_tokens_with
+from zerofit.compat.transformers import exchanging_tokens_with
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
 from zerofit.model.tensor_parallel.cut import TensorGroup
 from zerofit.strategy import expert_parallel

@@ -18,7 +18,7 @@ import torch
 
 from zerofit.compat import replaced
 from zerofit.compat.torch import fake_tensors, run_backward
-from zerofit.compat.transformers_experts import multiplying_without_groups
+from zerofit.compat.transformers import multiplying_without_groups
 from zerofit.estimate.allocations import AllocationTracker, FusedLayers, Segment
 from zerofit.estimate.module_visits import ModuleVisits
 from zerofit.estimate.planned_rows import Rows, make_inputs

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerofit.model.configuration import STORED_ROWS, check_quantiser, load_configuration, override
-from zerofit.model.families import family_of
 from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
 from zerofit.model.pretrained_io import read_config
 from zerofit.recipe.errors import UserError, first_line
@@ -43,6 +42,7 @@ TASK_TYPES = {  # peft's names of tasks: the script of each, and what the model 
 }
 CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 PEFT_CLASSIFIER_HEADS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
+LABEL_ROWS = (*PEFT_CLASSIFIER_HEADS, "classifier.out_proj", "classification_head.out_proj")  # a row for each label
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -363,7 +363,7 @@ def trained_config(
         UserError: the two configurations have other sizes.
     """
     if not (folder.path / "config.json").is_file():
-        num_labels = _num_labels(folder, config)
+        num_labels = _num_labels(folder)
         if num_labels and num_labels != config.num_labels:
             config.num_labels = num_labels
         return _headed(config, folder), []
@@ -396,14 +396,12 @@ def _num_rows(folder: AdapterFolder) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _num_labels(folder: AdapterFolder, config) -> int | None:
+def _num_labels(folder: AdapterFolder) -> int | None:
     """The number of labels of the head in a classifier's adapter."""
     if not folder.classifies:
         return None
-    of_words = folder.settings["task_type"] == "TOKEN_CLS"
-    heads = PEFT_CLASSIFIER_HEADS if of_words else family_of(config).classifier_heads
-    endings = tuple(f"{head}.weight" for head in heads)
-    return next((shape[0] for name, shape in folder.shapes.items() if name.endswith(endings)), None)
+    endings = tuple(f".{head}.weight" for head in LABEL_ROWS)
+    return next((shape[0] for name, shape in folder.shapes.items() if f".{name}".endswith(endings)), None)
 
 
 def _headed(config, folder: AdapterFolder):

@@ -55,7 +55,6 @@ class Family:
     Args:
         model_types: the `model_type` of the configurations in transformers.
         lora_targets: the layers that get a LoRA adapter where the recipe names none.
-        classifier_heads: modules at the end of a classification model; one of them has a row for each label.
         bare_tokenizer_options: options of the tokenizer's class where the folder has vocabulary files only.
         decoder_starts_with_padding: a decoder from scratch begins with the padding token, not with bos.
         overflows_fp16: activations exceed fp16's range (65,504); train/seq2seq.py then takes bf16.
@@ -72,7 +71,6 @@ class Family:
 
     model_types: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
-    classifier_heads: tuple[str, ...] = ("score", "classifier", "classifier.out_proj", "classification_head.out_proj")
     bare_tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
     decoder_starts_with_padding: bool = False
     overflows_fp16: bool = False
@@ -91,7 +89,6 @@ class Family:
 GPT2 = Family(  # Radford et al. 2019
     model_types=("gpt2",),
     lora_targets=("c_attn",),
-    classifier_heads=("score",),
     splits_rows=True,
     tensor_plan=TensorPlan(
         columns={"c_attn": 3, "c_fc": 1},  # c_attn: query, key and value side by side
@@ -104,7 +101,6 @@ GPT2 = Family(  # Radford et al. 2019
 FUSED_BY_HEADS = Family(
     model_types=("bloom", "falcon"),
     lora_targets=("query_key_value",),  # one layer; each head has its own query, key and value side by side in it
-    classifier_heads=("score",),
 )
 GPT_NEOX = replace(  # Black et al. 2022; Pythia, OpenCALM
     FUSED_BY_HEADS,
@@ -123,7 +119,6 @@ GPT_NEOX = replace(  # Black et al. 2022; Pythia, OpenCALM
 LLAMA_LIKE = Family(  # some have norms within their attention, or factors before and behind their layers
     model_types=("gemma", "gemma2", "gemma3_text", "olmo", "granite", "smollm3"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    classifier_heads=("score",),
 )
 QWEN3 = replace(LLAMA_LIKE, model_types=("qwen3",), splits_rows=True)
 MISTRAL = replace(
@@ -146,7 +141,6 @@ OLMO2 = replace(MISTRAL, model_types=("olmo2",), tensor_plan=replace(MISTRAL.ten
 EXPERTS = Family(
     model_types=("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj"),
-    classifier_heads=("score",),
     has_experts=True,
 )
 
@@ -174,16 +168,14 @@ def derive_head_and_pooler(config, overrides: Mapping[str, Any]) -> None:
         config.attention_head_size = config.hidden_size // config.num_attention_heads
 
 
-BERT = Family(model_types=("bert",), lora_targets=("query", "key", "value"), classifier_heads=("classifier",))
-ELECTRA = replace(BERT, model_types=("electra",), classifier_heads=("classifier.out_proj",))
+BERT = Family(model_types=("bert", "electra"), lora_targets=("query", "key", "value"))
 ROBERTA = replace(  # Liu et al. 2019
-    ELECTRA, model_types=("roberta", "xlm-roberta", "camembert"), usable_positions=positions_after_padding
+    BERT, model_types=("roberta", "xlm-roberta", "camembert"), usable_positions=positions_after_padding
 )
 LONGFORMER = replace(ROBERTA, model_types=("longformer", "mpnet"), lora_targets=(ALL_LINEAR,))
 DEBERTA = Family(  # He et al. 2021
     model_types=("deberta",),
     lora_targets=("in_proj",),  # query, key and value in one layer
-    classifier_heads=("classifier",),
     usable_positions=absolute_positions,
     derive_sizes=derive_head_and_pooler,
 )
@@ -201,14 +193,13 @@ def derive_decoder_layers(config, overrides: Mapping[str, Any]) -> None:
 BART = Family(  # Lewis et al. 2020
     model_types=("bart", "mbart", "m2m_100"),
     lora_targets=("q_proj", "k_proj", "v_proj", "out_proj"),
-    classifier_heads=("classification_head.out_proj",),
 )
 PEGASUS = replace(BART, model_types=("pegasus",), decoder_starts_with_padding=True)
 BLENDERBOT = Family(  # Roller et al. 2020: trained by ParlAI, whose delimiter of turns is two spaces
     model_types=("blenderbot", "blenderbot-small"), lora_targets=BART.lora_targets, turn_separator="  "
 )
 OPT = Family(  # Zhang et al. 2022: a decoder with BART's layers
-    model_types=("opt",), lora_targets=BART.lora_targets, classifier_heads=("score",)
+    model_types=("opt",), lora_targets=BART.lora_targets
 )
 SWITCH = Family(
     model_types=("switch_transformers",),
@@ -220,11 +211,10 @@ T5 = replace(  # Raffel et al. 2020: trained in bf16; the larger sizes exceed fp
     SWITCH,
     model_types=("t5", "mt5", "umt5", "longt5"),
     lora_targets=("q", "k", "v", "o"),
-    classifier_heads=BART.classifier_heads,
     decoder_starts_with_padding=True,
 )
 
-FAMILIES = (GPT2, FUSED_BY_HEADS, GPT_NEOX, LLAMA_LIKE, QWEN3, MISTRAL, LLAMA, OLMO2, EXPERTS, BERT, ELECTRA, ROBERTA,
+FAMILIES = (GPT2, FUSED_BY_HEADS, GPT_NEOX, LLAMA_LIKE, QWEN3, MISTRAL, LLAMA, OLMO2, EXPERTS, BERT, ROBERTA,
             LONGFORMER, DEBERTA, DEBERTA_V2, BART, PEGASUS, BLENDERBOT, OPT, SWITCH, T5)  # fmt: skip
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 DEFAULT = Family()
