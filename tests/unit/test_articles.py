@@ -61,5 +61,5 @@ def test_the_script_of_an_article_that_prepares_data(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2] == (
         "zerofit prepare --input my-corpus.json --output_prefix my-gpt2 --vocab_file gpt2-vocab.json "
-        "--merge_file gpt2-merges.txt --workers 20 --append_eod"
+        "--merge_file gpt2-merges.txt --append_eod --workers 20"
     )

@@ -1,70 +1,38 @@
 """preprocess_data.py and merge_datasets.py as lines of `zerofit prepare`."""
 
+import dataclasses
 import shlex
 
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
+from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.convert.megatron_args.ledger import Call, FlagLedger
+from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
 
-TOKENIZER = ("tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab", "tokenizer_type")
+TOKENIZER = ("tokenizer_type", "tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab")
 
 
 def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLedger]:
     """(a command line of zerofit prepare, the ledger of flags)."""
-    flags = FlagLedger.of(call)
-    if call.program == "merge_datasets.py":
-        line = ["zerofit", "prepare", "merge"]
-        for name in ("input", "output_prefix"):
-            line += _option(flags, name, needed=True)
-    else:
-        line = _preprocess(flags, tokenizer)
-    for name in flags.flags:
-        if name not in flags.rows and name in PREPARE_HINTS:
-            flags.none(name, PREPARE_HINTS[name].removeprefix("remove it: "))
-    return shlex.join(line), flags
-
-
-def _preprocess(flags: FlagLedger, tokenizer: str | None) -> list[str]:
-    line = ["zerofit", "prepare"]
-    for name in ("input", "output_prefix"):
-        line += _option(flags, name, needed=True)
-    files = _option(flags, "vocab_file") + _option(flags, "merge_file") if not tokenizer else []
-    tokenizer_options = files if len(files) == 4 else ["--tokenizer", tokenizer or _tokenizer(flags)]
-    line += tokenizer_options
-    for name in TOKENIZER:
-        if flags.has(name) and name not in flags.rows:
-            flags.carried(name, " ".join(tokenizer_options))
-    if flags.has("split_sentences"):
-        flags.wrong("split_sentences", "splitting into sentences is for BERT. Remove it for GPT")
-    for name in ("json_keys", "json_key", "workers"):  # json_key: an older spelling
-        option = _option(flags, name)
-        line += ["--json_keys", *option[1:]] if option and name == "json_key" else option
-    for name in ("append_eod", "trust_remote_code"):
-        if flags.has(name):
-            flags.carried(name, f"--{name}")
-            line.append(f"--{name}")
-    if flags.text("dataset_impl", "mmap") != "mmap":
-        flags.none("dataset_impl", "corpora are written as .bin and .idx of mmap")
-    return line
-
-
-def _tokenizer(flags: FlagLedger) -> str:
-    kind = (flags.text("tokenizer_type") or "").lower()
-    if kind.startswith("bert"):
-        flags.wrong("tokenizer_type", "corpora for BERT are not supported")
-        return "-"
-    name = flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
-    if name:
-        return name
-    if not flags.problems:
-        flags.wrong("tokenizer_type" if kind else "", "the tokenizer is not known: add --tokenizer_name FOLDER")
-    return "-"
-
-
-def _option(flags: FlagLedger, name: str, needed: bool = False) -> list[str]:
-    words = flags.words(name)
-    if words:
-        flags.carried(name, f"--{name} {' '.join(words)}")
-        return [f"--{name}", *words]
-    if needed and not (flags.has(name) and flags.problems):
-        flags.wrong("", f"there is no --{name.replace('_', '-')}")
-    return []
+    flags, merges = FlagLedger.of(call), call.program == "merge_datasets.py"
+    options, line = (JoinOptions if merges else PrepareOptions), ["merge"] if merges else []
+    name = tokenizer or flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
+    chosen = ["--tokenizer", name] if name else []
+    for flag, words in flags.flags.items():
+        option = "json_keys" if flag == "json_key" else flag  # an older spelling
+        if flag in TOKENIZER and (chosen or flag == "tokenizer_type"):
+            flags.carried(flag, shlex.join(chosen) or "vocab_file and merge_file")
+        elif option in {field.name for field in dataclasses.fields(options)}:
+            line += [f"--{option}", *words]
+            flags.carried(flag, shlex.join([f"--{option}", *words]))
+        elif flag in PREPARE_HINTS:
+            flags.none(flag, PREPARE_HINTS[flag].removeprefix("remove it: "))
+    line += chosen
+    if flags.has("split_sentences") or (flags.text("tokenizer_type") or "").lower().startswith("bert"):
+        flags.wrong("split_sentences", "corpora are for GPT only, and not for BERT")
+    try:
+        parse_recipe(options, line[merges:], prog="zerofit prepare", tool=True)
+    except UserError as error:
+        for problem in error.problems:
+            flags.wrong("", problem)
+    return shlex.join(["zerofit", "prepare", *line]), flags

@@ -13,7 +13,7 @@ WIDTH = 46  # of the column of flags
 PREPARATION = ("preprocess_data.py", "merge_datasets.py")
 SEARCH = "llmacc.pretrain"  # a module that chooses the degrees itself, and then starts pretrain_gpt.py
 PROGRAM = re.compile(
-    rf"(pretrain_\w+\.py|finetune_llama\.py|{'|'.join(map(re.escape, (*PREPARATION, SEARCH)))})(?=\s|$)"
+    rf"(pretrain_\w+\.py|finetune_\w+\.py|{'|'.join(map(re.escape, (*PREPARATION, SEARCH)))})(?=\s|$)"
 )
 PROCESSES = ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node")
 MACHINES = ("nnodes", "num_nodes", "nodes")
@@ -106,7 +106,7 @@ class FlagLedger:
                 name = written_name.replace("-", "_")
                 flags[name], written[name] = [value] if equals else [], written_name
             elif name:
-                flags[name].append(_unquoted(word))
+                flags[name].append(word)
             else:
                 stray.append(word)
         ledger = cls(flags, written)
@@ -149,6 +149,7 @@ class FlagLedger:
             return default
 
     def carried(self, name: str, words: str) -> None:
+        """Give a flag a row, if it was given; so do `satisfied` and `none`."""
         self._row(name, "carried over", words)
 
     def satisfied(self, name: str, words: str) -> None:
@@ -162,12 +163,13 @@ class FlagLedger:
         self.rows[f"={flag}"] = FlagRow(f"({flag})", "carried over", f"{words}  (Megatron's default)")
 
     def wrong(self, name: str, words: str) -> None:
-        spelled = self.spelled(name) if name else ""
+        """Note what stops the conversion; with the flag of that name as it was written, if it was given."""
+        spelled = self.spelled(name) if self.has(name) else ""
         self.rows[name] = FlagRow(spelled, "error", words)
         self.problems.append(f"{spelled}: {words}" if spelled else words)
 
     def _row(self, name: str, status: str, words: str) -> None:
-        if self.rows.get(name, FlagRow("", "", "")).status != "error":
+        if self.has(name) and self.rows.get(name, FlagRow("", "", "")).status != "error":
             self.rows[name] = FlagRow(self.spelled(name), status, words)
 
     def finish(self) -> list[FlagRow]:
@@ -179,10 +181,6 @@ class FlagLedger:
                 self.rows[name] = FlagRow(self.spelled(name), *status)
         given = [self.rows[name] for name in self.flags]
         return given + [row for name, row in self.rows.items() if name not in self.flags and row.flag]
-
-
-def _unquoted(word: str) -> str:
-    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
 
 
 def table(rows: list[FlagRow]) -> list[str]:

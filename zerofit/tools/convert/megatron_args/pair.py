@@ -11,7 +11,6 @@ from zerofit.recipe.files import read_text
 from zerofit.recipe.megatron_flags import DATA_PARALLEL, DEGREE
 from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.recipe.places import place
-from zerofit.strategy.deepspeed_json import KNOWN_KEYS, PROJECTS, REFUSED_KEYS
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.tools.convert.megatron_args.ledger import MACHINES, PROCESSES, Call, FlagLedger, FlagRow
 
@@ -28,10 +27,9 @@ KEYS = {
     **dict.fromkeys(SEQUENCE_DEGREES, SEQUENCE),
 }
 FALLBACK = 8  # processes, where the script does not say
-OWNED = {  # keys of the JSON that are filled in from the recipe: the flag that must agree
+OWNED = {  # keys of the JSON, and the flags that must agree
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "gradient_accumulation_steps": None,
     "gradient_clipping": "clip_grad",
 }
 DEFAULTS = {"clip_grad": 1.0}  # Megatron's
@@ -45,7 +43,7 @@ class Layout:
         split: processes of one copy of the model in Megatron (tensor * pipeline * sequence).
         tensor, pipeline, sequence: the degrees that are carried over.
         stage: of ZeRO; 0: DDP.
-        block: the keys of the script's DeepSpeed JSON that are carried over.
+        zero: zero_optimization of the script's DeepSpeed JSON.
         rank, address, port: of this machine and of machine 0.
     """
 
@@ -56,7 +54,7 @@ class Layout:
     pipeline: int = 1
     sequence: int = 1
     stage: int = 0
-    block: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
     rank: str = "0"
     address: str = "MACHINE_0"
     port: str = "29500"
@@ -107,14 +105,14 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
             layout.split *= degree if name in SPLITTING else 1
     split = {name: degree for name, degree in degrees.items() if degree > 1}
     refused = {name: why for name in split if (why := _take_degree(layout, name, split))}
-    _read_block(flags, layout)
+    _read_zero(flags, layout)
     _stage(flags, layout, bool(refused.keys() & set(SPLITTING)))
     for name in split:
         if name in refused:
             flags.none(name, f"{refused[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
         else:
             flags.carried(name, f"the pair: {layout.strategy}, {KEYS[name]}: {split[name]}")
-    if flags.has("sequence_parallel") and layout.tensor == 1:
+    if layout.tensor == 1:
         flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
     return layout
 
@@ -146,8 +144,8 @@ def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
 
 
 def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
-    block = layout.block.get("zero_optimization", {}).get("stage")
-    stage = flags.number("zero_stage", default=None) if flags.has("zero_stage") else None
+    block = layout.zero.get("stage")
+    stage = flags.number("zero_stage", default=None)
     if None not in (block, stage) and block != stage:
         flags.wrong("zero_stage", f"the DeepSpeed JSON says stage {block}: keep one of the two")
     stage = block if block is not None else stage
@@ -161,15 +159,12 @@ def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
     if layout.pipeline > 1:
         layout.stage = 1
     instead = " instead of other kinds of parallelism" if in_place_of_others else ""
-    if "json.zero_optimization" in flags.rows:
-        flags.rows["json.zero_optimization"].words = f"stage {layout.stage}{instead}; the rest as it is"
     for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
-        if flags.has(name):
-            flags.carried(name, f"the pair: {layout.strategy}{instead}")
+        flags.carried(name, f"the pair: {layout.strategy}{instead}")
 
 
-def _read_block(flags: FlagLedger, layout: Layout) -> None:
-    """Read the DeepSpeed JSON that the command line names. What a run refuses in it is found by `check`."""
+def _read_zero(flags: FlagLedger, layout: Layout) -> None:
+    """Read zero_optimization of the DeepSpeed JSON that the command line names. Its other keys are the recipe's."""
     name = flags.text("deepspeed_config")
     if name is None:
         return
@@ -181,36 +176,15 @@ def _read_block(flags: FlagLedger, layout: Layout) -> None:
     except json.JSONDecodeError as error:
         flags.wrong("deepspeed_config", f"{name} is not valid JSON: {error}")
         return
-    flags.carried("deepspeed_config", "deepspeed.json, as follows")
+    layout.zero = config.pop("zero_optimization", {})
+    flags.carried("deepspeed_config", "deepspeed.json: its zero_optimization")
     for key, value in config.items():
-        why_not = REFUSED_KEYS.get(key) or (None if key in KNOWN_KEYS else "not a key of DeepSpeed 0.19")
-        if key in (TENSOR, SEQUENCE, PIPELINE):
-            why_not = "the degrees are those of the script's flags"
-        elif key in (*PROJECTS, "csv_monitor"):
-            why_not = "the figures are in metrics.jsonl; for a tracker say --with_tracking --report_to NAME"
-        elif key == "activation_checkpointing":
-            why_not = "transformers' layers do not use it; flags make it gradient_checkpointing"
-        words = why_not or _take(flags, layout, key, value)
-        status = "no counterpart" if why_not else "carried over"
-        flags.rows[f"json.{key}"] = FlagRow(f'  "{key}": {json.dumps(value)}', status, words)
-
-
-def _take(flags: FlagLedger, layout: Layout, key: str, value: Any) -> str:
-    """Carry a key of the DeepSpeed JSON over. Returns what becomes of it, in words."""
-    if key in OWNED:
-        flag = OWNED[key]
-        in_flags = flags.number(flag, float, DEFAULTS.get(flag, value)) if flag else value
-        if value not in ("auto", in_flags):
+        flag = OWNED.get(key)
+        if flag and value not in ("auto", flags.number(flag, float, DEFAULTS.get(flag, value))):
             flags.wrong(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
-        return '"auto", filled in from the recipe'
-    if key not in ("bf16", "bfloat16", "fp16"):
-        layout.block[key] = value
-        return "as it is"
-    name = "bf16" if key.startswith("bf") else "fp16"
-    if isinstance(value, dict) and value.get("enabled") is True and not flags.has(name):
-        flags.wrong("", f"the DeepSpeed JSON has {key} on, and there is no --{name}: make them agree")
-    layout.block[name] = {**value, "enabled": "auto"}
-    return '"enabled": "auto", filled in from the recipe'
+        if key in ("bf16", "fp16") and isinstance(value, dict) and value.get("enabled") is True and not flags.has(key):
+            flags.wrong("", f"the DeepSpeed JSON has {key} on, and there is no --{key}: make them agree")
+        flags.rows[f"json.{key}"] = FlagRow(f'  "{key}"', "no counterpart", "the flags and the pair decide it")
 
 
 def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
@@ -225,6 +199,6 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
         settings["deepspeed_config"]["zero3_init_flag"] &= layout.stage == 3
         config = json.loads(place(f"ds_configs/{layout.strategy}.json").read_text())
         config = with_degrees(config, layout.tensor, layout.pipeline, layout.sequence)
-        zero = {**config["zero_optimization"], **layout.block.get("zero_optimization", {}), "stage": layout.stage}
-        files["deepspeed.json"] = json.dumps({**config, **layout.block, "zero_optimization": zero}, indent=2) + "\n"
+        config["zero_optimization"] |= {**layout.zero, "stage": layout.stage}
+        files["deepspeed.json"] = json.dumps(config, indent=2) + "\n"
     return {"accelerate.yaml": yaml.safe_dump(settings, sort_keys=False), **files}

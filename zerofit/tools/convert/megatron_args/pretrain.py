@@ -5,6 +5,7 @@ Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megat
 
 import os
 from pathlib import Path
+from typing import Any
 
 from zerofit.recipe.megatron_flags import SELECTIVE, TYPED, shapes_the_model
 from zerofit.recipe.parsing import counted
@@ -22,18 +23,28 @@ from zerofit.tools.convert.megatron_args.shape import of_weights, read_shape
 
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
-HUB = ("HFTokenizer", "HuggingFaceTokenizer", "PretrainedFromHF")
-KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", "finetune_llama.py", SEARCH)
-ELSEWHERE = tuple(
-    (
-        "train_data_path valid_data_path test_data_path per_split_data_args_path data_args_path "
-        "train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths"
-    ).split()
-)
+KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", SEARCH)
+PLAIN: dict[str, tuple[str, type, Any]] = {  # {flag: (its option, type, Megatron's default where ours differs)}
+    "seq_length": ("block_size", int, None),
+    "reset_position_ids": ("reset_position_ids", bool, None),
+    "reset_attention_mask": ("reset_attention_mask", bool, None),
+    "eod_mask_loss": ("eod_mask_loss", bool, None),
+    "data_cache_path": ("cache_dir", str, None),
+    "num_workers": ("dataloader_num_workers", int, None),
+    "seed": ("seed", int, 1234),
+    "weight_decay": ("weight_decay", float, 0.01),
+    "adam_beta1": ("adam_beta1", float, None),
+    "adam_beta2": ("adam_beta2", float, None),
+    "adam_eps": ("adam_epsilon", float, None),
+    "clip_grad": ("max_grad_norm", float, None),
+    "save": ("output_dir", str, None),
+    "save_interval": ("save_steps", int, None),
+    "log_interval": ("logging_steps", int, 100),
+}
 
 
 def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedScript:
-    """The recipe of a call of pretrain_gpt.py (or finetune_llama.py). Its ledger has the result for each flag."""
+    """The recipe of a call of pretrain_gpt.py. Its ledger has the result for each flag."""
     flags = FlagLedger.of(call)
     searched = call.program == SEARCH
     layout = (read_job if searched else read_layout)(flags, call, options.num_processes)
@@ -41,9 +52,10 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
         flags.wrong("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py in its place")
     shape = read_shape(flags, call.program)
     done = ConvertedScript({}, flags, layout, shape)
+    _plain(done)
     _model(done, options)
     _tokenizer(done, options)
-    _data(done, call.program)
+    _data(done)
     (read_batches if searched else _batches)(done)
     _length(done)
     _evaluation(done)
@@ -56,6 +68,18 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
         if name not in flags.rows and name not in TYPED and shapes_the_model(name):
             flags.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
     return done
+
+
+def _plain(done: ConvertedScript) -> None:
+    """Carry over the flags that are an option by another name."""
+    flags = done.flags
+    for name, (option, kind, default) in PLAIN.items():
+        if kind is bool:
+            value = flags.has(name) or None
+        else:
+            value = flags.text(name) if kind is str else flags.number(name, kind, default)
+        if value is not None:
+            carry(done, name, option, value, default=default)
 
 
 # ------------------------------------------------------------------------------------------------------ model and data
@@ -78,74 +102,40 @@ def _model(done: ConvertedScript, options: MegatronArgsOptions) -> None:
 
 def _tokenizer(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     flags = done.flags
-    given = [name for name in ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path") if flags.has(name)]
-    files = [name for name in ("vocab_file", "merge_file") if flags.has(name)]
-    if options.tokenizer_name:
-        for name in given + files:
-            flags.satisfied(name, f"tokenizer_name: {options.tokenizer_name}, from the option")
-        done.recipe["tokenizer_name"] = options.tokenizer_name
-        return
-    kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if "vocab_file" in files else "")
-    file, folder = flags.text("tokenizer_model"), None
-    if kind == "GPT2BPETokenizer":
-        done.vocabulary = GPT2_VOCABULARY
-        for name in files:
-            carry(done, name, name, flags.text(name))
-        if len(files) < 2:
-            flags.wrong("", "GPT2BPETokenizer reads --vocab-file and --merge-file: name both")
-        for name in given:
-            flags.satisfied(name, "vocab_file and merge_file are of that kind")
-        return
-    if kind in SENTENCEPIECE:
+    names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
+    kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if flags.has("vocab_file") else "")
+    file = flags.text("tokenizer_model")
+    folder = options.tokenizer_name or flags.text("tokenizer_name_or_path") or file
+    if kind in SENTENCEPIECE and not options.tokenizer_name:
         done.vocabulary = LLAMA_VOCABULARY
         folder = (os.path.dirname(file) or ".") if file else None
         if file and Path(file).name != "tokenizer.model":
             flags.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
-    elif kind in HUB:
-        folder = flags.text("tokenizer_name_or_path") or file
-    if folder is None:
-        if not any(name in flags.rows for name in given):  # else its value is not known
-            problem = "the tokenizer's file is not named: say --tokenizer_name FOLDER"
-            flags.wrong("tokenizer_type" if kind else "", problem)
-        return
-    done.recipe["tokenizer_name"] = folder
-    for name in given:
-        flags.carried(name, f"tokenizer_name: {folder}")
+    if kind == "GPT2BPETokenizer" and not options.tokenizer_name:
+        done.vocabulary = GPT2_VOCABULARY
+        for name in ("vocab_file", "merge_file"):
+            carry(done, name, name, flags.text(name))
+        if not all(map(flags.text, ("vocab_file", "merge_file"))):
+            flags.wrong("", "GPT2BPETokenizer reads --vocab-file and --merge-file: name both")
+        flags.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
+    elif folder:
+        done.recipe["tokenizer_name"] = folder
+        for name in names:
+            flags.carried(name, f"tokenizer_name: {folder}")
+    else:
+        flags.wrong("tokenizer_type", "the tokenizer is not named: say --tokenizer_name FOLDER")
 
 
-def _data(done: ConvertedScript, program: str) -> None:
+def _data(done: ConvertedScript) -> None:
     flags = done.flags
-    for name in ELSEWHERE:
-        if flags.has(name):
-            flags.wrong(name, "training and evaluation come from one --data-path here, by --split")
     paths = flags.words("data_path")
-    if program == "finetune_llama.py":
-        carry(done, "data_path", "train_file", paths)
-        done.notes.append("finetune_llama.py reads instructions; --chat_template says how they are written here")
-        shards = _shares(flags.text("split", "969,30,1"))
-        held_out = round(100 * shards[1] / sum(shards), 4) if sum(shards) else 0
-        carry(done, "split", "validation_split_percentage", held_out)
-    elif paths:
+    if paths:
         carry(done, "data_path", "data_path", paths if len(paths) > 1 else paths[0])
         carry(done, "split", "split", flags.text("split", "969,30,1").replace(" ", ""))
     elif not flags.problems:
-        flags.wrong("data_path" if flags.has("data_path") else "", "there is no --data-path")
-    if flags.has("seq_length"):
-        carry(done, "seq_length", "block_size", flags.number("seq_length", default=1024))
-    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if flags.has(name):
-            carry(done, name, name, True)
-    if flags.has("data_cache_path"):
-        carry(done, "data_cache_path", "cache_dir", flags.text("data_cache_path"))
-    if flags.has("data_impl") and flags.text("data_impl") not in ("mmap", "infer"):
+        flags.wrong("data_path", "there is no --data-path: training and evaluation come from one, by --split")
+    if flags.text("data_impl", "mmap") not in ("mmap", "infer"):
         flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
-    if flags.has("num_workers"):
-        carry(done, "num_workers", "dataloader_num_workers", flags.number("num_workers", default=2))
-    carry(done, "seed", "seed", flags.number("seed", default=1234), default=1234)
-
-
-def _shares(split: str) -> list[float]:
-    return [*map(float, split.replace("/", ",").split(",")), 0.0, 0.0][:3]
 
 
 # ------------------------------------------------------------------------------------------------- batches and length
@@ -155,7 +145,7 @@ def _batches(done: ConvertedScript) -> None:
     flags, layout = done.flags, done.layout
     micro = flags.number("micro_batch_size", default=0)
     if not micro:
-        flags.wrong("micro_batch_size" if flags.has("micro_batch_size") else "", "there is no --micro-batch-size")
+        flags.wrong("micro_batch_size", "there is no --micro-batch-size")
         return
     replicas = max(1, layout.world // layout.split)  # data-parallel processes there
     total = flags.number("global_batch_size", default=micro * replicas)
@@ -188,9 +178,8 @@ def _length(done: ConvertedScript) -> None:
             flags.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
         return
     done.recipe["max_train_steps"] = updates
-    if flags.has("exit_duration_in_mins"):
-        hours = flags.number("exit_duration_in_mins", default=60) / 60
-        carry(done, "exit_duration_in_mins", "max_hours", round(hours, 4))
+    if minutes := flags.number("exit_duration_in_mins"):
+        carry(done, "exit_duration_in_mins", "max_hours", round(minutes / 60, 4))
 
 
 def _evaluation(done: ConvertedScript) -> None:
@@ -200,8 +189,7 @@ def _evaluation(done: ConvertedScript) -> None:
         done.recipe |= {"eval_steps": done.recipe.get("max_train_steps", every), "eval_on_start": False}
         done.recipe["max_eval_samples"] = batch
         flags.none("eval_iters", "an evaluation cannot be left out: one is made at the end, of one global batch")
-        if flags.has("eval_interval"):
-            flags.none("eval_interval", "see --eval-iters")
+        flags.none("eval_interval", "see --eval-iters")
         return
     carry(done, "eval_interval", "eval_steps", every, default=1000)
     note = f", {batches} global batches of {batch}; the same samples at each evaluation, Megatron uses different ones"
@@ -235,11 +223,7 @@ def _memory(done: ConvertedScript) -> None:
 def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     flags = done.flags
     save, load = flags.text("save"), flags.text("load")
-    if save:
-        carry(done, "save", "output_dir", save)
-    if flags.has("save_interval"):
-        carry(done, "save_interval", "save_steps", flags.number("save_interval", default=1))
-    if flags.has("load") and load:
+    if load:
         if options.model_name_or_path:
             flags.satisfied("load", f"model_name_or_path: {options.model_name_or_path}, from the option")
         elif load == save and not flags.has("finetune"):
@@ -248,7 +232,6 @@ def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
             flags.wrong("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
     elif flags.has("finetune") and not options.model_name_or_path and not flags.problems:
         flags.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
-    carry(done, "log_interval", "logging_steps", flags.number("log_interval", default=100))
 
 
 def _trackers(done: ConvertedScript) -> None:

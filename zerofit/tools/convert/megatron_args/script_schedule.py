@@ -73,22 +73,14 @@ def read_optimizer(done: ConvertedScript) -> None:
     flags = done.flags
     peak = flags.number("lr", float)
     if not peak:
-        flags.wrong("lr" if flags.has("lr") else "", "there is no --lr")
+        flags.wrong("lr", "there is no --lr")
         return
     carry(done, "lr", "learning_rate", peak)
     min_lr = flags.number("min_lr", float, 0.0)
     if flags.has("min_lr"):
         carry(done, "min_lr", "min_lr_ratio", min_lr / peak, f", of {peak:g}")
     _schedule(done)
-    carry(done, "weight_decay", "weight_decay", flags.number("weight_decay", float, 0.01), default=0.01)
-    for name, option, default in (
-        ("adam_beta1", "adam_beta1", 0.9),
-        ("adam_beta2", "adam_beta2", 0.999),
-        ("adam_eps", "adam_epsilon", 1e-8),
-        ("clip_grad", "max_grad_norm", 1.0),
-    ):
-        carry(done, name, option, flags.number(name, float, default))
-    if flags.has("optimizer") and flags.text("optimizer") != "adam":
+    if flags.text("optimizer", "adam") != "adam":
         flags.wrong("optimizer", "AdamW is the only optimizer here")
     if flags.text("weight_decay_incr_style", "constant") != "constant":
         flags.wrong("weight_decay_incr_style", "weight decay is constant here")
@@ -118,8 +110,7 @@ def _schedule(done: ConvertedScript) -> None:
         done.recipe["lr_decay_steps"] = decay
     elif decay:
         for name in ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
-            if flags.has(name):
-                flags.satisfied(name, "a constant rate does not decay")
+            flags.satisfied(name, "a constant rate does not decay")
     if shape.startswith("constant") and "min_lr_ratio" in done.recipe:
         del done.recipe["min_lr_ratio"]
         flags.satisfied("min_lr", "a constant rate does not decay")

@@ -15,18 +15,15 @@ EXAMPLE = "a100-80gb"  # where nobody names the GPU
 
 def read_job(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; --world-size and --local-world-size name those of a job that is not started yet."""
-    total = flags.number("world_size") if flags.has("world_size") else None
+    total = flags.number("world_size")
     layout = read_machines(flags, call, processes or total)
-    if total:
-        flags.carried("world_size", f"zerofit plan --num_gpus {total}")
-    if flags.has("local_world_size"):
-        local = flags.number("local_world_size", default=total)
-        flags.carried("local_world_size", f"zerofit plan --gpus_per_node {local}")
-        if local and layout.world % local == 0:
-            layout.machines = layout.world // local
+    flags.carried("world_size", f"zerofit plan --num_gpus {total}")
+    local = flags.number("local_world_size")
+    flags.carried("local_world_size", f"zerofit plan --gpus_per_node {local}")
+    if local and layout.world % local == 0:
+        layout.machines = layout.world // local
     for name in CHOSEN:
-        if flags.has(name):
-            flags.none(name, "zerofit plan tries degrees and stages, and chooses")
+        flags.none(name, "zerofit plan tries degrees and stages, and chooses")
     kind = flags.text("task_type", "GPT")
     if kind.endswith("GPT"):
         flags.satisfied("task_type", "the models of its flags are converted")
@@ -49,8 +46,7 @@ def read_batches(done: ConvertedScript) -> None:
         counted = [unit for unit in flags.flags if unit.endswith(("_samples", "_tokens"))]
         if counted:
             done.notes.append(f"updates of --{counted[0].replace('_', '-')} have {done.batch} samples each")
-    if flags.has("micro_batch_size"):
-        flags.none("micro_batch_size", "zerofit plan chooses it")
+    flags.none("micro_batch_size", "zerofit plan chooses it")
 
 
 def plan_lines(done: ConvertedScript, folder: Path) -> list[str]:
@@ -62,19 +58,7 @@ def plan_lines(done: ConvertedScript, folder: Path) -> list[str]:
         gpus += ["--max_global_batch_size", done.batch]
     if not memory:
         done.notes.append(f"no GPU is named: replace {EXAMPLE}, or set {MEMORY_VARIABLE}=40 before")
-    words = [
-        "zerofit",
-        "plan",
-        "--task",
-        "clm",
-        "--config",
-        folder / "recipe.yaml",
-        *gpus,
-        "--top",
-        1,
-        "--write",
-        pairs,
-    ]
+    words = [*"zerofit plan --task clm --config".split(), folder / "recipe.yaml", *gpus, "--top", 1, "--write", pairs]
     rendezvous = f"MACHINE_RANK={layout.rank} MAIN_PROCESS_IP={layout.address} MAIN_PROCESS_PORT={layout.port} "
     launch = f"{rendezvous if layout.machines > 1 else ''}sh {shlex.quote(str(pairs))}/*.sh"
     return [shlex.join(map(str, words)), launch]

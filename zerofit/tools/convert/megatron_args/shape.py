@@ -103,7 +103,7 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
             flags.wrong(name, why)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not flags.has(name):
-            flags.problems.append(f"there is no --{name.replace('_', '-')}: a complete command line is needed")
+            flags.wrong(name, f"there is no --{name.replace('_', '-')}: a complete command line is needed")
     rotary, position = _positions(flags, "rotary" if program == "pretrain_llama.py" else "")
     hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
     llama = program == "pretrain_llama.py"
