@@ -1,7 +1,5 @@
 """The README.md of a trained model: the snippet in it loads what lies beside it."""
 
-import shutil
-
 import pytest
 
 from zerofit.recipe import ClmRecipe, ClsRecipe
@@ -27,21 +25,6 @@ def test_a_models_snippet_loads_it(llama, monkeypatch):
     made = loaded(card_of(ClmRecipe(config_name="gpt2", train_file=["a.txt"]), is_adapter=False))
     assert type(made["model"]).__name__ == "LlamaForCausalLM"
     assert made["tokenizer"]("a text")["input_ids"]
-
-
-def test_an_adapters_snippet_loads_it_with_its_base(llama, monkeypatch, tmp_path):
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    (tmp_path / "base").symlink_to(llama)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(llama), peft.LoraConfig(task_type="CAUSAL_LM"))
-    model.save_pretrained(tmp_path)
-    for name in ("config.json", "tokenizer.model", "tokenizer_config.json"):
-        if (llama / name).exists():
-            shutil.copy(llama / name, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    made = loaded(card_of(ClmRecipe(model_name_or_path="base", train_file=["a.txt"]), is_adapter=True))
-    assert type(made["model"]).__name__ == "PeftModelForCausalLM"
 
 
 @pytest.mark.parametrize(

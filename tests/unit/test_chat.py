@@ -128,17 +128,6 @@ def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, 
     assert asked == tokenizer.apply_chat_template(LONG_TALK[:2], add_generation_prompt=True)["input_ids"]
 
 
-def test_a_token_that_spans_prompt_and_answer_is_trained(tokenizer_of):
-    tokenizer = tokenizer_of("gpt2")
-    encoder = encoder_of(tokenizer, PROMPT, None)
-    texts = [("The sky is", " blue."), ("空は ", "青い"), ("The sky is ", "blue.")]
-    rows = encoded(encoder, [{"prompt": prompt, "completion": completion} for prompt, completion in texts])
-    assert trained_text(rows[0], tokenizer) == [" blue.<|endoftext|>"]
-    assert trained_text(rows[1], tokenizer) == [" 青い<|endoftext|>"], "its first byte shares a token with the space"
-    assert trained_text(rows[2], tokenizer) == [" blue.<|endoftext|>"]
-    assert list(rows[0]["input_ids"]) == list(rows[2]["input_ids"])
-
-
 def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
     tokenizer = tokenizer_of("llama")
     form = Form("prompt", "prompt", "completion")

@@ -9,7 +9,7 @@ from helpers import refusal, tiny_model
 from torch._dynamo.utils import counters
 
 from zerofit.model.attention import set_attention
-from zerofit.model.compilation import compile_model, uncompiled
+from zerofit.model.compilation import compile_model
 from zerofit.model.recomputation import enable_recomputation
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy.read import _check_compiled
@@ -76,17 +76,6 @@ def test_all_blocks_run_one_graph(name, recomputed):
     assert counters["stats"]["unique_graphs"] <= 3
     assert not counters["graph_break"]
     assert list(model.state_dict()) == names
-
-
-def test_what_is_called_once_is_not_compiled():
-    model = tiny_model("llama").eval()
-    compile_model(model, "blocks", backend="aot_eager")
-    with torch.no_grad():
-        with uncompiled():
-            expected = model(**next(packed_rows(1))).loss
-        assert not counters["stats"]["unique_graphs"]
-        assert model(**next(packed_rows(1))).loss == pytest.approx(expected.item(), rel=1e-5)
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_what_the_compiler_fails_at_is_computed_as_it_is():

@@ -10,9 +10,6 @@ import yaml
 from helpers import ROOT, recipe_of, refusal, tiny_model
 
 from zerofit.data.collate import CausalCollator
-from zerofit.estimate.operations import MATRIX, Operation
-from zerofit.estimate.timing import pass_time
-from zerofit.estimate.traced_steps import TracedStep
 from zerofit.model import float8
 from zerofit.model.compilation import blocks_of, uncompiled
 from zerofit.model.float8 import EMULATED, check_float8, check_float8_device, convert_to_float8
@@ -79,14 +76,6 @@ def test_checks_are_in_bf16_since_rows_of_a_batch_share_a_scale(torchao):
         assert documents_leak(model, CausalCollator(0), 97, torch.device("cpu"))
         with uncompiled():
             assert not documents_leak(model, CausalCollator(0), 97, torch.device("cpu"))
-
-
-def test_rows_of_any_number_have_gradients(torchao):
-    """Products over rows need their number to divide by 16: it is padded."""
-    model, _ = converted()
-    ids = torch.arange(7)[None]
-    model.train()(input_ids=ids, labels=ids).loss.backward()
-    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
 def test_what_the_machine_lacks(monkeypatch):
@@ -190,17 +179,3 @@ def test_a_flag_of_the_launcher_names_another_backend(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------------- time
-
-
-def test_wide_layers_gain_narrow_ones_lose_and_the_head_stays():
-    def seconds(width: int, place, is_float8: bool) -> float:
-        from test_plan_time import flat
-
-        product = Operation(MATRIX, True, 2 * 4096 * width * width, 1, (1, 4096, width, width))
-        step = TracedStep("forward", "layer", place, 0, 0, 0, 0, operations=(product,))
-        return pass_time([step], flat(), is_compiled=True, is_float8=is_float8).forward
-
-    layer = ("layers", 0)
-    gains = [seconds(width, layer, False) / seconds(width, layer, True) for width in (512, 2048, 4096)]
-    assert gains[0] < 1 < gains[1] < gains[2] < 2
-    assert seconds(2048, None, True) == seconds(2048, None, False)

@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BlenderbotConfig,
     M2M100Config,
 )
@@ -41,61 +40,23 @@ from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import check_layerdrop, check_model
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-3.1-8b": 8_030_261_248,
-    "open-calm-1b": 1.4e9,
-    "open-calm-7b": 6.8e9,
-    "gpt-22b": 22e9,
-    "deberta-v2-xlarge": 885e6,
-    "blenderbot-400M-distill": 365e6,
-    "t5-large": 737_668_096,
-    "t5-3b": 2_851_598_336,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-3b": 3_085_938_688,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen2.5-32b": 32_763_876_352,
-    "qwen2.5-72b": 72_706_203_648,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3-70b": 70_553_706_496,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "mistral-nemo-12b": 12_247_782_400,
-    "mixtral-8x7b": 46_702_792_704,
-    "gemma-2b": 2_506_172_416,
-    "gemma-7b": 8_537_680_896,
-    "gemma-2-2b": 2_614_341_888,
-    "gemma-2-9b": 9_241_705_984,
-    "gemma-2-27b": 27_227_128_320,
-    "gemma-3-1b": 999_885_952,
-    "modernbert-base": 149_014_272,
-    "modernbert-large": 394_781_696,
-    "deberta-v3-xsmall": 70_682_112,
-    "deberta-v3-small": 141_304_320,
-    "deberta-v3-base": 183_831_552,
-    "deberta-v3-large": 434_012_160,
-    "mdeberta-v3-base": 278_218_752,
-    "bert-base-uncased": 109_482_240,
-    "bert-large-uncased": 335_141_888,
-    "bert-base-multilingual-cased": 177_853_440,
-}
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-3.1-8b": 8_030_261_248, "open-calm-1b": 1.4e9,
+    "open-calm-7b": 6.8e9, "gpt-22b": 22e9, "deberta-v2-xlarge": 885e6, "blenderbot-400M-distill": 365e6,
+    "t5-large": 737_668_096, "t5-3b": 2_851_598_336, "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352, "qwen2.5-72b": 72_706_203_648, "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624, "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496, "llama-3.1-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552, "mistral-nemo-12b": 12_247_782_400, "mixtral-8x7b": 46_702_792_704,
+    "gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896, "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320, "gemma-3-1b": 999_885_952, "modernbert-base": 149_014_272,
+    "modernbert-large": 394_781_696, "deberta-v3-xsmall": 70_682_112, "deberta-v3-small": 141_304_320,
+    "deberta-v3-base": 183_831_552, "deberta-v3-large": 434_012_160, "mdeberta-v3-base": 278_218_752,
+    "bert-base-uncased": 109_482_240, "bert-large-uncased": 335_141_888, "bert-base-multilingual-cased": 177_853_440,
+}  # fmt: skip
 CLASSES = {"deberta-v2-xlarge": AutoModelForSequenceClassification} | dict.fromkeys(
     ("blenderbot-400M-distill", "t5-large", "t5-3b"), AutoModelForSeq2SeqLM
 )
@@ -117,25 +78,14 @@ def test_published_architectures_need_no_network(name):
     assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
 
 
-def test_nothing_is_a_value():
-    for text in ("None", "null"):
-        recipe = ClmRecipe(model_type="mistral", config_overrides=f"sliding_window={text}")
-        assert load_configuration(recipe).sliding_window is None
-    for name, value in {"sliding_window": "wide", "hidden_size": "None", "rope_parameters": "1"}.items():
-        recipe = ClmRecipe(model_type="mistral", config_overrides=f"{name}={value}")
-        check_refusal([f"config_overrides: {name} = "], load_configuration, recipe)
-
-
 @pytest.mark.parametrize("overrides", ["n_layers=3", "n_layer=2.5"])
 def test_overrides_that_fit_nothing(overrides):
     check_refusal(["n_layer"], load_configuration, ClmRecipe(config_name="gpt2", config_overrides=overrides))
 
 
 QUANTISED = {  # quant_method: (what its settings hold besides, the package that reads it)
-    "bitsandbytes": ({"load_in_4bit": True}, "bitsandbytes"), "gptq": ({"bits": 4}, "optimum"),
-    "awq": ({"bits": 4}, "gptqmodel"), "compressed-tensors": ({"config_groups": {}}, "compressed_tensors"),
-    "aqlm": ({}, "aqlm"), "quanto": ({"weights": "int8"}, "optimum"), "hqq": ({"quant_config": {}}, "hqq"),
-    "torchao": ({"quant_type": "int4_weight_only"}, "torchao"), "superquant": ({}, "superquant"),
+    "bitsandbytes": ({"load_in_4bit": True}, "bitsandbytes"), "awq": ({"bits": 4}, "gptqmodel"),
+    "compressed-tensors": ({"config_groups": {}}, "compressed_tensors"), "superquant": ({}, "superquant"),
 }  # fmt: skip
 
 
@@ -235,20 +185,6 @@ def test_vocabulary_files_of_another_kind_are_refused(data):
     assert len(tokenizer("The quick brown fox")["input_ids"]) >= 4
 
 
-def test_a_folder_that_says_what_it_is_is_believed(data, tmp_path):
-    """What AutoTokenizer makes of a bare tokenizer.model is not what SentencePiece does: no <s>, and no space."""
-    llama, text = data("models/llama/hf"), "Once upon a time"
-    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path)
-    config = load_configuration(ClmRecipe(model_name_or_path=str(llama)))
-    told = load_tokenizer(TokenizerOptions.of(ClmRecipe(tokenizer_name=str(tmp_path))), config)
-    bare = load_tokenizer(TokenizerOptions.of(ClmRecipe(model_name_or_path=str(llama))), config)
-    assert told(text)["input_ids"] == AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
-    assert bare(text)["input_ids"] == read_plainly(llama, text) != told(text)["input_ids"]
-    if data.real:
-        assert told(text)["input_ids"] == [441, 416, 331, 407, 261, 378]
-        assert bare(text)["input_ids"] == [1, 403, 407, 261, 378]
-
-
 def test_from_scratch_the_model_takes_the_tokenizers_size():
     recipe = ClmRecipe(config_name="gpt2")
     config = load_configuration(recipe)
@@ -283,7 +219,7 @@ def test_sizes_that_follow_others_follow_their_overrides():
 SMALL = "num_hidden_layers=3,num_attention_heads=4,hidden_size=64,intermediate_size=96,vocab_size=300"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "cohere2", "gpt_oss", "mixtral", "olmo3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"])
 @pytest.mark.parametrize("named", ["type", "folder"])
 def test_a_configuration_that_is_made_smaller_can_be_stored(family, named, tmp_path):
     """Its class derives kinds of layers and heads of keys from other sizes; else the export would fail."""

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import torch
 from helpers import small_sizes
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -160,51 +159,3 @@ def test_all_architectures():
     assert len(found) > 60
     for norm_class in found:
         check(norm_class)
-
-
-class Operations(TorchDispatchMode):
-    """The names of the operations that make a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not function.is_view and function is not torch.ops.aten.detach.default:
-            self.names.append(function._overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def fused_kernel():
-    """A CPU that, as CUDA, has a kernel for the norm: torch takes it where there is one."""
-
-    def forward(hidden, shape, weight, epsilon):
-        inverse = (hidden.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
-        return (hidden.float() * inverse * weight.float()).to(hidden.dtype), inverse
-
-    def backward(gradient, hidden, shape, inverse, weight, mask):
-        return torch.empty_like(hidden), torch.empty_like(weight)
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm", forward, "CPU")
-    library.impl("_fused_rms_norm_backward", backward, "CPU")
-    yield
-    library._destroy()
-
-
-@pytest.mark.parametrize(
-    ("half", "before", "after"), [(False, (6, 14), (1, 1)), (True, (8, 16), (1, 1))], ids=["fp32", "bf16"]
-)
-def test_operations_of_a_norm(half, before, after, fused_kernel):
-    """Forward and backward, as docs/measurements/counts.md has them."""
-    for count in (before, after):
-        norm, hidden = draw(LlamaRMSNorm, torch.bfloat16 if half else torch.float32)
-        if count is after:
-            fuse_norms(norm)
-        with Operations() as forward:
-            output = norm(hidden)
-        gradient = torch.ones_like(output)
-        with Operations() as backward:
-            output.backward(gradient)
-        assert (len(forward.names), len(backward.names)) == count, (forward.names, backward.names)

@@ -55,8 +55,8 @@ def test_a_flag_and_a_line_of_a_recipe_say_the_same(words, value, tmp_path):
 
 
 def models():
-    yield from ((name, tiny_model(name, attention, **changes)) for name, changes in DROPOUT.items()
-                for attention in ("sdpa", "eager"))  # fmt: skip
+    yield from ((name, tiny_model(name, "sdpa", **changes)) for name, changes in DROPOUT.items())
+    yield "gpt2", tiny_model("gpt2", "eager", **DROPOUT["gpt2"])
     yield "blenderbot", AutoModelForSeq2SeqLM.from_config(BLENDERBOT)
     yield "t5", AutoModelForSeq2SeqLM.from_config(T5)
     yield "deberta", AutoModelForSequenceClassification.from_config(DEBERTA)
@@ -78,7 +78,7 @@ def test_gradients_are_the_same_with_dropout_in_every_family():
     tried = set()
     for name, model in models():
         model.train()
-        for autocast in (False, True):
+        for autocast in (False, True) if name == "llama" else (False,):
             model.activation_checkpointing_disable()
             expected = gradients(model, autocast)
             for which in (True, "selective"):

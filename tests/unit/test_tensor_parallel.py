@@ -25,7 +25,6 @@ MODELS = {  # the vocabulary has 97 rows, which 2 does not divide
     "llama, tied": ("llama", {"intermediate_size": 96}),
     "llama, untied": ("llama", {**LLAMA, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("mistral", {**LLAMA, "tie_word_embeddings": False, "sliding_window": 8}),
-    "qwen2": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {**LLAMA, "pad_token_id": 0, "eos_token_id": 1}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {"intermediate_size": 96}),
