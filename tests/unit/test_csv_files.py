@@ -43,7 +43,6 @@ def test_separators_are_found(tmp_path, cache, name, delimiter):
 def test_a_separator_can_be_named(tmp_path, cache):
     path = write(tmp_path / "a.csv", ":", rows=[("ab", "c")], header=("x;y", "z"))
     assert read(path, cache, delimiter=":").column_names == ["x;y", "z"]
-    assert any("delimiter = 'ab'" in problem for problem in ClsRecipe(train_file=[path], delimiter="ab").problems())
 
 
 def test_another_encoding_is_said_and_can_be_named(tmp_path, cache):

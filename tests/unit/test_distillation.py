@@ -102,15 +102,8 @@ def teacher(byte_tokenizer, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"teacher": "gpt2-xl", "distill_weight": 1.5}, "distill_weight"),
-        ({"teacher": None}, "--teacher"),
-    ],
-)
-def test_options_that_cannot_be(options, name):
-    problems = recipe_of(tokenizer_name="teacher", train_file=["a.txt"], **options).problems()
-    assert any(name in problem for problem in problems), problems
+def test_a_teacher_is_named():
+    problems = recipe_of(tokenizer_name="teacher", train_file=["a.txt"], teacher=None).problems()
+    assert any("--teacher" in problem for problem in problems), problems
     whole = {"distill_divergence": "reverse", "teacher": "gpt2-xl"}
     assert not recipe_of(tokenizer_name="teacher", train_file=["a.txt"], **whole).problems()

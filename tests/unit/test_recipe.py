@@ -143,8 +143,16 @@ def test_forms_of_flags():
         (["--learning_rate", "nan"], ["finite"]),
         (["--seed"], ["--seed", "an integer", "nothing"]),
         (["--num_warmup_steps", "5", "--warmup_ratio", "0.1"], ["num_warmup_steps = 5", "warmup_ratio = 0.1"]),
+        (["--global_batch_warmup", "64@"], ["expected START@UPDATES"]),
+        (["--block_size_warmup", "64->1024@9"], ["expected START@UPDATES"]),
+        (["--adam_beta2", "1"], ["adam_beta2 = 1.0 (--adam_beta2): it must be below 1"]),
+        (["--encoding", "hex"], ["encoding = 'hex' (--encoding): expected the name of an encoding"]),
+        (["--delimiter", ";;"], ["expected one character"]),
+        (["--streaming", "many"], ["expected a size such as 256MiB"]),
+        (["--warmup_ratio", "1.5"], ["warmup_ratio = 1.5", "at most 1"]),
+        (["--vocab_file", "a"], ["vocab_file has no effect without merge_file"]),
         (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
-        (["--profile", "12:9"], ["profile = '12:9': expected N:M"]),
+        (["--profile", "12:9"], ["profile = '12:9' (--profile): expected N:M"]),
     ],
 )
 def test_what_is_refused(flags, words):

@@ -247,7 +247,6 @@ def test_a_lost_connection_is_given_up(prepared, tmp_path, monkeypatch):
     ("changed", "words"),
     [
         ({"max_train_steps": None}, "max_train_steps"),
-        ({"streaming": "many"}, "256MiB"),
         ({"max_train_samples": 5}, "max_train_samples"),
         ({"train_file": ["1", "a.jsonl"]}, "weights"),
     ],

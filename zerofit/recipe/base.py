@@ -156,7 +156,8 @@ class Recipe:
 
     def problems(self) -> list[str]:
         """What is wrong with this combination of options; empty if nothing is."""
-        return [clash.text for clash in self.clashes() if not clash.is_noted]
+        missing = [each.metadata["required"] for each in dataclasses.fields(self) if not getattr(self, each.name)]
+        return [*filter(None, missing), *(clash.text for clash in self.clashes() if not clash.is_noted)]
 
     def idle_options(self) -> list[str]:
         """A sentence for each option that is set and has no effect, and is no mistake."""

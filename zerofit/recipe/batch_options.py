@@ -9,7 +9,6 @@ from zerofit.recipe.fields import option
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
 # Options whose sum is the length of a full row, of the tasks that have them.
 FULL_ROW = (("block_size",), ("max_source_length", "max_target_length"))
-FORM = "START@UPDATES"
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,10 @@ def read_growth(text: str) -> tuple[int, int] | None:
     return found and (int(found[1]), int(found[2]))
 
 
-def growth_problems(recipe, name: str, example: str) -> list[str]:
-    """What is wrong with the text of an option that has the form of a growth."""
-    text = getattr(recipe, name)
-    if text is None or read_growth(text):
-        return []
-    return [
-        f"{name} = {text!r}: say {FORM}, the size in the first update and the number of updates in which it "
-        f"grows, e.g. {example}"
-    ]
+GROWTH = (
+    read_growth,
+    "START@UPDATES, the size in the first update and the number of updates in which it grows, e.g. 64@5000",
+)
 
 
 @dataclass
@@ -83,6 +77,7 @@ class BatchOptions(Recipe, phase="train"):
         None,
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
         "global batch, which those after UPDATES have.",
+        form=GROWTH,
         needs="!tokens_per_batch",
     )
     num_train_epochs: float = option(
@@ -135,8 +130,7 @@ class BatchOptions(Recipe, phase="train"):
         return found
 
     def problems(self) -> list[str]:
-        growth = growth_problems(self, "global_batch_warmup", "64@5000")
-        return super().problems() + growth + token_batch_problems(self)
+        return super().problems() + token_batch_problems(self)
 
 
 def token_batch_problems(recipe) -> list[str]:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Clash, Recipe
-from zerofit.recipe.batch_options import growth_problems
+from zerofit.recipe.batch_options import GROWTH
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes, parse_number
 from zerofit.recipe.paths import is_weight
@@ -42,6 +42,7 @@ class TextOptions(Recipe):
         None,
         "START@UPDATES, as 64@2000: samples of text are cut to START tokens in the first update, and grow in steps of "
         "START to block_size, which those after UPDATES have. What is cut off is not read in that epoch.",
+        form=GROWTH,
         phase="train",
         needs="!tokens_per_batch !preference_loss",
     )
@@ -67,9 +68,6 @@ class TextOptions(Recipe):
         phase="train",
         needs="!model_name_or_path",
     )
-
-    def problems(self) -> list[str]:
-        return super().problems() + growth_problems(self, "block_size_warmup", "64@2000")
 
 
 @dataclass
@@ -189,6 +187,7 @@ class PreferenceOptions(Recipe):
         0.0,
         "dpo: the probability that a pair is labelled the wrong way round (conservative DPO).",
         minimum=0,
+        below=0.5,
         needs="preference_loss=dpo",
     )
     simpo_gamma: float = option(
@@ -204,11 +203,6 @@ class PreferenceOptions(Recipe):
 
     def problems(self) -> list[str]:
         problems, loss = super().problems(), self.preference_loss
-        if self.preference_label_smoothing >= 0.5:
-            problems.append(
-                f"preference_label_smoothing = {self.preference_label_smoothing:g}: from 0.5 on the rejected answer "
-                "would be preferred"
-            )
         if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
             problems.append(
                 f"evaluate_only is not supported with preference_loss = {loss}: the reference is the model before "
@@ -240,6 +234,7 @@ class DistillationOptions(Recipe):
         0.5,
         "What the divergence weighs; the loss of the next token itself weighs 1 - X.",
         minimum=0,
+        at_most=1,
         phase="train",
     )
     distill_temperature: float = option(
@@ -251,8 +246,6 @@ class DistillationOptions(Recipe):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if self.distill_weight > 1:
-            problems.append(f"distill_weight = {self.distill_weight:g}: it is at most 1, such as 0.5")
         if self.trains and not self.teacher:
             problems.append("train/distill.py: name the teacher with --teacher, a folder or a hub name")
         return problems
@@ -270,6 +263,7 @@ class StreamOptions(Recipe):
         "Size, as 256MiB: read train_file (.parquet, .jsonl, .tar of WebDataset; paths, globs, or addresses such as "
         "s3://bucket/*.parquet) while training goes on, in windows of about so many bytes of records, which are "
         "shuffled together. For data that do not fit the disk.",
+        form=(parse_bytes, "a size such as 256MiB"),
         why="the records are read as they come",
         needs="!preference_loss",
     )
@@ -289,10 +283,6 @@ class StreamOptions(Recipe):
             return problems
         if not self.trains:
             return problems if self.validation_file or self.predict_file else [*problems, f"{stated}: {NO_HELD_OUT}"]
-        try:
-            parse_bytes(self.streaming)
-        except ValueError:
-            problems.append(f"{stated}: expected a size such as 256MiB")
         if any(map(is_weight, self.train_file or [])):
             problems.append(f"{stated}: shards have no weights. Remove them, or stream one source")
         return problems

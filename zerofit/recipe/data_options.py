@@ -1,6 +1,5 @@
 """Options of the data that several tasks have: the source of records, records to skip, padding."""
 
-import codecs
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
@@ -9,17 +8,16 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.paths import is_weight
 
 
-def unknown_encoding(name: str | None) -> list[str]:
-    """One problem if there is no such text encoding, else none."""
+def is_encoding(name: str) -> bool:
+    """Whether Python knows a text encoding of this name."""
     try:
-        return [] if name is None or codecs.lookup(name)._is_text_encoding else [_NO_ENCODING.format(name)]
+        "".encode(name)
     except LookupError:
-        return [_NO_ENCODING.format(name)]
+        return False
+    return True
 
 
-_NO_ENCODING = (
-    "encoding = {!r}: there is no such encoding. Known are cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ..."
-)
+ENCODING = (is_encoding, "the name of an encoding: cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ...")
 
 
 @dataclass
@@ -52,12 +50,14 @@ class SourceOptions(Recipe):
     encoding: str | None = option(
         None,
         "Encoding of text, .json(l), .csv, .tsv and .conll files that are not UTF-8: cp932, euc_jp, gb18030, ...",
+        form=ENCODING,
         needs="!dataset_name !data_path !streaming",
     )
     delimiter: str | None = option(
         None,
         "What separates the fields of .csv and .tsv files: one character, or tab; by default a comma or a tab, or "
         "the semicolon, tab or | that the header has.",
+        form=(lambda text: len(WRITTEN.get(text, text)) == 1, "one character, such as ';', or tab"),
         needs="!dataset_name !data_path !streaming",
     )
     field: str | None = option(
@@ -69,6 +69,7 @@ class SourceOptions(Recipe):
         5.0,
         "Percentage of the training data to hold out if there is no validation data.",
         minimum=0,
+        below=100,
         phase="data",
         needs="!data_path !streaming",
     )
@@ -122,14 +123,6 @@ class SourceOptions(Recipe):
         )
         if not any(getattr(self, name, None) for name in known):
             problems.append(f"no data: set dataset_name, or {option} to a .txt, .jsonl, .csv or .parquet file")
-        problems += unknown_encoding(self.encoding)
-        if self.delimiter and len(self.separator) != 1:
-            problems.append(f"delimiter = {self.delimiter!r}: expected one character, such as ';', or tab")
-        if self.validation_split_percentage >= 100:
-            problems.append(
-                f"validation_split_percentage = {self.validation_split_percentage:g}: "
-                "it leaves no sample to train on; choose a value below 100"
-            )
         return problems
 
 

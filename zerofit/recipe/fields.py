@@ -4,6 +4,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -16,6 +17,10 @@ def option(
     choices: tuple = (),
     positive: bool = False,
     minimum: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    form: tuple[Callable[[str], Any], str] | None = None,
+    required: str = "",
     aliases: tuple[str, ...] = (),
     common: bool = False,
     zero: str = "",
@@ -28,7 +33,10 @@ def option(
 
     Args:
         positive: the value must be above zero.
-        minimum: the smallest value allowed, inclusive.
+        minimum, at_most: the smallest and the largest value allowed, inclusive.
+        below: the value must be smaller.
+        form: (what reads the text: a false result or a ValueError refuses it, what is expected in words).
+        required: what is missing without a value, and what to type: a sentence.
         aliases: other names of the option, which other programs use.
         common: --help shows it. --help_all shows all options.
         zero: for an option whose value must be above zero: what to type instead of 0.
@@ -50,6 +58,10 @@ def option(
         "choices": choices,
         "positive": positive,
         "minimum": minimum,
+        "below": below,
+        "at_most": at_most,
+        "form": form,
+        "required": required,
         "aliases": aliases,
         "common": common,
         "zero": zero,
@@ -164,7 +176,7 @@ def checked(value: Any, base: type) -> Any:
 
 
 def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
-    """Why `value` breaks a rule of its option (choices, sign, minimum), as a sentence; None if it breaks none."""
+    """Why `value` breaks a rule of its option (choices, bounds, form), as a sentence; None if it breaks none."""
     for item in value if isinstance(value, list) else [value]:
         if item is None:
             continue
@@ -176,4 +188,17 @@ def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
             return "it must be above 0" + (f". {metadata['zero']}" if metadata["zero"] and not item else "")
         if metadata["minimum"] is not None and not item >= metadata["minimum"]:
             return f"it must be {metadata['minimum']:g} or more"
+        if metadata["below"] is not None and not item < metadata["below"]:
+            return f"it must be below {metadata['below']:g}"
+        if metadata["at_most"] is not None and not item <= metadata["at_most"]:
+            return f"it must be at most {metadata['at_most']:g}"
+        if metadata["form"] and not _is_of_form(item, metadata["form"][0]):
+            return f"expected {metadata['form'][1]}"
     return None
+
+
+def _is_of_form(text: str, read: Callable[[str], Any]) -> bool:
+    try:
+        return bool(read(text))
+    except ValueError:
+        return False

@@ -44,9 +44,15 @@ class ModelOptions(Recipe):
         None,
         "Vocabulary of a byte-level BPE, such as GPT-2's vocab.json. Needs merge_file; replaces tokenizer_name.",
         follows=FROM_SCRATCH,
+        needs="merge_file",
+        excludes="tokenizer_name train_tokenizer_vocab_size",
     )
     merge_file: str | None = option(
-        None, "Merges of that tokenizer, such as GPT-2's merges.txt.", aliases=("merges_file",), follows=FROM_SCRATCH
+        None,
+        "Merges of that tokenizer, such as GPT-2's merges.txt.",
+        aliases=("merges_file",),
+        follows=FROM_SCRATCH,
+        needs="vocab_file",
     )
     train_tokenizer_vocab_size: int | None = option(
         None,
@@ -62,6 +68,7 @@ class ModelOptions(Recipe):
         "Where tokens were added to the tokenizer: give the pretrained embeddings a row for each, which begins as the "
         "mean of the others.",
         phase="train",
+        needs="model_name_or_path",
     )
     trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
     attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
@@ -112,32 +119,13 @@ class ModelOptions(Recipe):
                 "no model: set model_name_or_path (pretrained weights) or config_name (from scratch), "
                 "e.g. --config_name gpt2"
             )
-        if self.resize_embeddings and self.trains and not self.model_name_or_path:
-            problems.append(
-                "resize_embeddings: a model from scratch has the rows that its tokenizer needs. Remove it, or name "
-                "pretrained weights (model_name_or_path)"
-            )
-        files = [name for name in ("vocab_file", "merge_file") if getattr(self, name)]
-        named = [name for name in ("tokenizer_name", "train_tokenizer_vocab_size") if getattr(self, name)]
-        if not (self.model_name_or_path or named or files):
+        tokenizers = (self.tokenizer_name, self.train_tokenizer_vocab_size, self.vocab_file, self.merge_file)
+        if not (self.model_name_or_path or any(tokenizers)):
             problems.append(
                 "no tokenizer: a model from scratch needs tokenizer_name, or train_tokenizer_vocab_size to train one"
             )
-        problems += wrong_vocabulary_files(self, named)
         problems.extend(_bad_overrides(self.config_overrides))
         return problems
-
-
-def wrong_vocabulary_files(recipe: Recipe, others: list[str]) -> list[str]:
-    """What is wrong with vocab_file and merge_file.
-
-    Args:
-        others: other options that are set and name a tokenizer.
-    """
-    files = [name for name in ("vocab_file", "merge_file") if getattr(recipe, name)]
-    if len(files) == 1:
-        return [f"{files[0]} = {getattr(recipe, files[0])!r}: vocab_file and merge_file go together"]
-    return [f"{' and '.join(files)}, and {' and '.join(others)}: name one tokenizer"] if files and others else []
 
 
 def _bad_overrides(overrides: str | None) -> list[str]:
@@ -173,7 +161,7 @@ class LoraOptions(Recipe, phase="train"):
     lora_alpha: int = option(
         16, "Scale of the adapter: its output is multiplied by lora_alpha / lora_r.", positive=True
     )
-    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0)
+    lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0, below=1)
     lora_bias: str = option("none", "Which biases to train as well.", choices=("none", "all", "lora_only"))
     lora_target_modules: list[str] | None = option(  # noqa: RUF009
         None,
@@ -231,8 +219,6 @@ class LoraOptions(Recipe, phase="train"):
         if self.contradictions:
             remedy = f"Remove it, or train on base and adapter as one model: {merge_command(self.model_name_or_path)}"
             problems += [f"{problem}. {remedy}" for problem in self.contradictions]
-        if self.lora_dropout >= 1:
-            problems.append(f"lora_dropout = {self.lora_dropout:g}: it must be below 1")
         names = [field.name for field in dataclasses.fields(LoraOptions) if field.name != "lora"]
         if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
             useless = [name for name in names if self.is_changed(name)]

@@ -11,6 +11,7 @@ from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
+from zerofit.recipe.paths import is_address
 
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
 # All trackers of accelerate 1.15.
@@ -33,8 +34,12 @@ class OptimizerOptions(Recipe, phase="train"):
     weight_decay: float = option(
         0.0, "Weight decay (decoupled), for matrices only (not for biases and norms).", minimum=0
     )
-    adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0, needs="!optim=adafactor", idle=True)
-    adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0, needs="!optim=adafactor", idle=True)
+    adam_beta1: float = option(
+        0.9, "AdamW's first decay rate.", minimum=0, below=1, needs="!optim=adafactor", idle=True
+    )
+    adam_beta2: float = option(
+        0.999, "AdamW's second decay rate.", minimum=0, below=1, needs="!optim=adafactor", idle=True
+    )
     adam_epsilon: float = option(
         1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",), needs="!optim=adafactor", idle=True
     )
@@ -43,6 +48,7 @@ class OptimizerOptions(Recipe, phase="train"):
         "Also keep a mean of the weights, which begins at the first ones: each update leaves X of it, and adds 1 - X "
         "of the new weights. It is exported to model/ema. 0: none.",
         minimum=0,
+        below=1,
     )
     max_grad_norm: float = option(
         1.0, "Maximum norm of the gradient, which is clipped to it. 0: no clipping.", minimum=0, aliases=("clip_grad",)
@@ -63,6 +69,7 @@ class OptimizerOptions(Recipe, phase="train"):
         None,
         "Warm-up as a fraction of the updates of the schedule (lr_decay_steps, else all updates).",
         minimum=0,
+        at_most=1,
         aliases=("lr_warmup_fraction",),
         common=True,
         needs="!lr_scheduler_type=constant",
@@ -72,6 +79,7 @@ class OptimizerOptions(Recipe, phase="train"):
         0.0,
         "Smallest learning rate as a fraction of the peak (linear, cosine, wsd).",
         minimum=0,
+        at_most=1,
         needs="lr_scheduler_type=linear|cosine|wsd",
         idle=True,
     )
@@ -87,6 +95,7 @@ class OptimizerOptions(Recipe, phase="train"):
         0.2,
         "Fraction of these updates, the last ones, in which the wsd schedule decays.",
         positive=True,
+        at_most=1,
         needs="lr_scheduler_type=wsd",
         idle=True,
     )
@@ -104,15 +113,6 @@ class OptimizerOptions(Recipe, phase="train"):
         phase="always",
     )
 
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        below = ("adam_beta1", "adam_beta2", "ema_decay")
-        for name in (*below, "warmup_ratio", "min_lr_ratio", "wsd_decay_ratio"):
-            value = getattr(self, name)
-            if (value is not None and value > 1) or (value == 1 and name in below):
-                problems.append(f"{name} = {value:g}: it must be {'below' if name in below else 'at most'} 1")
-        return problems
-
 
 @dataclass
 class StrategyOptions(Recipe, identity=False):
@@ -120,6 +120,12 @@ class StrategyOptions(Recipe, identity=False):
 
     strategy: str | None = option(None, "A name in accelerate_configs/, or a .yaml file. Only as a flag.", common=True)
     deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML. Only as a flag.")
+
+
+def profiled(text: str) -> range:
+    """The updates of the text `N:M`; empty: it is no such text."""
+    found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
+    return range(int(found[1]), int(found[2]) + 1) if found else range(0)
 
 
 @dataclass
@@ -143,23 +149,15 @@ class RunOptions(Recipe, phase="train", identity=False):
     )
     record_samples: bool = option(False, "Write samples.jsonl: the indices of the training samples of each update.")
     profile: str | None = option(
-        None, "N:M: write a trace of the updates N to M (torch's profiler), and show the costliest operators."
+        None,
+        "N:M: write a trace of the updates N to M (torch's profiler), and show the costliest operators.",
+        form=(profiled, 'N:M, the first and the last update, such as 10:12 (in a YAML file "10:12", in quotes)'),
     )
 
     @property
     def profiled_updates(self) -> range:
-        """Those of `profile`; empty without it, and where it is not of the form N:M."""
-        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile or "")
-        return range(int(found[1]), int(found[2]) + 1) if found else range(0)
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.profile and not self.profiled_updates:
-            problems.append(
-                f"profile = {self.profile!r}: expected N:M, the first and the last update, such as 10:12 (in a YAML "
-                'file "10:12", in quotes)'
-            )
-        return problems
+        """Those of `profile`; empty without it."""
+        return profiled(self.profile or "")
 
 
 @dataclass
@@ -251,8 +249,13 @@ class CheckpointOptions(Recipe, phase="train", identity=False):
         None,
         "Address of an object store, as s3://bucket/run: checkpoints and results are copied there while training "
         "continues, and a run whose output_dir has been lost resumes from there.",
+        form=(is_address, "an address, such as s3://bucket/run"),
     )
-    push_to_hub: str | None = option(None, "Hub repository, owner/name, to push model/ to; a new one is private.")
+    push_to_hub: str | None = option(
+        None,
+        "Hub repository, owner/name, to push model/ to; a new one is private.",
+        form=(re.compile(".*/.*").fullmatch, "owner/name"),
+    )
     max_hours: float | None = option(
         None, "Stop after this many hours, counted from its start: save, then exit with code 85.", positive=True
     )
@@ -261,10 +264,6 @@ class CheckpointOptions(Recipe, phase="train", identity=False):
         problems = super().problems()
         if self.save_strategy == "steps" and not self.save_steps:
             problems.append("save_strategy = steps: set the number of updates with save_steps")
-        if self.push_to_hub and "/" not in self.push_to_hub:
-            problems.append(f"push_to_hub = {self.push_to_hub!r}: expected owner/name")
-        if self.mirror and "://" not in self.mirror:
-            problems.append(f"mirror = {self.mirror!r}: expected an address, such as s3://bucket/run")
         return problems
 
 

@@ -47,6 +47,7 @@ class LossOptions(Recipe):
         0.0,
         "Train on 1 - X for the next token, and on X divided among the vocabulary.",
         minimum=0,
+        below=1,
         phase="train",
         needs="!preference_loss",
         aliases=("label_smoothing_factor",),
@@ -58,13 +59,6 @@ class LossOptions(Recipe):
         phase="train",
         needs="!preference_loss",
     )
-
-    def problems(self) -> list[str]:
-        return super().problems() + _smoothing_problems(self.label_smoothing)
-
-
-def _smoothing_problems(smoothing: float) -> list[str]:
-    return [f"label_smoothing = {smoothing:g}: it must be below 1, such as 0.1"] if smoothing >= 1 else []
 
 
 @dataclass
@@ -129,6 +123,7 @@ class ClassLossOptions(Recipe, phase="train"):
         0.0,
         "Train on 1 - X for the class of the label, and on X divided among all classes.",
         minimum=0,
+        below=1,
         aliases=("label_smoothing_factor",),
     )
 
@@ -145,7 +140,7 @@ class ClassLossOptions(Recipe, phase="train"):
         return {name: parse_number(weight) for name, _, weight in pairs}
 
     def problems(self) -> list[str]:
-        problems = super().problems() + _smoothing_problems(self.label_smoothing)
+        problems = super().problems()
         if self.class_weights and self.class_weights != [BALANCED]:
             wrong = [
                 name for name, weight in self.weight_of_class.items() if not (name and 0 < (weight or 0) < math.inf)
@@ -166,17 +161,9 @@ class LayerOptions(Recipe, phase="train"):
         1.0,
         "Multiply a layer's learning rate by X for each layer above it, and for the head; 1: all learn alike.",
         positive=True,
+        at_most=1,
+        needs="!optim=muon",
     )
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.layer_decay > 1:
-            problems.append(f"layer_decay = {self.layer_decay:g}: it must be at most 1, such as 0.9")
-        if self.layer_decay != 1 and self.optim == "muon":
-            problems.append(
-                f"layer_decay = {self.layer_decay:g} does not go together with optim = muon. Use --optim adamw"
-            )
-        return problems
 
 
 @dataclass

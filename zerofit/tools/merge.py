@@ -39,21 +39,21 @@ REMEDY = """llama.cpp's converter is not here. Get it, and name its folder in LL
 class MergeOptions(Recipe):
     """Fold a LoRA adapter into its base"""
 
-    adapter: str | None = option(None, "The adapter's folder: adapter_config.json and adapter_model.safetensors.")
-    output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    adapter: str | None = option(
+        None,
+        "The adapter's folder: adapter_config.json and adapter_model.safetensors.",
+        required="no adapter: set --adapter to the folder of one, e.g. outputs/RUN/model",
+    )
+    output: str | None = option(
+        None,
+        "The folder to write; it must not exist yet, or be empty.",
+        required="no output: set --output to the folder that the merged model is to be written to",
+    )
     base: str | None = option(None, "The base model, a folder or a hub name; by default the one the adapter names.")
     precision: str | None = option(None, "Of the merged weights; by default the base's.", choices=PRECISIONS)
     dequantize: bool = option(False, "Merge into a quantised base, whose weights are turned back to floats first.")
     gguf: str | None = option(None, "Write this file as well, in GGUF, by llama.cpp's converter.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not self.adapter:
-            problems.append("no adapter: set --adapter to the folder of one, e.g. outputs/RUN/model")
-        if not self.output:
-            problems.append("no output: set --output to the folder that the merged model is to be written to")
-        return problems
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -102,7 +102,10 @@ class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
     """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
 
     memory_limit: str | None = option(
-        None, "Memory of one process' device: 24GiB; by default all it has. Without a GPU: --simulate.", common=True
+        None,
+        "Memory of one process' device: 24GiB; by default all it has. Without a GPU: --simulate.",
+        common=True,
+        form=(parse_bytes, "a size such as 24GiB, 800MiB or 24GB"),
     )
     simulate: str | None = option(
         None,
@@ -118,10 +121,6 @@ class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        try:
-            parse_bytes(self.memory_limit or "1GiB")
-        except ValueError:
-            problems.append(f"memory_limit = {self.memory_limit!r}: expected a size such as 24GiB, 800MiB or 24GB")
         if self.batch_sizes != ["auto"] and self.source("granularity"):
             problems.append(f"granularity = {self.granularity} has no effect with batch_sizes. Remove it")
         return problems

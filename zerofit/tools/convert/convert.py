@@ -32,17 +32,15 @@ USAGE = """usage: zerofit convert meta-to-hf --input FOLDER --output FOLDER [--o
 class FromMetaOptions(Recipe):
     """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
 
-    input: str | None = option(None, "The folder of the checkpoint.")
-    output: str | None = option(None, "The folder to write; it must not exist yet, or be empty.")
+    input: str | None = option(
+        None, "The folder of the checkpoint.", required="no input: set --input to the folder of the checkpoint"
+    )
+    output: str | None = option(
+        None,
+        "The folder to write; it must not exist yet, or be empty.",
+        required="no output: set --output to the folder that the checkpoint is to be written to",
+    )
     tokenizer: str | None = option(None, "tokenizer.model; by default the input's or the folder's above. none: no.")
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not self.input:
-            problems.append("no input: set --input to the folder of the checkpoint")
-        if not self.output:
-            problems.append("no output: set --output to the folder that the checkpoint is to be written to")
-        return problems
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,9 +29,17 @@ VERSION = "0.4.13"  # that the tests have run with
 class EvaluateOptions(Recipe):
     """Evaluate a model on tasks of lm-evaluation-harness."""
 
-    model: str | None = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.", common=True)
+    model: str | None = option(
+        None,
+        "The model: a folder, a hub name, an adapter's folder, or a run's.",
+        common=True,
+        required="no model: set --model to a folder or a hub name",
+    )
     tasks: list[str] | None = option(  # noqa: RUF009
-        None, "Names of the harness's tasks, or .yaml files of your own.", common=True
+        None,
+        "Names of the harness's tasks, or .yaml files of your own.",
+        common=True,
+        required="no tasks: set --tasks to names of the harness, or to .yaml files",
     )
     adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
     num_fewshot: int | None = option(None, "Examples before each question; by default the task's own.", minimum=0)
@@ -49,14 +57,6 @@ class EvaluateOptions(Recipe):
         name = Path((self.model or "").rstrip("/"))
         run = name.parent if name.name == "model" else name
         return Path(self.output or (f"{run}-tasks" if run.is_dir() else Path("outputs") / f"{name.name}-tasks"))
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not self.model:
-            problems.append("no model: set --model to a folder or a hub name")
-        if not self.tasks:
-            problems.append("no tasks: set --tasks to names of the harness, or to .yaml files")
-        return problems
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -55,7 +55,7 @@ class SamplingOptions(Recipe):
     do_sample: bool | None = option(None, "Sample the next token; by default if temperature, top_k or top_p is given.")
     temperature: float | None = option(None, "Sampling temperature.", minimum=0)
     top_k: int | None = option(None, "Top-k sampling.", positive=True)
-    top_p: float | None = option(None, "Top-p (nucleus) sampling.", positive=True)
+    top_p: float | None = option(None, "Top-p (nucleus) sampling.", positive=True, at_most=1)
     seed: int | None = option(None, "Sampling seed; by default another one each time, which is shown.", minimum=0)
 
     @property
@@ -72,8 +72,6 @@ class SamplingOptions(Recipe):
         problems = super().problems()
         if self.temperature == 0:
             problems.append("temperature = 0: the likeliest token is what is taken without it; leave it out")
-        if self.top_p is not None and self.top_p > 1:
-            problems.append(f"top_p = {self.top_p:g}: a probability is at most 1")
         useless = [*self.sampling, *(["seed"] if self.seed is not None else [])]
         if self.do_sample is False and useless:
             problems.append(f"do_sample = false and {useless[0]} = {getattr(self, useless[0]):g}: keep one of the two")

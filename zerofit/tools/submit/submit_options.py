@@ -19,16 +19,18 @@ class SubmitOptions(Recipe):
     processes_per_node: int | None = option(
         None, "Processes of one machine; by default one for each GPU.", positive=True, common=True
     )
-    name: str | None = option(None, "The job's name; by default the recipe's.", common=True)
+    name: str | None = option(
+        None,
+        "The job's name; by default the recipe's.",
+        common=True,
+        form=(
+            re.compile("[a-z]([a-z0-9-]{0,38}[a-z0-9])?").fullmatch,
+            "up to 40 letters a-z, digits and -, a letter first",
+        ),
+    )
     program: str | None = option(None, "How zerofit is started there, for example `.venv/bin/zerofit`.", common=True)
     output: str | None = option(None, "Write to this file, not to standard output.", common=True)
     run: bool = option(False, "Hand the file, which is written, to the scheduler.", common=True)
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.name and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", self.name):
-            found.append(f"name = {self.name!r}: expected up to 40 letters a-z, digits and -, a letter first")
-        return found
 
 
 @dataclass
@@ -44,13 +46,16 @@ class SlurmOptions(SubmitOptions):
     cpus_per_node: int | None = option(
         None, "CPUs of one machine; by default the whole machine (--exclusive).", positive=True, common=True
     )
-    time: str | None = option(None, "Limit of one run of the job, for example 24:00:00.", common=True)
+    time: str | None = option(
+        None,
+        "Limit of one run of the job, for example 24:00:00.",
+        common=True,
+        form=(re.compile(r"(\d+-)?\d+(:\d+){0,2}").fullmatch, "minutes, or D-HH:MM:SS, e.g. --time 24:00:00"),
+    )
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if self.time and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
-            found.append(f"time = {self.time!r}: expected minutes, or D-HH:MM:SS, e.g. --time 24:00:00")
-        elif self.time and (limit_s := seconds_of_slurm(self.time)) <= GRACE_S:
+        if self.time and (limit_s := seconds_of_slurm(self.time)) <= GRACE_S:
             found.append(
                 f"time = {self.time} is {limit_s} s, and ranks save {GRACE_S} s before the limit "
                 f"(--signal=TERM@{GRACE_S}). Use a longer one, e.g. --time 1:00:00"
@@ -75,50 +80,52 @@ def seconds_of_slurm(time: str) -> int:
 class KubernetesOptions(SubmitOptions):
     """A file for Kubernetes: kubectl apply -f FILE"""
 
-    image: str = option("zerofit:latest", "The container's image, with zerofit and its libraries.", common=True)
+    image: str = option(
+        "zerofit:latest",
+        "The container's image, with zerofit and its libraries.",
+        common=True,
+        form=(re.compile(r"\S+").fullmatch, "a container's image, e.g. --image registry/zerofit:1"),
+    )
     claim: str = option(
-        "zerofit", "The PersistentVolumeClaim of the folder that all machines share (ReadWriteMany).", common=True
+        "zerofit",
+        "The PersistentVolumeClaim of the folder that all machines share (ReadWriteMany).",
+        common=True,
+        form=(
+            re.compile("[a-z0-9]([a-z0-9.-]*[a-z0-9])?").fullmatch,
+            "the name of a PersistentVolumeClaim: a-z, digits, - and .",
+        ),
     )
     folder: str = option(
-        "/mnt/zerofit", "Where it is mounted: the current folder of the run, with its recipe.", common=True
+        "/mnt/zerofit",
+        "Where it is mounted: the current folder of the run, with its recipe.",
+        common=True,
+        form=(re.compile("/.*").fullmatch, "a path that begins with /"),
     )
     restarts: int = option(
         3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
     )
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if not self.folder.startswith("/"):
-            found.append(f"folder = {self.folder!r}: expected a path that begins with /")
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", self.claim):
-            found.append(f"claim = {self.claim!r}: expected the name of a PersistentVolumeClaim: a-z, digits, - and .")
-        if not self.image or self.image != "".join(self.image.split()):
-            found.append(f"image = {self.image!r}: expected a container's image, e.g. --image registry/zerofit:1")
-        return found
 
 
 @dataclass
 class SkyPilotOptions(SubmitOptions):
     """A task for SkyPilot: sky jobs launch FILE"""
 
-    accelerator: str = option("H100", "The GPU by SkyPilot's name, without its number.", common=True)
+    accelerator: str = option(
+        "H100",
+        "The GPU by SkyPilot's name, without its number.",
+        common=True,
+        form=(re.compile(r"[\w.-]+").fullmatch, "a name, e.g. H100; --gpus_per_node counts it"),
+    )
     spot: bool = option(False, "Use spot machines.", common=True)
     mounts: str | None = option(
-        None, "Buckets and folders: /data=s3://bucket/data,/runs=s3://bucket/runs.", common=True
+        None,
+        "Buckets and folders: /data=s3://bucket/data,/runs=s3://bucket/runs.",
+        common=True,
+        form=(re.compile(r"([/~][^=,]*=[^,]+,?)*").fullmatch, "PATH=SOURCE, e.g. /data=s3://bucket/data"),
     )
     restarts: int = option(
         3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
     )
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if not re.fullmatch(r"[\w.-]+", self.accelerator):
-            found.append(f"accelerator = {self.accelerator!r}: expected a name, e.g. H100; --gpus_per_node counts it")
-        return found + [
-            f"mounts = {text!r}: expected PATH=SOURCE, e.g. /data=s3://bucket/data"
-            for text in (self.mounts or "").split(",")
-            if text and not re.fullmatch(r"[/~][^=]*=.+", text)
-        ]
 
     @property
     def file_mounts(self) -> dict[str, str]:
