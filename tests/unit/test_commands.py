@@ -176,16 +176,3 @@ def test_the_commands_of(place, monkeypatch):
             check(words)
         except (Exception, SystemExit) as error:
             raise AssertionError(f"{place}: {shlex.join(words)}\n{error}") from error
-
-
-@pytest.mark.parametrize("command", [
-    "accelerate launch train/clm.py --confg recipes/clm/stdlib-gpt2.yaml", "zerofit verfy", "make trian",
-    "accelerate launch --config_file accelerate_configs/zero4.yaml train/clm.py --config RECIPE",
-    "zerofit merge --adaptor x --output y",
-    "python benchmarks/loop_speed.py --round 3",
-    "zerofit compare --config recipes/clm/compare-small.yaml --limit 1GiB",
-])  # fmt: skip
-def test_what_is_wrong_is_found(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises((Exception, SystemExit)):
-        check(shlex.split(command))

@@ -69,15 +69,6 @@ def test_the_micro_batch_follows_where_the_accumulation_cannot(tmp_path, flags, 
     assert resumed.sources == ["auto"]
 
 
-def test_another_micro_batch_on_as_many_processes_fits_too(tmp_path):
-    folder = leave_a_run(tmp_path, recipe("--global_batch_size", "24"), 24, 2)
-    options = recipe("--global_batch_size", "24")
-    options.per_device_train_batch_size = 5
-    resumed = Resume(options, folder, 2)
-    assert resolve_batches(options, 2, total_stays=resumed.stays).micro_batch == 4
-    assert resumed.note is None
-
-
 @pytest.mark.parametrize(
     ("total", "growth", "replicas", "replica_size", "words"),
     [
@@ -106,17 +97,6 @@ def test_a_growing_batch_keeps_its_first_size(tmp_path):
     resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), 4)
     sizes = resolve_batches(options, 4, total_stays=resumed.stays)
     assert (sizes.micro_batch, sizes.of_update(1), sizes.accumulation_of(1)) == (2, 8, 1)
-
-
-def test_a_batch_of_tokens_stays_too(tmp_path):
-    flags = "--tokens_per_batch", "768", "--block_size", "32", "--packing", "none"
-    options = recipe(*flags)
-    assert options.global_batch_size == 24
-    resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), 8)
-    sizes = resolve_batches(options, 8, total_stays=resumed.stays)
-    assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == (24, 3, 1)
-    resumed.plan(sizes.global_batch)
-    assert resumed.sources == ["auto"]
 
 
 def test_another_global_batch_is_another_run(tmp_path):
