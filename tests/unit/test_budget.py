@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 4036,  # 2,700
+    "zerofit/recipe": 4_008,  # 2,700
     "zerofit/model": 6_202,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7694,  # 6,000
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1746,  # 1,300
     "zerofit/tools": 11_812,  # 10,600
     "benchmarks": 2067,  # 1,800
-    "tests": 30_634,  # 21,500
+    "tests": 30_504,  # 21,500
 }
 
 
