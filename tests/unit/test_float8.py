@@ -171,11 +171,4 @@ def test_fp8_of_another_kind_is_refused(read, more, said):
     assert said in refusal(read, {**DDP, **more})
 
 
-def test_a_flag_of_the_launcher_names_another_backend(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "te"})
-    monkeypatch.setattr(launch_module, "_launcher", lambda: (["accelerate", "launch"], None, False))
-    said = refusal(lambda: launch_module.check_launch(launch_module.find_launch()))
-    assert "--fp8_backend TE is not supported. Write AO, which is torchao" in said
-
-
 # --------------------------------------------------------------------------------------------------------------- time

@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from helpers import TINY, check_chunked_loss, tiny_model
 
 import zerofit.model.chunked_loss as chunked_module
-from zerofit.compat.torch import DispatchMode
-from zerofit.estimate.operations import BY_FLOPS, operation_of
-from zerofit.estimate.traced_shares import loss_of_chunk
-from zerofit.model.chunked_loss import PLAIN, TokenLoss
+from zerofit.model.chunked_loss import TokenLoss
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import loss_difference, random_tokens
 
@@ -46,25 +43,6 @@ def test_same_loss_and_gradients(family, tied, chunk_bytes, monkeypatch):
     model = tiny_model(family, tie_word_embeddings=tied)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     check_chunked_loss(model, batch())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_the_sum_is_whole(dtype):
-    """A sum of 8,192 losses is beyond fp16's range, and bf16 would keep two digits of it."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(8192, 16, generator=generator), torch.randn(3000, 16, generator=generator)
-    targets = torch.randint(0, 3000, (8192,), generator=generator)
-    expected = F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-    assert expected > 65504
-    halves = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-    summed = chunked_module.chunked_loss(*halves, None, targets)
-    assert summed.dtype == torch.float32
-    torch.testing.assert_close(summed, expected, rtol=1e-3, atol=0)
-    (summed / 8192).backward()
-    plain = hidden.clone().requires_grad_()
-    (F.cross_entropy(plain @ weight.T, targets, reduction="sum") / 8192).backward()
-    difference = (halves[0].grad.float() - plain.grad).norm() / plain.grad.norm()
-    assert difference < 2e-2
 
 
 def add_product(total, left, right, out_dtype, out):
@@ -163,44 +141,6 @@ def test_a_compiled_chunk(compiled, size, terms, stored):
         assert ours.dtype == given.dtype
         assert (ours - right).norm() < 1e-2 * right.norm()
     assert stored == torch.bfloat16 or not torch.equal(gradients[1], gradients[1].bfloat16().float())
-
-
-class MovedBytes(DispatchMode):
-    """What operations read and write, matrix products left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        operation = operation_of(function, args, kwargs or {}, result)
-        one_of_a_row = ("aten::nll_loss_forward", "aten::scatter_add_")  # they touch one element of each row
-        if operation and operation.kind not in BY_FLOPS and function.name() not in one_of_a_row:
-            self.total += operation.bytes
-        return result
-
-
-def test_bytes_a_logit(monkeypatch):
-    """As docs/measurements/counts.md has them, beside the product that makes the logits."""
-    rows, vocab_size, moved = 64, 1001, MovedBytes()
-    logits, targets = torch.randn(rows, vocab_size), torch.arange(rows)
-    monkeypatch.setattr(chunked_module, "_logits", lambda *args: logits)
-    weight = logits.new_empty(1024, 0, dtype=torch.bfloat16)
-    with moved:
-        log_probabilities, _, at_target, log_sums = chunked_module._log_probabilities(
-            None, None, None, targets, None, vocab_size
-        )
-        chunked_module._loss_of_chunk(
-            log_probabilities, targets, log_sums, targets[:, None] == -100, vocab_size, PLAIN
-        )
-        gradient = chunked_module._gradient_of_logits(log_probabilities, targets, at_target)
-        chunked_module._in_room(weight, gradient)
-    assert moved.total / logits.numel() == pytest.approx(22, rel=0.02)
-    moved.total = 0
-    with moved:  # what a plan takes for the compiled one
-        loss_of_chunk(logits, targets, chunked_module._room(weight, *logits.shape)[:, :vocab_size])
-    assert moved.total / logits.numel() == pytest.approx(10, rel=0.02)
 
 
 def test_a_function_that_cannot_be_compiled_runs_as_it_is():
