@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -83,44 +82,22 @@ def first_line(error: Exception) -> str:
 
 
 OUR_LAUNCHER = "ZEROFIT_LAUNCHER"  # a variable of the ranks of zerofit/launch/agent.py
-# Waits for the end of a process (two minutes at most), and prints a text on the terminal.
-PRINT_BELOW = """
-import os, select, signal, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-try:
-    ended = select.poll()
-    ended.register(os.pidfd_open(int(sys.argv[1])), select.POLLIN)
-    ended.poll(120_000)
-except OSError:
-    pass
-os.write(2, f"\\n{sys.argv[2]}\\n".encode())
-"""
 
 
 def print_last(text: str, after_signal: bool = False, file=None, is_printed: bool = False) -> None:
-    """Print a message, and let it stand below the traceback that a launcher prints when its process fails.
-
-    torchrun, and `accelerate launch` with several processes, end theirs with the content of the process's error file.
-    After `accelerate launch` of one process the message comes once more, at a terminal. `zerofit launch` prints no
-    traceback.
+    """Print a message, and let it stand below the traceback that torchrun, and `accelerate launch` with several
+    processes, print when a process fails: they end theirs with the content of the process's error file.
 
     Args:
         after_signal: the launcher got the same signal, and ends without the content of error files.
         is_printed: it is on the screen already, above the traceback.
     """
-    variables = os.environ
-    error_file = variables.get("TORCHELASTIC_ERROR_FILE")
-    traceback_follows = OUR_LAUNCHER not in variables
-    with contextlib.suppress(OSError):
-        if traceback_follows and error_file and not after_signal:
-            message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
-            with open(error_file, "w", encoding="utf-8") as opened:
-                json.dump({"message": message}, opened)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and not after_signal and OUR_LAUNCHER not in os.environ:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError), open(error_file, "w", encoding="utf-8") as opened:
+            json.dump({"message": message}, opened)
             return
-        # of the variables that `accelerate launch` sets: the one that --strategy does not set
-        if traceback_follows and not error_file and "ACCELERATE_DYNAMO_BACKEND" in variables and os.isatty(2):
-            words = [sys.executable, "-I", "-S", "-c", PRINT_BELOW, str(os.getppid()), text]
-            subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
     if not is_printed:
         print(text, file=file or sys.stderr, flush=True)
 

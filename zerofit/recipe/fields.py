@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -19,7 +20,7 @@ def option(
     minimum: float | None = None,
     below: float | None = None,
     at_most: float | None = None,
-    form: tuple[Callable[[str], Any], str] | None = None,
+    form: tuple[str | Callable[[str], Any], str] | None = None,
     required: str = "",
     aliases: tuple[str, ...] = (),
     common: bool = False,
@@ -35,7 +36,8 @@ def option(
         positive: the value must be above zero.
         minimum, at_most: the smallest and the largest value allowed, inclusive.
         below: the value must be smaller.
-        form: (what reads the text: a false result or a ValueError refuses it, what is expected in words).
+        form: (a regular expression, or what reads the text: a false result or a ValueError refuses it; what is
+            expected, in words).
         required: what is missing without a value, and what to type: a sentence.
         aliases: other names of the option, which other programs use.
         common: --help shows it. --help_all shows all options.
@@ -197,8 +199,8 @@ def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_of_form(text: str, read: Callable[[str], Any]) -> bool:
+def _is_of_form(text: str, form: str | Callable[[str], Any]) -> bool:
     try:
-        return bool(read(text))
+        return bool(re.fullmatch(form, text) if isinstance(form, str) else form(text))
     except ValueError:
         return False

@@ -254,7 +254,7 @@ class CheckpointOptions(Recipe, phase="train", identity=False):
     push_to_hub: str | None = option(
         None,
         "Hub repository, owner/name, to push model/ to; a new one is private.",
-        form=(re.compile(".*/.*").fullmatch, "owner/name"),
+        form=(".*/.*", "owner/name"),
     )
     max_hours: float | None = option(
         None, "Stop after this many hours, counted from its start: save, then exit with code 85.", positive=True

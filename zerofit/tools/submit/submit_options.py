@@ -1,7 +1,6 @@
 """The options of `zerofit submit`: for each scheduler what its file needs. All others are those of `zerofit launch`
 and of the recipe."""
 
-import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
@@ -23,10 +22,7 @@ class SubmitOptions(Recipe):
         None,
         "The job's name; by default the recipe's.",
         common=True,
-        form=(
-            re.compile("[a-z]([a-z0-9-]{0,38}[a-z0-9])?").fullmatch,
-            "up to 40 letters a-z, digits and -, a letter first",
-        ),
+        form=("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "up to 40 letters a-z, digits and -, a letter first"),
     )
     program: str | None = option(None, "How zerofit is started there, for example `.venv/bin/zerofit`.", common=True)
     output: str | None = option(None, "Write to this file, not to standard output.", common=True)
@@ -50,7 +46,7 @@ class SlurmOptions(SubmitOptions):
         None,
         "Limit of one run of the job, for example 24:00:00.",
         common=True,
-        form=(re.compile(r"(\d+-)?\d+(:\d+){0,2}").fullmatch, "minutes, or D-HH:MM:SS, e.g. --time 24:00:00"),
+        form=(r"(\d+-)?\d+(:\d+){0,2}", "minutes, or D-HH:MM:SS, e.g. --time 24:00:00"),
     )
 
     def problems(self) -> list[str]:
@@ -84,22 +80,19 @@ class KubernetesOptions(SubmitOptions):
         "zerofit:latest",
         "The container's image, with zerofit and its libraries.",
         common=True,
-        form=(re.compile(r"\S+").fullmatch, "a container's image, e.g. --image registry/zerofit:1"),
+        form=(r"\S+", "a container's image, e.g. --image registry/zerofit:1"),
     )
     claim: str = option(
         "zerofit",
         "The PersistentVolumeClaim of the folder that all machines share (ReadWriteMany).",
         common=True,
-        form=(
-            re.compile("[a-z0-9]([a-z0-9.-]*[a-z0-9])?").fullmatch,
-            "the name of a PersistentVolumeClaim: a-z, digits, - and .",
-        ),
+        form=("[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of a PersistentVolumeClaim: a-z, digits, - and ."),
     )
     folder: str = option(
         "/mnt/zerofit",
         "Where it is mounted: the current folder of the run, with its recipe.",
         common=True,
-        form=(re.compile("/.*").fullmatch, "a path that begins with /"),
+        form=("/.*", "a path that begins with /"),
     )
     restarts: int = option(
         3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
@@ -114,14 +107,14 @@ class SkyPilotOptions(SubmitOptions):
         "H100",
         "The GPU by SkyPilot's name, without its number.",
         common=True,
-        form=(re.compile(r"[\w.-]+").fullmatch, "a name, e.g. H100; --gpus_per_node counts it"),
+        form=(r"[\w.-]+", "a name, e.g. H100; --gpus_per_node counts it"),
     )
     spot: bool = option(False, "Use spot machines.", common=True)
     mounts: str | None = option(
         None,
         "Buckets and folders: /data=s3://bucket/data,/runs=s3://bucket/runs.",
         common=True,
-        form=(re.compile(r"([/~][^=,]*=[^,]+,?)*").fullmatch, "PATH=SOURCE, e.g. /data=s3://bucket/data"),
+        form=(r"([/~][^=,]*=[^,]+,?)*", "PATH=SOURCE, e.g. /data=s3://bucket/data"),
     )
     restarts: int = option(
         3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
