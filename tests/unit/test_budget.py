@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 4_008,  # 2,700
+    "zerofit/recipe": 3_987,  # 2,700
     "zerofit/model": 6_202,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7694,  # 6,000
@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 2_017,
     "zerofit/training": 3_617,  # 2,000
     "zerofit/launch": 1746,  # 1,300
-    "zerofit/tools": 11_812,  # 10,600
+    "zerofit/tools": 11_810,  # 10,600
     "benchmarks": 2067,  # 1,800
     "tests": 30_334,  # 21,500
 }
