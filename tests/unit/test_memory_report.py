@@ -59,7 +59,7 @@ def shortage(strategy=None, recipe=None, **changes) -> Shortage:
     strategy = strategy or strategy_of()
     setup = state_setup(strategy, recipe, 2 * GIB)
     changes = {"layers": 24, "layer_inputs": GIB, "logits": 6 * GIB, "local_processes": 4, "phase": "backward",
-               "on_host": False, "on_cpu": False, "rest": 32 * GIB, **changes}  # fmt: skip
+               "on_host": False, "rest": 32 * GIB, **changes}  # fmt: skip
     return Shortage(recipe=recipe, strategy=strategy, setup=setup, **changes)
 
 
@@ -203,16 +203,18 @@ def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
 # ------------------------------------------------------------------------------------------- before there is an engine
 
 
-def test_the_model_s_size_stands_against_the_limit(tiny_run, monkeypatch):
+def test_host_memory_beside_a_device_and_before_there_is_an_engine(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
     monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
-    monkeypatch.setattr("zerofit.health.out_of_memory.host_memory", lambda: (GIB, 12 * GIB))
     facts = RunFacts(strategy, parameters=GIB, program_bytes=2 * GIB)
     found = measure(MemoryError(), "load", recipe, facts)
-    assert (found.held.weights, found.rest, found.expected().weights) == (3 * GIB, 2 * GIB, 4 * GIB)
-    assert "exceeds the limit by 4.00 GiB" in explain(MemoryError(), "load", None, "clm", recipe, facts)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert "of the 3.00 GiB that it may have" in explain(MemoryError(), "load", None, "clm", recipe, facts)
+    assert (found.held.weights, found.rest, found.expected().weights) == (3 * GIB, 0, 4 * GIB)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (GIB, 80 * GIB))
+    message = explain(MemoryError(), "load", None, "clm", recipe, facts)
+    assert "--save_async false" in message
+    assert "--host_memory" in message
+    assert message.endswith("--gpu_memory 81920MiB")
 
 
 @pytest.mark.parametrize(

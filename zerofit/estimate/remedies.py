@@ -11,7 +11,6 @@ from zerofit.estimate.weights import AVERAGE_BYTES, MASTER_BYTES, NF4_BYTES
 from zerofit.model.parameters import hidden_matrices, true_numel, true_shape
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.gpus import has_expandable_segments
 from zerofit.strategy.optimizers import state_bytes
 from zerofit.strategy.strategy import Strategy
 
@@ -114,23 +113,21 @@ class Shortage:
     """A rank's memory when it ran out, in bytes.
 
     Args:
-        on_host: the host's memory ran out, not the device's.
-        on_cpu: the model is computed on the host.
+        on_host: the host's memory ran out, not the device's; None: the model is computed on the host.
         held: model states that are there now.
         rest: what else is held (activations, logits, workspace; on a CPU the program, too), and was asked for last.
         layers, layer_inputs: of the model, and the bytes of all their inputs in a micro-batch, which stay where the
             rest of the activations is recomputed.
         logits: where they are materialized in full, and could be computed in chunks; else 0.
         free, total: of the memory that ran out; None: not known.
-        unused: reserved by torch's allocator, in pieces that did not fit.
+        host_free: bytes of host memory; None: not known.
     """
 
     recipe: TaskRecipe
     strategy: Strategy
     setup: StateSetup
     phase: str
-    on_host: bool
-    on_cpu: bool
+    on_host: bool | None
     held: StateBytes = NOTHING_YET
     rest: int = 0
     layers: int = 0
@@ -140,11 +137,10 @@ class Shortage:
     free: int | None = None
     total: int | None = None
     host_free: int | None = None
-    unused: int = 0
 
     def expected(self, setup: StateSetup | None = None) -> StateBytes:
         """The model states on this memory, once they are all there."""
-        return (setup or self.setup).held(None if self.on_cpu else self.on_host)
+        return (setup or self.setup).held(self.on_host)
 
     def states(self, setup: StateSetup | None = None) -> int:
         """The bytes of those that are there in this phase: all of them once training goes on."""
@@ -162,21 +158,9 @@ class Remedy:
 
 
 def remedies(s: Shortage) -> list[Remedy]:
-    """At most five, the largest saving first, those of unknown size last. What is in force already, or has no effect
-    where memory ran out, is not among them."""
-    found = [*_of_passes(s), *_of_states(s)] if s.on_cpu or not s.on_host else []
-    if s.unused and not s.on_host and not has_expandable_segments():
-        what = "in the environment: torch can use memory that it holds in pieces too small"
-        found.append(Remedy("PYTORCH_ALLOC_CONF=expandable_segments:True", what, s.unused))
-    if s.on_host and s.recipe.save_async is not False and s.phase != "load":
-        found.append(Remedy("--save_async false", "checkpoints are written without a copy of the state"))
-    if s.on_host and s.setup.offloads and not s.on_cpu:
-        what = "optimizer state (and weights) on the devices, not in host memory"
-        found.append(Remedy(_pair(f"zero{s.setup.stage}"), what, sum(s.setup.held(on_host=True)) or None))
-    if s.on_host and s.local_processes > 1 and s.setup.stage < 3:  # fewer would hold more each
-        option = f"--num_processes {s.strategy.layout.world_size // 2}"
-        saved = (s.states() + s.rest) * (s.local_processes - s.local_processes // 2)
-        found.append(Remedy(option, "half as many processes on each host", saved or None))
+    """Return at most five, the largest saving first, those of unknown size last. What is in force already is not
+    among them; nor is what saves host memory beside a device: the watchdog's advice has that."""
+    found = [] if s.on_host else [*_of_passes(s), *_of_states(s)]
     least = NEGLIGIBLE * max(s.rest, s.states())
     found = [each for each in found if each.saves is None or each.saves > least]
     return sorted(found, key=lambda each: -1 if each.saves is None else each.saves, reverse=True)[:MAX_REMEDIES]
@@ -223,7 +207,7 @@ def _of_states(s: Shortage) -> list[Remedy]:
     candidates = set()
     if now.ranks > 1 and layout.pipeline == 1:
         candidates.add((top, now.offloads if layout.tensor == 1 else 0))
-    if not s.on_cpu and layout.replica_size == 1 and recipe.optim != "muon":  # which is refused there
+    if s.on_host is not None and layout.replica_size == 1 and recipe.optim != "muon":  # which is refused there
         candidates |= {(max(2, now.stage), 1), (top, 2)}
     for stage, offloads in candidates:
         name, zero = STRATEGIES.get((stage, offloads)), replace(now, stage=stage, offloads=offloads, has_master=True)
@@ -235,7 +219,7 @@ def _of_states(s: Shortage) -> list[Remedy]:
             add(_pair(f"tp_{name}" if layout.tensor > 1 else name), what, zero)
     if recipe.model_name_or_path and layout.model_size == 1 and recipe.optim != "muon" and not recipe.quantised:
         frozen = replace(now, trained=0, frozen=now.trained + now.frozen, frozen_width=2 if half else 4, kept=0)
-        if s.phase == "load" and not s.on_cpu and now.stage < 3:
+        if s.phase == "load" and s.on_host is not None and now.stage < 3:
             option = "--lora --load_in_4bit" if half else "--lora --load_in_4bit --precision bf16"
             add(option, "frozen weights, in 4 bits", replace(frozen, frozen_width=NF4_BYTES))
         elif not recipe.lora:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, StateSetup, remedies, state_setup
 from zerofit.health.out_of_memory_errors import NO_HANDLE, figures_of, is_out_of_memory
-from zerofit.health.watchdog_process import RESUME
+from zerofit.health.watchdog_process import ADVICE, RESUME
 from zerofit.model.loss import has_separate_body
 from zerofit.recipe.errors import first_line
 from zerofit.recipe.tasks import TaskRecipe
@@ -44,7 +44,7 @@ class RunFacts:
 def explain(
     error: BaseException, phase: str, update: int | None, task: str, recipe: TaskRecipe, facts: RunFacts
 ) -> str:
-    """The report, which is printed instead of a traceback.
+    """Write the report that is printed instead of a traceback.
 
     Args:
         phase: load, prepare, forward, loss, backward, update, evaluate or save; of any other, only what holds for the
@@ -53,13 +53,15 @@ def explain(
     at = f"{phase} of update {update:,}" if update else phase
     try:
         found = measure(error, phase, recipe, facts)
-        launch, memory = facts.strategy.launch, "host memory" if found.on_host else "the device's memory"
+        launch, memory = facts.strategy.launch, "the device's memory" if found.on_host is False else "host memory"
         first = f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
         lines = [f"{first}({facts.strategy.name}, {facts.strategy.precision})", *_amounts(error, found, facts)]
         if helpful := remedies(found):
             shown = [f"about {size(remedy.saves)}" if remedy.saves else "unknown" for remedy in helpful]
             rows = [f"  {saved:>12}  {each.option}  ({each.what})" for saved, each in zip(shown, helpful)]
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
+        elif found.on_host:
+            lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
         return "\n  ".join([*lines, "what else fits, predicted:", f"  {_plan_command(task, recipe, found)}"])
     except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
         said = first_line(error) if isinstance(error, Exception) else str(error)
@@ -69,29 +71,27 @@ def explain(
 def measure(error: BaseException, phase: str, recipe: TaskRecipe, facts: RunFacts) -> Shortage:
     """Measure what this rank holds of the memory that ran out."""
     figures, strategy, engine = figures_of(error), facts.strategy, facts.engine
-    on_host = is_out_of_memory(error) != "device"
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
+    on_host = None if on_cpu else is_out_of_memory(error) != "device"
     setup = state_setup(strategy, recipe, facts.parameters, engine)
     sizes: dict[str, int] = {}
     if engine is None:
-        expected = setup.held(None if on_cpu else on_host).weights
-        taken = resident_bytes() if on_host else torch.accelerator.memory_allocated()
-        held = StateBytes(min(max(0, taken - facts.program_bytes) if on_host else taken, expected))
-        rest = taken - held.weights if expected else 0
+        taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - facts.program_bytes
+        held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
+        rest = max(0, taken - held.weights)
     else:
-        held, rest = _held(engine, setup, on_host, on_cpu, facts.program_bytes)
+        held, rest = _held(engine, setup, on_host, facts.program_bytes)
         sizes = _pass_sizes(engine, strategy, recipe, facts.row_tokens)
     free, total = figures.get("free"), figures.get("total")
     if free is None:
         with contextlib.suppress(Exception):  # after some errors the device answers no more
-            free, total = host_memory() if on_host else torch.accelerator.get_memory_info()
+            free, total = torch.accelerator.get_memory_info() if on_host is False else host_memory()
     return Shortage(
         recipe=recipe,
         strategy=strategy,
         setup=setup,
         phase=phase,
         on_host=on_host,
-        on_cpu=on_cpu,
         held=held,
         rest=rest + figures.get("asked", 0),
         **sizes,
@@ -99,12 +99,11 @@ def measure(error: BaseException, phase: str, recipe: TaskRecipe, facts: RunFact
         free=free,
         total=total,
         host_free=host_memory()[0],
-        unused=figures.get("unused", 0),
     )
 
 
 def _amounts(error: BaseException, found: Shortage, facts: RunFacts) -> list[str]:
-    """Lines on how much was asked for and is free, on the model's size, and the table of what is held."""
+    """Lines on how much was asked for and is free, and the table of what is held."""
     figures, lines, amounts = figures_of(error), list[str](), list[str]()
     if NO_HANDLE in str(error):
         lines.append("cuBLAS could not be started: usually because memory ran out, but not always")
@@ -115,49 +114,29 @@ def _amounts(error: BaseException, found: Shortage, facts: RunFacts) -> list[str
     if {"total", "free", "in_use"} <= figures.keys():
         others = figures["total"] - figures["free"] - figures["in_use"]
         amounts += [f"other processes hold {size(others)}"] if others > 0.01 * figures["total"] else []
-    lines += ["; ".join(amounts), *_about_the_model(found, facts.parameters)]
     tokens = _row_tokens(found.recipe, facts.row_tokens)
     batch = f" ({facts.strategy.batches.micro_batch} rows" + (f" of up to {tokens:,} tokens)" if tokens else ")")
     rows = list[tuple[str, ...]]()
     for label, held, due in zip(("weights", "gradients", "optimizer state"), found.held, found.expected()):
-        rows.append((label if held or not due else f"{label} (none now; about {size(due)} to come)", size(held)))
+        missing = f" (about {size(due - held)} to come)" if held < 0.9 * due else ""
+        rows.append((label + missing, size(held)))
     rest = "the rest of the process" if found.on_host else "activations, logits and workspace"
-    rows.append(("activations, logits, workspace, program" if found.on_cpu else rest, size(found.rest - asked)))
-    lines.append(f"held by this rank{batch if found.phase in WORKING else ''}:")
+    rows.append((f"{rest}, and the program" if found.on_host is None else rest, size(found.rest - asked)))
+    lines += ["; ".join(amounts), f"held by this rank{batch if found.phase in WORKING else ''}:"]
     return [*filter(None, lines), *table(rows).splitlines()]
 
 
-def _about_the_model(found: Shortage, parameters: int) -> list[str]:
-    """The model's size against the limit."""
-    expected, limit = found.expected(), _limit(found)
-    if not parameters:
-        return []
-    text = (
-        f"the model has {parameters:,} parameters: of each rank {size(expected.weights)} of weights, "
-        f"{size(sum(expected))} with gradients and optimizer state"
-    )
-    if limit:
-        beyond = sum(expected) - limit
-        fits = f"exceeds the limit by {size(beyond)}" if beyond > 0 else "activations come on top"
-        text += f", of the {size(limit)} that it may have ({fits})"
-    return [text]
-
-
-def _limit(found: Shortage) -> int | None:
-    """The bytes that this rank may have of the memory that ran out."""
-    return found.total and found.total // (found.local_processes if found.on_host else 1)
-
-
 def _plan_command(task: str, recipe: TaskRecipe, found: Shortage) -> str:
-    """`zerofit plan` for this run on these devices."""
-    world_size, memory = found.strategy.launch.world_size, _limit(found)
+    """The command of `zerofit plan` for this run on these devices."""
+    world_size, memory = found.strategy.launch.world_size, found.total
     words = ["zerofit", "plan", "--task", task, *recipe.flags_given(), "--num_gpus", str(world_size)]
     if world_size > found.local_processes:
         words += ["--gpus_per_node", str(found.local_processes)]
-    if found.on_cpu:
+    if found.on_host is None:
         words += ["--gpu", "cpu"]
+        memory = memory and memory // found.local_processes
     elif found.on_host:
-        words += ["--host_memory", f"{found.total >> 20}MiB"] if found.total else []
+        words += ["--host_memory", f"{memory >> 20}MiB"] if memory else []
         memory = torch.accelerator.get_memory_info()[1]
     return shlex.join([*words, "--gpu_memory", f"{memory >> 20}MiB" if memory else "80GiB"])
 
@@ -166,9 +145,7 @@ def _row_tokens(recipe: TaskRecipe, known: int | None) -> int:
     return known or sum(getattr(recipe, name, None) or 0 for name in LENGTHS)
 
 
-def _held(
-    engine: Engine, setup: StateSetup, on_host: bool, on_cpu: bool, program_bytes: int
-) -> tuple[StateBytes, int]:
+def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes: int) -> tuple[StateBytes, int]:
     """(model states on the memory that ran out, the peak without them)."""
     sizes = engine.held_bytes()
     if isinstance(engine.model, DistributedDataParallel):  # views of its buckets, which are there from the beginning
@@ -176,12 +153,12 @@ def _held(
     else:
         gradients = sum(each.nbytes for each in engine.gradients())
     held = StateBytes(
-        sizes["parameters"] if on_cpu or on_host == (setup.offloads >= 2) else 0,
-        gradients if on_cpu or not on_host else 0,
-        sizes["optimizer"] if on_cpu or on_host == (setup.offloads >= 1) else 0,
+        sizes["parameters"] if on_host in (None, setup.offloads >= 2) else 0,
+        0 if on_host else gradients,
+        sizes["optimizer"] if on_host in (None, setup.offloads >= 1) else 0,
     )
-    peak = MemoryMeter(engine.device).peak_bytes() if on_cpu or not on_host else resident_bytes()
-    return held, max(0, peak - (program_bytes if on_cpu else 0) - sum(held))
+    peak = resident_bytes() if on_host else MemoryMeter(engine.device).peak_bytes()
+    return held, max(0, peak - (program_bytes if on_host is None else 0) - sum(held))
 
 
 def _pass_sizes(engine: Engine, strategy: Strategy, recipe: TaskRecipe, row_tokens: int | None) -> dict[str, int]:

@@ -28,7 +28,6 @@ PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
     "total": (rf"total capacity of {SIZE}",),
     "free": (rf"of which {SIZE} is free",),
     "in_use": (rf"this process has {SIZE} memory in use",),
-    "unused": (rf"{SIZE} is reserved by PyTorch but unallocated",),
 }
 
 
@@ -67,7 +66,7 @@ def causes_of(error: BaseException | None) -> list[BaseException]:
 
 
 def figures_of(error: BaseException) -> dict[str, int]:
-    """The figures in an error's message, in bytes: asked, total, free, in_use, unused; only what is there."""
+    """The figures in an error's message, in bytes: asked, total, free, in_use; only what is there."""
     text = "\n".join(str(one) for one in causes_of(error))
     figures = {}
     for name, patterns in PATTERNS.items():
