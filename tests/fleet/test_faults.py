@@ -115,16 +115,6 @@ def test_faults_one_after_another(job, strategy):
 
 
 @pytest.mark.long
-def test_a_machine_that_does_not_come_is_waited_for_and_named(job):
-    run = job("run", count=3, flags=["--rendezvous_minutes", 0.5])
-    run.start(0)
-    time.sleep(10)
-    run.start(1)
-    assert run.ends(120) == [2, 2], run.said()[-6000:]
-    assert all("machine 2, which has never come" in log for log in run.logs()[:2])
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("what", ["output_dir", "train_file"])
 def test_a_folder_or_a_file_that_is_not_shared_is_named(job, tmp_path, material, what):
     run, changed = job("run"), ["--output_dir", tmp_path / "elsewhere"]

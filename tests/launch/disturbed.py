@@ -56,39 +56,25 @@ def disturb(what: str) -> None:
             return forward_backward(self, micro_batches, loss_sum, scale * next(factors))
 
         Engine.forward_backward = multiplied
-    elif what.startswith("stop in "):
-        enter = Run.enter
+    else:
+        enter, words, sent = Run.enter, what.split(), []
 
-        def stopped(self, name, update):
+        def disturbed(self, name, update):
             enter(self, name, update)
-            if what.endswith(name) and update >= 2:
+            if words[0] == "stop" and name == words[2] and update >= 2:
                 end_after_others()
                 os.kill(os.getpid(), signal.SIGSTOP)
-
-        Run.enter = stopped
-    elif what.startswith("kill "):
-        enter_phase = Run.enter
-
-        def killed(self, name, update):
-            enter_phase(self, name, update)
-            if update == int(what.split()[1]):
+            elif words[0] == "kill" and update == int(words[1]):
                 while list((self.folder.path / "checkpoints").glob("*.partial")):
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
-
-        Run.enter = killed
-    elif what.startswith("SIG"):
-        enter, (name_of_signal, phase, first), sent = Run.enter, what.split(), []
-
-        def signalled(self, name, update):
-            enter(self, name, update)
-            if name == phase and update >= int(first) and not sent:
+            elif words[0].startswith("SIG") and name == words[1] and update >= int(words[2]) and not sent:
                 sent.append(update)
                 ranks = psutil.Process(os.getppid()).children()
                 for rank in sorted(ranks, key=lambda rank: rank.pid == os.getpid()):  # this one at the end
-                    rank.send_signal(signal.Signals[name_of_signal])
+                    rank.send_signal(signal.Signals[words[0]])
 
-        Run.enter = signalled
+        Run.enter = disturbed
 
 
 if __name__ == "__main__":

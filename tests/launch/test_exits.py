@@ -103,18 +103,6 @@ def test_a_stop_before_there_is_a_rank_is_on_record(tmp_path):
     assert process.returncode == recorded(tmp_path / "run") == 85
 
 
-@pytest.mark.long
-def test_the_ranks_end_with_a_launcher_that_is_killed(options, tmp_path):
-    command = zerofit("--num_processes", "1", "train/clm.py", "--output_dir", tmp_path / "run", *options)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    assert any("update " in line for line in iter(process.stdout.readline, ""))
-    below = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.communicate()
-    assert not psutil.wait_procs(below, timeout=60)[1]
-    assert recorded(tmp_path / "run") == 85
-
-
 LAUNCHERS = {
     "python": [sys.executable],
     "accelerate, 1": [BIN / "accelerate", "launch", "--config_file", "accelerate_configs/single.yaml"],

@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1746,  # 1,300
     "zerofit/tools": 11_810,  # 10,600
     "benchmarks": 2067,  # 1,800
-    "tests": 30_334,  # 21,500
+    "tests": 30277,  # 21,500
 }
 
 

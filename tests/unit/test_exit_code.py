@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT, environment
 
 from zerofit.health.shutdown import ShutdownHandler, StopReason
+from zerofit.launch.command import exit_code_of
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_TERMINATED, EXIT_USER_ERROR
 from zerofit.record.run_folder import RunFolder
@@ -28,6 +30,7 @@ def main(start):
 
 end(main, None)
 """
+RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 
 
 def recorded(folder) -> dict:
@@ -77,6 +80,10 @@ def test_the_folder_is_found_however_it_is_named(tmp_path, monkeypatch):
         "--output_dir x --predict_file f": "x", "--evaluate_only false --output_dir": "outputs/clm",
     }.items():  # fmt: skip
         assert str(find_folder("clm", words.split())) == folder, words
+    monkeypatch.chdir(ROOT)
+    for words in ([RECIPE], ["stdlib-gpt2"], ["--config", RECIPE], ["train/clm.py", "--config", RECIPE]):
+        assert exit_code_of(["--strategy", "zero3", *words]).folder.path == Path("outputs/stdlib-gpt2")
+        assert exit_code_of([*words, "--output_dir", "other"]).folder.path == Path("other")
 
 
 @pytest.mark.parametrize("mistake", ["option", "file", "folder"])

@@ -209,17 +209,3 @@ def test_another_metric_is_never_compared_with_the_old_value(tmp_path, before, n
     run.said.clear()
     run.launch(metric_for_best_model=now)
     assert not any("metric_for_best_model" in line for line in run.said), "said once"
-
-
-def test_patience_counts_anew_for_another_metric(tmp_path):
-    """The accuracy never rises: with one more evaluation patience would have run out."""
-    held_out = {update: {"eval_accuracy": 0.5, "eval_loss": 2.0 - 0.01 * update} for update in range(13)}
-    options = {"eval_steps": 2, "save_steps": 1, "save_async": False, "early_stopping_patience": 3}
-    run = Launches(tmp_path / "run", held_out, **options)
-    run.launch(7, metric_for_best_model="accuracy")
-    state = run.launch(metric_for_best_model="loss")
-    assert (state.updates, state.best.worse_in_a_row, state.best.update) == (UPDATES, 0, UPDATES)
-    again = Launches(tmp_path / "again", held_out, **options)
-    again.launch(7, metric_for_best_model="loss")
-    state = again.launch(metric_for_best_model="accuracy")
-    assert (state.updates, state.best.update) == (UPDATES, 8), "8 is the first, then 10 and 12 are no better"

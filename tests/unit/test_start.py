@@ -10,7 +10,6 @@ from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT, refusal
 
 from zerofit.launch import command as start
-from zerofit.launch.command import exit_code_of
 from zerofit.launch.restart_rule import Restarts
 from zerofit.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
 from zerofit.strategy import gpus
@@ -205,12 +204,3 @@ def test_which_failures_are_worth_a_restart(tmp_path):
     assert "twice after update 7" in restarts.refused({1})
     restarts.stop()
     assert restarts.refused({85})
-
-
-@pytest.mark.parametrize(
-    "words", [[RECIPE], ["stdlib-gpt2"], ["--config", RECIPE], ["train/clm.py", "--config", RECIPE]]
-)
-def test_the_folder_of_the_exit_code_is_the_runs(words):
-    for before in ([], ["--strategy", "zero3"]):
-        assert exit_code_of([*before, *words]).folder.path == Path("outputs/stdlib-gpt2")
-    assert exit_code_of([*words, "--output_dir", "other"]).folder.path == Path("other")
