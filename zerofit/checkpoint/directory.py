@@ -10,9 +10,8 @@ checkpoints/update_00000100/
 import contextlib
 import json
 import os
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from zerofit import __version__
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
 from zerofit.recipe.parsing import parse_json, read_record
-from zerofit.record.written_files import files_below, remove_empty
+from zerofit.record.written_files import MANIFEST, UPDATE, files_below, remove_empty, sealed_files
 
-MANIFEST = "manifest.json"
 # The number of the format of a checkpoint's files. This version reads each number up to it, and refuses a greater one.
 # It rises where an earlier version could not read, or would misread, what this one writes: not where a field is added
 # that an earlier one does not need. tests/material/checkpoints/ holds checkpoints of each number. In all of them the
@@ -35,7 +33,6 @@ STATE, PROGRESS = "state", "progress.json"
 # resume from, and the last two of them are enough.
 ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
 AT_LEAST = 2  # if the newest has come to harm there is one before it
-NAME = re.compile(r"update_\d{8}")
 
 
 class CheckpointDirectory:
@@ -118,7 +115,7 @@ class CheckpointDirectory:
 
     def folders(self) -> list[Path]:
         """The checkpoints, the newest first. Whether they are whole is not looked at."""
-        folders = (path for path in self.path.glob("update_????????") if NAME.fullmatch(path.name))
+        folders = (path for path in self.path.glob("update_????????") if UPDATE.fullmatch(path.name))
         parts = (MANIFEST, STATE, "model")
         return sorted((path for path in folders if any((path / part).exists() for part in parts)), reverse=True)
 
@@ -130,27 +127,6 @@ class CheckpointDirectory:
         """The newest checkpoint, if it is of a later update than this one."""
         return next((folder for folder in self.folders() if _update(folder) > update), None)
 
-    def foreign(self, is_of_a_run: bool) -> Iterator[str]:
-        """The names, with that of this folder before them, of files that are in no checkpoint's manifest.
-
-        Args:
-            is_of_a_run: a checkpoint whose manifest is missing or damaged is one that a run has left.
-        """
-        is_folder = self.path.is_dir() and not self.path.is_symlink()
-        for path in sorted(self.path.iterdir()) if is_folder else ():
-            temporary = TEMPORARY.fullmatch(path.name)
-            name = temporary["name"] if temporary else path.name.removesuffix(".partial")
-            if path.is_symlink():
-                is_ours = name in (self.best.name, self.latest.name) and NAME.fullmatch(os.readlink(path))
-                files: Iterable[str] = () if is_ours else (path.name,)
-            elif path.is_dir():
-                sealed = _sealed(path)
-                is_ours = is_of_a_run and sealed is None and NAME.fullmatch(name)
-                files = () if is_ours else set(files_below(path, path.parent)) - (sealed or set())
-            else:
-                files = (path.name,)
-            yield from (f"{self.path.name}/{name}" for name in sorted(files))
-
     def drop_after(self, update: int) -> None:
         """Remove the checkpoints of updates that come again, and what a killed run has left half."""
         self._drop_where(lambda other: other > update)
@@ -161,7 +137,7 @@ class CheckpointDirectory:
 
     def _drop_where(self, is_dropped: Callable[[int], bool]) -> None:
         for path in self.path.glob("*.partial"):
-            if NAME.fullmatch(path.stem) or TEMPORARY.fullmatch(path.name):
+            if UPDATE.fullmatch(path.stem) or TEMPORARY.fullmatch(path.name):
                 remove(path)
         for folder in self.folders():
             if is_dropped(_update(folder)):
@@ -283,16 +259,10 @@ def _update(folder: Path) -> int:
     return int(folder.name.removeprefix("update_"))
 
 
-def _sealed(folder: Path) -> set[str] | None:
-    """The files that a manifest names, and itself, with the folder's name before them; None: it cannot be read."""
-    files = read_record(folder / MANIFEST).get("files")
-    return {f"{folder.name}/{name}" for name in (*files, MANIFEST)} if isinstance(files, dict) else None
-
-
 def _remove(folder: Path) -> None:
     """Remove a checkpoint. Files that its manifest does not name stay."""
-    sealed = None if folder.is_symlink() else _sealed(folder)
-    files = set(files_below(folder, folder.parent)) if sealed else set()
+    sealed = None if folder.is_symlink() else sealed_files(folder)
+    files = set(files_below(folder, folder)) if sealed else set()
     if sealed is None or files <= sealed:
         gone = temporary_path(folder)
         with contextlib.suppress(FileNotFoundError):
@@ -300,7 +270,7 @@ def _remove(folder: Path) -> None:
         remove(gone)
         return
     for name in files & sealed:
-        (folder.parent / name).unlink()
+        (folder / name).unlink()
     remove_empty(folder)
 
 

@@ -268,7 +268,6 @@ class CheckpointManager:
 
     def messages(self) -> list[str]:
         """Lines on checkpoints since the last call, for the log of the main process."""
-        self.writer.poll()
         messages, self.writer.messages = self.writer.messages, []
         return messages + (self.mirror.messages() if self.mirror is not None else [])
 

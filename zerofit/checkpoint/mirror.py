@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from zerofit.checkpoint.directory import AT_LEAST, MANIFEST, NAME, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import AT_LEAST, STATE, CheckpointDirectory, flaw
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, remove, temporary_path
@@ -22,7 +22,7 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted, object_of, parse_json
 from zerofit.record.run_folder import RunFolder, evident_differences
 from zerofit.record.terminal import say
-from zerofit.record.written_files import CHECKPOINTS, MODEL, RECORD, files_below
+from zerofit.record.written_files import CHECKPOINTS, MANIFEST, MODEL, RECORD, UPDATE, files_below
 
 RETRY_S = 30.0  # between two attempts while the store fails
 RETRY_AT_START_S = 10.0
@@ -91,7 +91,7 @@ class MirrorStore:
             places = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
         except FileNotFoundError:
             return {}
-        names = sorted(filter(NAME.fullmatch, (Path(place).name for place in places)), reverse=True)
+        names = sorted(filter(UPDATE.fullmatch, (Path(place).name for place in places)), reverse=True)
         manifests = {name: self.read(f"{CHECKPOINTS}/{name}/{MANIFEST}") for name in names}
         return {name: manifest if files_of(manifest) else None for name, manifest in manifests.items()}
 
@@ -306,7 +306,7 @@ def _restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> l
         return []
     if evident_differences(recipe, folder.recorded() or {}):
         return []  # which is refused later, or replaced
-    folder.refuse_foreign_files(directory.foreign(bool(folder.written.names)), recipe.overwrite_output_dir)
+    folder.refuse_foreign_files(recipe.overwrite_output_dir)
     notes: list[str] = []
     for name in candidates:
         if not any(file.startswith(f"{STATE}/") for file in files_of(there[name])):

@@ -154,8 +154,7 @@ class EarlierRuns:
             sources.append(str(self.checkpoint))
         checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
         continues = inside or ("auto" in sources and any(checkpoints.resumable()))
-        in_checkpoints = () if continues else checkpoints.foreign(bool(folder.written.names))
-        folder.refuse_foreign_files(in_checkpoints, recipe.overwrite_output_dir)
+        folder.refuse_foreign_files(recipe.overwrite_output_dir, in_checkpoints=not continues)
         if not continues and ("auto" not in sources or folder.model.is_dir()):
             refuse_to_clear(folder, recipe.overwrite_output_dir, is_known=self.own is not None)
         return ResumePlan(folder, now, tuple(sources), tuple(notes))

@@ -182,26 +182,16 @@ class AsyncCheckpointWriter:
         failure = engine.from_main(next(filter(None, failures or ()), None))
         if engine.is_main:
             failure = save.conclude(failure)
-            self._tell(save, failure)
+            if failure is None:
+                self.records.append(save.record())
+            else:
+                left = "earlier checkpoints are intact" if any(self.checkpoints.resumable()) else "there is no other"
+                self.messages.append(
+                    f"warning   update {save.update}: the checkpoint could not be written ({failure}); {left}"
+                )
         failed = engine.from_main(failure) is not None
         self._save, self.last_failed = None, failed
         return failed
-
-    def poll(self) -> None:
-        """Take notice of a save that is complete by now."""
-        if self._save is not None and self._save.is_concluded and self._save.failure is None and self.engine.is_main:
-            self._tell(self._save, None)
-
-    def _tell(self, save: "_Save", failure: str | None) -> None:
-        if save.told:
-            return
-        save.told = True
-        if failure is None:
-            self.records.append(save.record())
-        else:
-            earlier = "earlier checkpoints are intact" if any(self.checkpoints.resumable()) else "there is no other"
-            message = f"warning   update {save.update}: the checkpoint could not be written ({failure}); {earlier}"
-            self.messages.append(message)
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -303,17 +293,12 @@ class _Save:
         self.shard_is_written = threading.Event()
         self.failure: str | None = None
         self.blocked_s: float | None = None  # seconds; None: until the save is concluded
-        self.told = False
         self._began, self._seconds, self._bytes = began, 0.0, 0
         self._until = float("inf")  # when the main process no longer waits for the files of others
 
     def start(self, *work: Any) -> None:
         self._thread = threading.Thread(target=self._work, args=work, name="checkpoint", daemon=True)
         self._thread.start()
-
-    @property
-    def is_concluded(self) -> bool:
-        return not self._thread.is_alive()
 
     def conclude(self, failure: str | None) -> str | None:
         """On the main process, once every rank's shard is written or has failed. Returns what failed, if anything."""

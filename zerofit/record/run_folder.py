@@ -60,18 +60,18 @@ class RunFolder:
         laid_out = read_record(self.path / "strategy.yaml")
         return {**options, **{name: laid_out[name] for name in GIVEN_FOR if is_count(laid_out.get(name))}}
 
-    def refuse_foreign_files(self, in_checkpoints: Iterable[str], overwrite: bool) -> None:
+    def refuse_foreign_files(self, overwrite: bool, in_checkpoints: bool = True) -> None:
         """Check that nothing in the folder is in the way of a run, and, where no run has been there yet, that it is
         empty.
 
         Args:
-            in_checkpoints: the names in checkpoints/ that no run has written.
             overwrite: start beside files that are not in the way.
+            in_checkpoints: look into checkpoints/ as well: the run starts over.
 
         Raises:
             UserError: it names the first files.
         """
-        foreign, stays = chain(self.written.foreign(), in_checkpoints), overwrite or bool(self.written.names)
+        foreign, stays = self.written.foreign(in_checkpoints), overwrite or bool(self.written.names)
         names = list(islice(filter(_is_in_the_way, foreign) if stays else foreign, SHOWN + 1))
         if names:
             more = " and more" if len(names) > SHOWN else ""

@@ -7,6 +7,7 @@ Checkpoints are not in it: the manifest of each names its files.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +16,8 @@ from zerofit.recipe.files import TEMPORARY, atomic_file, remove
 from zerofit.recipe.parsing import read_record
 
 RECORD, LOCK, MODEL, CHECKPOINTS = "files.json", ".lock", "model", "checkpoints"
+MANIFEST, LINKS = "manifest.json", ("best", "latest")  # in checkpoints/
+UPDATE = re.compile(r"update_\d{8}")  # the name of a checkpoint
 # What every run may write; names that follow from the data are added when the files are written.
 NAMES = {
     "recipe.yaml",
@@ -57,7 +60,7 @@ class WrittenFiles:
         if record := self._read():
             written = record.get("written")
             return {name for name in written if _is_inside(name)} if isinstance(written, list) else set()
-        return NAMES if any((self.path / CHECKPOINTS).glob("update_????????/manifest.json")) else set()
+        return NAMES if any((self.path / CHECKPOINTS).glob(f"update_????????/{MANIFEST}")) else set()
 
     def _read(self) -> dict[str, Any]:
         return read_record(self.path / RECORD)
@@ -77,19 +80,28 @@ class WrittenFiles:
         """Return True if a file may be written under this name: it is ours, or not there."""
         return name in self.names or not os.path.lexists(self.path / name)
 
-    def foreign(self) -> Iterator[str]:
-        """The names of what no run has written, but for checkpoints/ (see CheckpointDirectory.foreign)."""
-        names = self.names
-        for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name) if self.path.is_dir() else ():
-            temporary = TEMPORARY.fullmatch(entry.name)
-            name = temporary["name"] if temporary else entry.name
-            is_folder = entry.is_dir(follow_symlinks=False)
-            if entry.is_symlink() or not (is_folder or entry.is_file()):
-                yield entry.name
-            elif is_folder and name != CHECKPOINTS and f"{name}/" not in names and not (temporary and name == MODEL):
-                yield from (name for name in files_below(Path(entry), self.path) if name not in names)
-            elif not is_folder and name not in {*names, RECORD, LOCK, *(NAMES if temporary else ())}:
-                yield from () if _is_exit_code(Path(entry)) else (entry.name,)
+    def foreign(self, in_checkpoints: bool) -> Iterator[str]:
+        """The names of files and links that no run has written; of those in checkpoints/ only where that is said."""
+        names, checkpoints = self.names, self.path / CHECKPOINTS
+        sealed = {path.parent.name: sealed_files(path.parent) for path in checkpoints.glob(f"*/{MANIFEST}")}
+        for name in files_below(self.path, self.path):
+            path, (top, *below) = self.path / name, name.split("/")
+            plain, is_temporary = _plain(top)
+            if not below:
+                of_runs = {*names, RECORD, LOCK, *(NAMES if is_temporary else ())}
+                is_ours = path.is_file() and not path.is_symlink() and (plain in of_runs or _is_exit_code(path))
+            elif top != CHECKPOINTS:
+                is_ours = name in names or f"{plain}/" in names or (is_temporary and plain == MODEL)
+            elif len(below) == 1:
+                is_ours = (
+                    path.is_symlink() and _plain(below[0])[0] in LINKS and bool(UPDATE.fullmatch(os.readlink(path)))
+                )
+            elif (files := sealed.get(below[0])) is not None:
+                is_ours = "/".join(below[1:]) in files
+            else:  # a run has left it half, or its manifest is damaged
+                is_ours = bool(names) and bool(UPDATE.fullmatch(_plain(below[0])[0].removesuffix(".partial")))
+            if not is_ours and (in_checkpoints or top != CHECKPOINTS or not below):
+                yield name
 
     def remove(self, chosen: Iterable[str]) -> None:
         """Remove those of these files that are ours, the folders that are empty then, and what a kill has left."""
@@ -107,6 +119,18 @@ class WrittenFiles:
 def _is_exit_code(path: Path) -> bool:
     """Return True for the environment.json of a launch that ended before it was a run (see exit_code.py)."""
     return path.name == "environment.json" and "exit_code" in read_record(path)
+
+
+def _plain(name: str) -> tuple[str, bool]:
+    """The name that a file or folder of a temporary name is to get, or its own; whether it has a temporary one."""
+    temporary = TEMPORARY.fullmatch(name)
+    return (temporary["name"], True) if temporary else (name, False)
+
+
+def sealed_files(checkpoint: Path) -> set[str] | None:
+    """The files that a checkpoint's manifest names, and itself; None: it cannot be read."""
+    files = read_record(checkpoint / MANIFEST).get("files")
+    return {*files, MANIFEST} if isinstance(files, dict) else None
 
 
 def files_below(folder: Path, root: Path) -> Iterator[str]:
