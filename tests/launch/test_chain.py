@@ -5,10 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from folders import tools_in_this_process
 from helpers import check_same_weights, completed, cut_after, launch, metrics, updates
-from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main as zerofit
 
@@ -39,16 +37,7 @@ def chain(material, tmp_path_factory) -> tuple[Path, str]:
     return folder / "hf", f"{folder}/texts_text_document"
 
 
-def test_the_converted_model_is_the_one_that_it_was(chain, llama):
-    tokens = torch.arange(3, 300)[None]
-    with torch.no_grad():
-        ours, theirs = (AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (chain[0], llama))
-    assert (ours - theirs).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("strategy", "processes", "then"), [("ddp", 2, "single"), ("zero3", 2, "single"), ("zero2", 1, "zero3")]
-)
+@pytest.mark.parametrize(("strategy", "processes", "then"), [("ddp", 2, "single"), ("zero2", 1, "zero3")])
 def test_it_goes_on_with_its_corpus_under_any_strategy(chain, tmp_path, strategy, processes, then):
     """Continued, left half way, continued by another number of processes: as if nobody had left it."""
     model, corpus = chain

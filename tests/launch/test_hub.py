@@ -112,6 +112,7 @@ def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, stra
     assert hub.commits == ["trained"]
 
 
+@pytest.mark.long
 def test_a_run_without_the_right_ends_before_training(hub, tmp_path, llama, material):
     hub.refuses = {"auth-check"}
     done = launched(

@@ -14,11 +14,10 @@ from zerofit.strategy.gpu_table import peak_of
     ("name", "tera"),
     [
         ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
-        ("Tesla V100-SXM2-16GB", 125), ("Tesla V100-PCIE-32GB", 112), ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA H200 NVL", 835), ("NVIDIA GeForce RTX 5090", 209.5), ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("Tesla V100-PCIE-32GB", 112), ("NVIDIA RTX A6000", 154.8), ("NVIDIA GeForce RTX 5090", 209.5),
         ("AMD Instinct MI250X/MI250", None), ("NVIDIA A40-12Q", None), ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA A10G", 70), ("NVIDIA RTX A4000", None), ("Some future device", None),
+        ("Some future device", None),
     ],
 )  # fmt: skip
 def test_peaks_by_name(name, tera):

@@ -4,21 +4,18 @@ import json
 import pickle
 import resource
 import signal
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import Harmful, refusal
 
 from zerofit.checkpoint.directory import ASKED, STATE, CheckpointDirectory, seal
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
-from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.state import KINDS, Piece, ReplicatedState, sampled_elements
+from zerofit.strategy.state import KINDS, ReplicatedState
 
 
 class Alone:
@@ -143,18 +140,6 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
     assert saver.records[0]["bytes"] > 0
 
 
-def test_a_state_is_kept_before_the_first_update_too(tmp_path):
-    engine = Alone()
-    saver = saver_of(engine, tmp_path)
-    save(saver, engine, 0)
-    losses = engine.train(range(4))
-    assert losses == Alone().train(range(4)), "a save moves nothing"
-    assert not saver.wait()
-    other = Alone(seed=5)
-    saver_of(other, tmp_path).load(saver.choose("auto")[0])
-    assert other.train(range(4)) == losses
-
-
 def test_any_file_of_the_newest_may_come_to_harm(three, capfd):
     """Every kind of damage is found: test_checkpoints.py."""
     saver, losses = three
@@ -215,8 +200,7 @@ class Shifted(ReplicatedState):
         return super().get(kind, piece).roll(self.by) if kind == "weight" else super().get(kind, piece)
 
 
-@pytest.mark.parametrize("by", [1, 5, 64])
-def test_pieces_that_are_other_weights_end_the_run_before_a_save(tmp_path, by):
+def test_pieces_that_are_other_weights_end_the_run_before_a_save(tmp_path):
     engine = Alone()
     engine.state = Shifted(engine)
     engine.train(range(2))
@@ -224,27 +208,11 @@ def test_pieces_that_are_other_weights_end_the_run_before_a_save(tmp_path, by):
     saver.check()
     save(saver, engine, 2)
     assert not saver.wait()
-    engine.state.by = by
+    engine.state.by = 5
     for act in (saver.check, lambda: save(saver, engine, 3)):
         message = refusal(act)
         assert "ds.json: what the optimizer keeps for 0.weight is not what the model has" in message
     assert saver.choose("auto")[0] == saver.checkpoints.folder(2)
-
-
-def test_half_precision_and_nan_are_no_other_weights(tmp_path):
-    """DeepSpeed's model is in half precision, its optimizer in fp32; a run that has diverged still saves."""
-    for dtype in (torch.bfloat16, torch.float16):
-        engine = Alone()
-        rounded = {name: each.detach().to(dtype) for name, each in engine.module.named_parameters()}
-        engine._in_full = lambda parameters, rounded=rounded: rounded.items()
-        assert (
-            saver_of(engine, tmp_path).check()["0.weight"]
-            == rounded["0.weight"].flatten()[torch.from_numpy(sampled_elements(128))].tolist()
-        )
-    with torch.no_grad():
-        engine = Alone()
-        next(engine.module.parameters()).fill_(torch.nan)
-    saver_of(engine, tmp_path).check()
 
 
 def test_a_checkpoint_that_does_not_give_its_runs_weights_is_refused(three):
@@ -258,43 +226,19 @@ def test_a_checkpoint_that_does_not_give_its_runs_weights_is_refused(three):
     assert "2.weight differs" in refusal(saver_of(Alone(), folder).load, folder)
 
 
-def test_elements_are_found_in_the_pieces_that_have_them():
-    """In ranges of a parameter and of shares along each dimension: against the elements themselves."""
-    shape, found = (6, 10), 0
-    elements, whole = np.array([0, 7, 13, 29, 31, 44, 59]), torch.arange(60).view(6, 10)
-    for cut in (None, Cut(shape, 0, ((0, 2), (4, 5))), Cut(shape, 1, ((3, 6), (8, 10)))):
-        share = (whole if cut is None else cut.of(whole)).flatten()
-        for start, stop in ((0, len(share)), (0, 7), (7, 15), (15, len(share))):
-            which, places = Piece("w", shape, start, stop, cut).find(elements)
-            assert share[start:stop][torch.from_numpy(places)].tolist() == elements[which].tolist()
-            assert {*elements.tolist()} & {*share[start:stop].tolist()} == {*elements[which].tolist()}
-            found += len(which)
-    assert found > 15
-
-
 @pytest.fixture
-def small_disk(tmp_path):
-    """A folder with room for 96 KiB: a disk of its own where one may be mounted, else a limit on each file."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(disk)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not mounted:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (96 * 1024, limits[1]))
-    yield disk
+def small_files(tmp_path):
+    """A folder in which no file may have more than 96 KiB, as on a disk that is full."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (96 * 1024, limits[1]))
+    yield tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if mounted:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_disk, capfd):
+def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_files, capfd):
     engine = Alone()
-    saver = saver_of(engine, small_disk)
+    saver = saver_of(engine, small_files)
     engine.train(range(2))
     save(saver, engine, 2)
     assert not saver.wait()
@@ -308,13 +252,13 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_disk, capfd):
     losses += engine.train(range(4, 6))  # training goes on
     assert saver.wait()
     assert len(saver.messages) == 1
-    assert "No space left" in saver.messages[0] or "too large" in saver.messages[0]
+    assert "too large" in saver.messages[0]
     assert "earlier checkpoints are intact" in saver.messages[0]
     assert sorted(path.name for path in saver.checkpoints.path.iterdir()) == ["latest", "update_00000002"]
     folder, warnings = saver.choose("auto")
     assert (folder, warnings) == (saver.checkpoints.folder(2), [])
     other = Alone(seed=9)
-    saver_of(other, small_disk).load(folder)
+    saver_of(other, small_files).load(folder)
     assert other.train(range(2, 6)) == losses
     save(saver, engine, 6)  # and when there is room again
     assert not saver.wait()
