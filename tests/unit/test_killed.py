@@ -36,12 +36,12 @@ class Exporter:
     def __init__(self, engine):
         self.engine, self.weights = engine, engine.weights
 
-    def write(self, weights, held_out, folder: Path, in_thread: bool) -> SimpleNamespace:
+    def write(self, weights, held_out, folder: Path, in_thread: bool) -> list[str]:
         from safetensors.torch import save_file
 
         folder.mkdir()
         save_file({name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors")
-        return SimpleNamespace(missing=[])
+        return []
 
 
 class SavingEngine(Alone):

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from accelerate.utils import LoggerType
 from helpers import ROOT, environment
 
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TRACKERS
-from zerofit.record.trackers import RESUMED, is_installed, wanted_trackers
+from zerofit.record.trackers import RESUMED, wanted_trackers
 
 # Where each tracker keeps what this test does, without a login or a server.
 LOCAL = {
@@ -47,7 +48,8 @@ for tracker in sys.argv[2:]:
 
 
 def test_a_run_begins_there_and_goes_on_after_a_resume(tmp_path):
-    trackers = [tracker for tracker in TRACKERS if is_installed(tracker)]
+    trackers = wanted_trackers(ClmRecipe(with_tracking=True, report_to="all"))
+    assert "tensorboard" in trackers
     variables = {name: value.format(folder=tmp_path) for each in LOCAL.values() for name, value in each.items()}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), *trackers], capture_output=True, text=True, cwd=tmp_path,
@@ -70,7 +72,7 @@ def test_every_tracker_of_accelerate_is_one_of_ours():
 
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_tracker_that_is_missing_and_how_to_install_it(tracker, monkeypatch):
-    monkeypatch.setattr("zerofit.record.trackers.is_installed", lambda name: name == "wandb")
+    monkeypatch.setattr("zerofit.record.trackers.get_available_trackers", lambda: [LoggerType.WANDB])
     recipe = ClmRecipe(with_tracking=True, report_to=tracker)
     if tracker == "wandb":
         assert wanted_trackers(recipe) == ["wandb"]

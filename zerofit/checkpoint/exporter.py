@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,18 +16,6 @@ from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.model_card import model_card
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.strategy import without_sharding
-
-
-class Exported(NamedTuple):
-    """The review of an export, and what could not be written beside the weights.
-
-    Args:
-        review: lines for the terminal: what was read back, and what others stumble over.
-        missing: what could not be written, each with the reason.
-    """
-
-    review: list[str]
-    missing: list[str]
 
 
 class ModelExporter:
@@ -61,8 +49,9 @@ class ModelExporter:
         """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""
         return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
 
-    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> Exported:
-        """Write the folder, on the main process: the weights first, since no other file may cost them.
+    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> list[str]:
+        """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what
+        could not be written beside them, each with the reason.
 
         Args:
             weights: read once, one after another.
@@ -87,19 +76,15 @@ class ModelExporter:
             write_card(folder, text)
 
         failed |= write_beside({"README.md": card})
-        missing = [f"{name} ({first_line(error)})" for name, error in failed.items()]
-        if in_thread:  # transformers changes torch's default dtype while it loads a model
-            return Exported([], missing)
-        exported = self.read_back(folder)
-        return Exported(exported.review, [*missing, *exported.missing])
+        return [f"{name} ({first_line(error)})" for name, error in failed.items()]
 
-    def read_back(self, folder: Path) -> Exported:
-        """Load a folder back, without its weights."""
+    def review(self, folder: Path) -> list[str]:
+        """Load a folder back, without its weights. Returns lines for the log: what was read, and what others stumble
+        over.
+
+        Raises:
+            RuntimeError: weights are missing, or have another shape.
+        """
         in_full = without_sharding() if self._engine.strategy.shards_parameters else contextlib.nullcontext()
-        try:
-            with in_full:
-                return Exported(review_export(folder, type(self._engine.whole)), [])
-        except RuntimeError as error:
-            return Exported([], [f"a look at the files ({first_line(error)})"])
-        except Exception as error:  # of a class that is loaded in a way of its own: its weights are there
-            return Exported([f"it was not loaded back ({first_line(error)})"], [])
+        with in_full:
+            return review_export(folder, type(self._engine.whole))

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from zerofit.checkpoint.directory import PROGRESS, entry
+from zerofit.checkpoint.directory import entry
 from zerofit.model.parameters import true_shape
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.recipe.files import atomic_file
@@ -58,16 +58,6 @@ def missing_shards(folder: Path, world_size: int) -> list[int]:
     """The ranks that have not finished writing."""
     written = set(os.listdir(folder))  # a listing, since NFS remembers for a while that a single name was absent
     return [rank for rank in range(world_size) if _file(folder, rank).with_suffix(".json").name not in written]
-
-
-def write_progress(folder: Path, progress: dict[str, Any]) -> None:
-    """Write how far the run has come."""
-    (folder / PROGRESS).write_text(json.dumps(progress) + "\n")
-
-
-def read_progress(folder: Path) -> dict[str, Any]:
-    """Read how far the run had come."""
-    return json.loads((folder / PROGRESS).read_text())
 
 
 class ShardReader:

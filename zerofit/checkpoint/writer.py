@@ -7,6 +7,7 @@ model alone is; one weight after another is gathered for a moment, to check what
 Ranks meet there and in `wait` only: before the next save, where one has failed, and at the end.
 """
 
+import json
 import math
 import os
 import threading
@@ -20,15 +21,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from zerofit.checkpoint.directory import MANIFEST, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import MANIFEST, PROGRESS, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.host_copies import HostCopies
 from zerofit.checkpoint.shards import (
     Piece,
     ShardReader,
     entries_of_shards,
     missing_shards,
-    read_progress,
-    write_progress,
     write_shard,
 )
 from zerofit.model.export import Weights
@@ -234,7 +233,8 @@ class AsyncCheckpointWriter:
         """
         state = self.engine.state
         try:
-            progress, files = read_progress(folder / STATE), ShardReader(folder / STATE)
+            progress: dict[str, Any] = json.loads((folder / STATE / PROGRESS).read_text())
+            files = ShardReader(folder / STATE)
             problems = files.problems(state.whole)
             if not problems:
                 state.load(files.read, progress["steps"], files.whole)
@@ -342,7 +342,7 @@ class _Save:
             fill(partial, chain(exported.items(), trained))
             checked = {}
             if progress is not None:
-                write_progress(partial / STATE, progress)
+                (partial / STATE / PROGRESS).write_text(json.dumps(progress) + "\n")
                 checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shards(partial / STATE).items()}
             self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
             self.checkpoints.finish(self.update, self.why, self.is_best, checked)

@@ -1,14 +1,15 @@
 """The trackers of accelerate: a run begins there, and goes on after a resume. Only the main process speaks to them."""
 
-import importlib.util
 import netrc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.tracking import get_available_trackers
+
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.options import TRACKERS, TrackingOptions
+from zerofit.recipe.options import TrackingOptions
 from zerofit.record.run_folder import RunFolder
 
 # {tracker: (what reads the id of its run, the options that continue a run)}
@@ -27,17 +28,12 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
     """The trackers that the run will use. Raises UserError if a named one is not installed."""
     if not recipe.with_tracking or recipe.report_to == "none":
         return []
+    installed = [str(each.value) for each in get_available_trackers()]
     if recipe.report_to == "all":
-        return [name for name in TRACKERS if is_installed(name)]
-    if not is_installed(recipe.report_to):
+        return installed
+    if recipe.report_to not in installed:
         raise UserError(f"report_to = {recipe.report_to!r}: it is not installed. `pip install {recipe.report_to}`")
     return [recipe.report_to]
-
-
-def is_installed(tracker: str) -> bool:
-    """Check whether there is a package of this name; a folder that the tracker has written is none."""
-    found = importlib.util.find_spec(tracker)
-    return found is not None and found.origin is not None
 
 
 def tracker_options(tracker: str, name: str, folder: Path, id: str | None, updates: int) -> dict[str, Any]:

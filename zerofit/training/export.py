@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerofit.checkpoint.directory import LEAVING
-from zerofit.checkpoint.exporter import Exported
 from zerofit.data.mixture import options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import table_format
@@ -66,32 +65,36 @@ def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
 
 
 def _export_model(run: "Run", best: Path | None) -> list[str]:
-    """Write model/ before anything else, on all ranks together. Returns lines for the log.
+    """Write model/ before anything else, on all ranks together, and read it back. Returns lines for the log.
 
     Args:
         best: the model of the best evaluation, which is copied; None: the weights are those of the last update.
     """
+
+    def copy_best() -> None:
+        assert best is not None, "what is copied"
+        with run.folder.new_model() as place:
+            shutil.copytree(best, place, dirs_exist_ok=True)
+
     if best is None:
-        return _export_weights(run, run.state.held_out)
-    folder, exported = run.checkpoints.folder, Exported([], [])
-    if run.is_main:
-
-        def copy_best() -> None:
-            nonlocal exported
-            with folder.new_model() as place:
-                shutil.copytree(best, place, dirs_exist_ok=True)
-                exported = run.exporter.read_back(place)
-
+        _export_weights(run, run.state.held_out)
+    elif run.is_main:
         note_missing(run, write_beside({MODEL: copy_best}))
-        missing = [*run.checkpoints.missing, *exported.missing]
-        run.missing.extend(f"{MODEL}/: {each}" for each in missing)
-    return exported.review
+        run.missing.extend(f"{MODEL}/: {each}" for each in run.checkpoints.missing)
+    if not (run.is_main and run.folder.model.is_dir()):
+        return []
+    try:
+        return run.exporter.review(run.folder.model)
+    except RuntimeError as error:
+        run.missing.append(f"{MODEL}/: a look at the files ({first_line(error)})")
+        return []
+    except Exception as error:  # of a class that is loaded in a way of its own: its weights are there
+        return [f"it was not loaded back ({first_line(error)})"]
 
 
-def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> list[str]:
-    """Write the engine's weights to model/, or to a folder below it, on all ranks together. Returns lines for the
-    log."""
-    broken, exported = list[Exception](), Exported([], [])
+def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> None:
+    """Write the engine's weights to model/, or to a folder below it, on all ranks together."""
+    broken, name = list[Exception](), "/".join(filter(None, [MODEL, below]))
 
     def gathered() -> Weights:
         try:
@@ -100,21 +103,17 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
             broken.append(error)
             raise
 
+    def write() -> None:
+        with run.folder.new_model(below) as place:
+            missing = run.exporter.write(weights, held_out, place)
+        run.missing.extend(f"{name}/: {each}" for each in missing)
+
     weights = gathered()
-    name = "/".join(filter(None, [MODEL, below]))
     if run.is_main:
-
-        def write() -> None:
-            nonlocal exported
-            with run.checkpoints.folder.new_model(below) as place:
-                exported = run.exporter.write(weights, held_out, place)
-
         note_missing(run, write_beside({name: write}))
-        run.missing.extend(f"{name}/: {each}" for each in exported.missing)
     deque(weights, maxlen=0)  # every rank takes part in gathering them, also where writing has failed
     if broken:  # nothing failed but what the ranks do together
         raise broken[0]
-    return exported.review
 
 
 def _keep_state_if_incomplete(run: "Run") -> None:
