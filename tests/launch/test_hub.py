@@ -67,15 +67,11 @@ def hub(monkeypatch):
     server.shutdown()
 
 
-@pytest.mark.parametrize("refused", ["create", "auth-check"])
-def test_no_right_to_write_is_found_before_training(hub, refused):
+@pytest.mark.parametrize("refused", ["create", "auth-check", "all"])
+def test_no_right_to_write_and_no_connection_are_found_before_training(hub, refused, monkeypatch):
     hub.refuses = {refused, "models"}
-    with pytest.raises(UserError, match="push_to_hub"):
-        HubRepository.open("somebody/model")
-
-
-def test_no_connection_is_found_before_training(hub, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    if refused == "all":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="push_to_hub"):
         HubRepository.open("somebody/model")
 

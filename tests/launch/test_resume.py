@@ -158,39 +158,6 @@ def test_dropout_goes_on_as_it_was(legs):
     assert legs.clock.samples[3:4] == legs.signal.samples[3:4]
 
 
-DISTURBED = ROOT / "tests" / "launch" / "disturbed.py"
-
-
-@pytest.mark.long
-def test_a_classifier_that_was_killed_before_its_first_state_starts_over(tmp_path):
-    """Its defaults keep a model with the first best evaluation, and a state after half an hour."""
-    draw = random.Random(0)
-    texts = [" ".join(draw.choice(["good", "bad", "film", "book"]) for _ in range(8)) for _ in range(120)]
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text, "label": int("good" in text[:12])}) + "\n" for text in texts))
-    shape = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=32"
-    options = [
-        "--model_type", "bert", "--config_overrides", shape, "--train_tokenizer_vocab_size", "280", "--train_file",
-        file, "--validation_split_percentage", "20", "--max_length", "32", "--per_device_train_batch_size", "4",
-        "--max_train_steps", "9", "--eval_steps", "3", "--cache_dir", tmp_path / "cache",
-    ]  # fmt: skip
-    output = tmp_path / "run"
-    alone = {"strategy": "single", "processes": 1}
-    killed = launched(output, *options, task="cls", through=(DISTURBED, 0, "kill 5"), **alone)
-    assert killed.returncode != 0
-    assert not list(output.glob("checkpoints/update_*/state"))
-    assert (output / "checkpoints" / "best").is_dir()
-    done = completed(output, *options, task="cls", **alone)
-    assert "it starts over" in done.stdout
-    undisturbed = updates(launch(tmp_path / "undisturbed", *options, task="cls", **alone))
-    assert len(undisturbed) == 9
-    figures = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    again = updates(metrics(output))
-    assert [[line.get(name) for name in figures] for line in again] == [
-        [line.get(name) for name in figures] for line in undisturbed
-    ]
-
-
 @pytest.fixture(scope="module")
 def poisoned(llama, tmp_path_factory) -> list:
     """A model in which one word is too large for a sum, texts of which one has it, and the options to train on it."""

@@ -254,29 +254,6 @@ def test_mnli_has_two_held_out_parts_and_training_stops_early(cache, tmp_path):
     assert (output / "checkpoints" / "best").resolve().name == "update_00000002"
 
 
-@pytest.mark.long
-def test_a_llama_learns_a_number(llama, cache, tmp_path):
-    """Regression with a trained Llama, which has no padding token."""
-    rows = ["text,score"] + [f"{'very ' * (i % 5)}good story number {i},{i % 5 + 0.5}" for i in range(90)]
-    (tmp_path / "scores.csv").write_text("\n".join(rows) + "\n")
-    output = tmp_path / "run"
-    lines = launch(
-        output, "--model_name_or_path", llama, "--train_file", tmp_path / "scores.csv", "--max_train_steps", "40",
-        "--validation_split_percentage", "10", "--learning_rate", "2e-3", "--global_batch_size", "16",
-        "--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "2", "--cache_dir", cache,
-        strategy="zero3", processes=2, task="cls",
-    )  # fmt: skip
-    assert len(predictions(output)) == 9
-    assert lines[-1]["eval_mse"] < 0.5 * lines[0]["eval_mse"]
-    assert lines[-1]["eval_pearson"] > 0.8
-    assert lines[-1]["eval_mse"] == pytest.approx(lines[-1]["eval_loss"], rel=1e-4)
-    errors = [(row["label"] - row["prediction"]) ** 2 for row in predictions(output)]
-    assert sum(errors) / len(errors) == pytest.approx(lines[-1]["eval_mse"], rel=1e-5)
-    model = AutoModelForSequenceClassification.from_pretrained(output / "model")
-    assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
-    assert model.config.pad_token_id is not None
-
-
 # ----------------------------------------------------------------------------------------------- published commands
 
 

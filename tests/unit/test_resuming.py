@@ -91,12 +91,21 @@ def test_a_number_of_processes_that_cannot_share_the_batch(total, growth, replic
         assert resolve_batches(again, number // replica_size, total_stays=True).global_batch == total
 
 
-def test_a_growing_batch_keeps_its_first_size(tmp_path):
-    flags = "--global_batch_size", "24", "--global_batch_warmup", "8@10"
+@pytest.mark.parametrize(
+    ("flags", "processes", "expected"),
+    [
+        (("--global_batch_size", "24", "--global_batch_warmup", "8@10"), 4, (24, 2, 3)),
+        (("--tokens_per_batch", "768", "--block_size", "32", "--packing", "none"), 8, (24, 3, 1)),
+        (("--global_batch_size", "24", "--per_device_train_batch_size", "5"), 2, (24, 4, 3)),  # another micro-batch
+    ],
+)
+def test_batches_that_grow_and_batches_of_tokens_stay_too(tmp_path, flags, processes, expected):
     options = recipe(*flags)
-    resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), 4)
-    sizes = resolve_batches(options, 4, total_stays=resumed.stays)
-    assert (sizes.micro_batch, sizes.of_update(1), sizes.accumulation_of(1)) == (2, 8, 1)
+    resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), processes)
+    sizes = resolve_batches(options, processes, total_stays=resumed.stays)
+    assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == expected
+    resumed.plan(sizes.global_batch)
+    assert resumed.sources == ["auto"]
 
 
 def test_another_global_batch_is_another_run(tmp_path):
@@ -152,8 +161,6 @@ def test_overwriting_replaces_another_run_and_lets_the_same_one_go_on(tmp_path):
 def test_a_finished_run_is_left_alone(tmp_path):
     folder = leave_a_run(tmp_path, recipe(), 8, 2)
     (tmp_path / "model").mkdir()
-    folder.write_environment({"exit_code": 85, "finished": False})
-    Resume(recipe(), folder, 2).plan(8)
     folder.write_environment({"exit_code": 2, "finished": True})
     with pytest.raises(NothingToDo, match="--overwrite_output_dir repeats it"):
         Resume(recipe(), folder, 2).plan(8)

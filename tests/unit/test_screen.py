@@ -69,16 +69,8 @@ def test_small_figures_keep_their_digits(value, shown):
 
 
 def test_a_line_of_one_source_says_which():
-    lines = {
-        "books": ["note      2 records are empty", "same"],
-        "web": ["note      7 records are empty", "same", "  a row"],
-    }
-    assert _named(lines) == [
-        "same",
-        "note      books: 2 records are empty",
-        "note      web: 7 records are empty",
-        "  a row",
-    ]
+    lines = {"books": ["note      2 are empty", "same"], "web": ["note      7 are empty", "same", "  a row"]}
+    assert _named(lines) == ["same", "note      books: 2 are empty", "note      web: 7 are empty", "  a row"]
     assert _named({"one": ["note      x"], "two": ["note      x"]}) == ["note      x"]
 
 
@@ -94,8 +86,7 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize("columns", [3, 5, 8, 13])
-@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize(("columns", "width"), [(3, 60), (8, 60), (5, 80), (13, 80)])
 def test_a_table_of_any_number_of_columns_fits(columns, width):
     rows = [row[:columns] for row in WIDE]
     shown = table(rows, width)
