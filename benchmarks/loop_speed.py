@@ -49,7 +49,7 @@ from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import model_loss
 from zerofit.model.parameters import count_parameters
 from zerofit.recipe import ClmRecipe
-from zerofit.recipe.errors import hooks_within
+from zerofit.recipe.errors import exit_within
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.schedule import make_schedule
 from zerofit.record.jsonl import JsonlFile
@@ -259,7 +259,7 @@ def measure(name: str, work: Workload) -> dict[str, float]:
     torch.set_num_threads(os.cpu_count() or 1)
     forget_candidates()
     laps = Laps(work.options, work.device)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), hooks_within():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), exit_within():
         CANDIDATES[name](work, laps)
     return laps.figures()
 

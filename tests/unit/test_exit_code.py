@@ -145,10 +145,10 @@ def test_the_end_of_a_run_that_starts_is_on_record(tmp_path, body, number, code)
 
 
 LEAVES = """
-    from zerofit.recipe.errors import UserError, before_leaving
+    from zerofit.recipe.errors import EXIT, UserError
     def slow():
         print("ready", flush=True); os.close(spare); time.sleep(1.5)
-    spare = os.dup(1); before_leaving(slow)
+    spare = os.dup(1); EXIT.cleanup = slow
     {ends}
 """
 ENDS = {"raise UserError('no such file')": 2, "return 86": 86, "return 0": 0, "raise ValueError('no')": 1}
@@ -200,7 +200,7 @@ TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 )
 def test_a_second_signal_ends_a_run_at_once_but_not_sighup(monkeypatch, numbers, reason, code):
     left, now = [], [1000.0]
-    monkeypatch.setattr("zerofit.recipe.errors._DECIDED", [])
+    monkeypatch.setattr("zerofit.recipe.errors.EXIT.code", None)
     monkeypatch.setattr("zerofit.health.shutdown.leave", left.append)
     monkeypatch.setattr("zerofit.health.shutdown.time.time", lambda: now[0])
     handler = ShutdownHandler(None, 0.0)

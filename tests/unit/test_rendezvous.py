@@ -134,9 +134,9 @@ def test_a_lost_peer_is_named_by_its_machine_and_other_code_is_noted():
 RANK = """
 import sys
 from zerofit.launch.ranks import RankRendezvous
-from zerofit.recipe.errors import UserError, leave, reports_user_errors, tell_others_with
+from zerofit.recipe.errors import EXIT, UserError, leave, reports_user_errors
 ranks = RankRendezvous()
-tell_others_with(ranks.stop)
+EXIT.tell = ranks.stop
 
 @reports_user_errors
 def main(argv):

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from zerofit.recipe.errors import (
+    EXIT,
     EXIT_INTERRUPTED,
     EXIT_NEEDS_A_PERSON,
     EXIT_TERMINATED,
     EXIT_TO_BE_RESUMED,
-    decided_code,
     leave,
     print_last,
     record_code,
@@ -130,7 +130,7 @@ def _read(reader: int) -> None:
                     _RECEIVERS[-1](number)
                 except BaseException:  # nobody would listen any more
                     traceback.print_exc()
-                    code = decided_code()
+                    code = EXIT.code
                     os._exit(128 + number if code is None else code)
     os.close(reader)
 
@@ -156,7 +156,7 @@ class StartingRank:
     def leave(self, number: int) -> None:
         """Leave with 85, since the same command starts the run again; after Ctrl-C with 130. A process that is ending
         keeps its exit code, and has a moment to say why."""
-        if (decided := decided_code()) is not None:
+        if (decided := EXIT.code) is not None:
             time.sleep(ONE_SIGNAL_S)
             leave(decided)
         if number == signal.SIGINT:
@@ -223,12 +223,12 @@ class ShutdownHandler:
         self._reason = SIGNALS[signal.Signals(number)]
         self._received_at = 0.0 if number == signal.SIGHUP else time.time()
         self._on_signal(self._reason.text)
-        if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0 and decided_code() is None:
+        if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0 and EXIT.code is None:
             text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
             os.write(sys.stderr.fileno(), text.encode())
 
     def _leave_now(self, number: int) -> None:
-        if (decided := decided_code()) is not None:
+        if (decided := EXIT.code) is not None:
             leave(decided)
         code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
         if int(os.environ.get("RANK", "0")) == 0:

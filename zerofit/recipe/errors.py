@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
@@ -102,68 +103,46 @@ def print_last(text: str, after_signal: bool = False, file=None, is_printed: boo
         print(text, file=file or sys.stderr, flush=True)
 
 
-_HOOKS: dict[str, Callable] = {
-    "explain": lambda error: None,
-    "leave": lambda: None,
-    "record": lambda code, reason: None,
-    "tell": lambda message, code: None,
-}
+@dataclass
+class Exit:
+    """How this process ends: what is called before it does, and its exit code.
+
+    Args:
+        explain: prints what is known of an error other than UserError, and returns the exit code, or None.
+        cleanup: what `leave` calls before it ends the process.
+        record: puts an exit code and its reason on record.
+        tell: tells other machines of the message and the exit code.
+        code: the exit code once it is decided, which a later signal does not change.
+    """
+
+    explain: Callable[[Exception], int | None] = lambda error: None
+    cleanup: Callable[[], None] = lambda: None
+    record: Callable[[int, str | None], None] = lambda code, reason: None
+    tell: Callable[[str, int], None] = lambda message, code: None
+    code: int | None = None
 
 
-@contextlib.contextmanager
-def hooks_within() -> Iterator[None]:
-    """The context of a run in a process that goes on after it: what the run registers here is called, and forgotten
-    at its end."""
-    before, decided = dict(_HOOKS), list(_DECIDED)
-    try:
-        yield
-    finally:
-        if _HOOKS["leave"] is not before["leave"]:
-            _HOOKS["leave"]()
-        _HOOKS.update(before)
-        _DECIDED[:] = decided
-
-
-def explain_failures_with(explain: Callable[[Exception], int | None]) -> None:
-    """Register an explanation of errors other than UserError: `explain` prints it and returns the exit code, or None
-    for an error that it does not know."""
-    _HOOKS["explain"] = explain
-
-
-def before_leaving(callback: Callable[[], None]) -> None:
-    """Register a function that `leave` calls before it ends the process."""
-    _HOOKS["leave"] = callback
-
-
-def record_codes_with(callback: Callable[[int, str | None], None]) -> None:
-    """Register a function that is given an exit code and its reason, before the process ends with them."""
-    _HOOKS["record"] = callback
-
-
-def record_code(code: int, reason: str | None = None) -> None:
-    """Put an exit code on record, where this process keeps one. It is decided then."""
-    decide(code)
-    _HOOKS["record"](code, reason)
-
-
-_DECIDED: list[int] = []  # at most one: the exit code
+EXIT = Exit()  # of this process
 _LEAVING: dict[str, tuple[int, int]] = {}  # at most one: the thread that ends the process, and its code
 
 
-def decide(code: int) -> int:
-    """Fix the exit code with which this process will end: a signal that comes later does not change it."""
-    _DECIDED[:] = [code]
-    return code
+@contextlib.contextmanager
+def exit_within() -> Iterator[None]:
+    """The context of a run in a process that goes on after it: what the run sets in EXIT is called, and forgotten at
+    its end."""
+    before = replace(EXIT)
+    try:
+        yield
+    finally:
+        if EXIT.cleanup is not before.cleanup:
+            EXIT.cleanup()
+        vars(EXIT).update(vars(before))
 
 
-def decided_code() -> int | None:
-    """The exit code that is decided; None: the program is at work."""
-    return _DECIDED[0] if _DECIDED else None
-
-
-def tell_others_with(tell: Callable[[str, int], None]) -> None:
-    """Register a function that tells other machines of the message and the exit code with which this rank ends."""
-    _HOOKS["tell"] = tell
+def record_code(code: int, reason: str | None = None) -> None:
+    """Decide the exit code, and put it on record, where this process keeps one."""
+    EXIT.code = code
+    EXIT.record(code, reason)
 
 
 def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
@@ -172,40 +151,40 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     Usually all ranks find the same error at about the same time, and the launcher stops all ranks when the first one
     exits. So rank 0 prints the message and exits; the other ranks wait until then, and print it only if no launcher
     stops them, because the error concerns their machine alone: its first rank comes first.
-    An error that is explained (see `explain_failures_with`) ends with the exit code of the explanation; any other is
-    raised.
+    An error that is explained (see `Exit`) ends with the exit code of the explanation; any other is raised.
     """
 
     @functools.wraps(main)
     def wrapped(*arguments) -> int:
-        _DECIDED.clear()  # of an earlier call in this process
+        EXIT.code = None  # of an earlier call in this process
         try:
-            return decide(main(*arguments))
+            EXIT.code = main(*arguments)
+            return EXIT.code
         except UserError as error:
             rank, message = int(os.environ.get("RANK", "0")), error.report()
             record_code(EXIT_USER_ERROR, message)
             if rank:
-                _HOOKS["tell"](message, EXIT_USER_ERROR)
+                EXIT.tell(message, EXIT_USER_ERROR)
                 _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
                 message = f"[rank {rank}] {message}"
             print_last(message)
-            _HOOKS["tell"](message, EXIT_USER_ERROR)
+            EXIT.tell(message, EXIT_USER_ERROR)
             return EXIT_USER_ERROR
         except NothingToDo as message:
             record_code(0)
             rank = int(os.environ.get("RANK", "0"))
             if rank == 0:
                 print(printable(str(message)), flush=True)
-            _HOOKS["tell"](str(message), EXIT_USER_ERROR if rank else 0)
+            EXIT.tell(str(message), EXIT_USER_ERROR if rank else 0)
             return 0
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
             return EXIT_BROKEN_PIPE
         except Exception as error:
-            code = _HOOKS["explain"](error)
+            code = EXIT.explain(error)
             named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
             record_code(EXIT_FAILED if code is None else code, named)
-            _HOOKS["tell"](named, EXIT_FAILED if code is None else code)
+            EXIT.tell(named, EXIT_FAILED if code is None else code)
             if code is None:
                 print_last(f"{named} (its traceback is above)", is_printed=True)
                 raise
@@ -240,9 +219,9 @@ def leave(code: int) -> None:
         time.sleep(LEAVE_S)  # another thread, of signals for instance, is leaving: its code holds
         os._exit(first[1])
     with contextlib.suppress(Exception):  # none of it changes the code
-        _HOOKS["tell"](f"exit code {code}", code)
+        EXIT.tell(f"exit code {code}", code)
     with contextlib.suppress(Exception):
-        _HOOKS["leave"]()
+        EXIT.cleanup()
     with contextlib.suppress(Exception):
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

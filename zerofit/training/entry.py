@@ -16,15 +16,7 @@ from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.ranks import RankRendezvous
 from zerofit.recipe import parse_recipe
-from zerofit.recipe.errors import (
-    EXIT_FAILED,
-    before_leaving,
-    hooks_within,
-    leave,
-    record_codes_with,
-    reports_user_errors,
-    tell_others_with,
-)
+from zerofit.recipe.errors import EXIT, EXIT_FAILED, exit_within, leave, reports_user_errors
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
@@ -81,8 +73,8 @@ def record_the_end(task: str, ranks: RankRendezvous) -> None:
         outlive_the_terminal()
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
         exit_code.forget()
-        record_codes_with(exit_code.write)
-        tell_others_with(ranks.stop)
+        EXIT.record = exit_code.write
+        EXIT.tell = ranks.stop
         listen(StartingRank(exit_code.write).leave)
     sys.excepthook = _leave_after
 
@@ -108,7 +100,7 @@ def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: Ra
     check_compiled_code()
     watchdog = Watchdog(ranks.rank, 60 * recipe.watchdog_minutes or None, machine=ranks.machines[0])
     watchdog.start()
-    before_leaving(watchdog.leave)
+    EXIT.cleanup = watchdog.leave
     ranks.start()
     return Start(task, recipe, folder, timeline, watchdog, ranks)
 
@@ -127,7 +119,7 @@ def run_once(task: str, kind: type[TaskRecipe], argv: Sequence[str], main: Calla
     """Run a script's `main` with these options, and return its exit code. The process is as before then, and may run
     another: the environment, signals, what ends it, and what libraries keep for as long as a process lives."""
     environment = dict(os.environ)
-    with hooks_within(), listening_within(), warnings.catch_warnings():
+    with exit_within(), listening_within(), warnings.catch_warnings():
         try:
             return reports_user_errors(lambda: main(read_start(task, kind, argv, RankRendezvous())))()
         finally:

@@ -15,7 +15,7 @@ from zerofit.data.mixture import options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import table_format
 from zerofit.model.export import Weights, write_beside
-from zerofit.recipe.errors import EXIT_NEEDS_A_PERSON, UserError, decide, first_line, print_last
+from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
 from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import describe_environment
@@ -182,7 +182,7 @@ def finish(run: "Run") -> int:
         failed = write_beside({"environment.json": lambda: run.folder.write_environment(environment)})
         note_missing(run, failed)
         code = EXIT_NEEDS_A_PERSON if failed else code
-    decide(code)
+    EXIT.code = code
     if run.missing and run.is_main:
         lines = incomplete(run.missing, run.folder, checkpoints, run.stopped)
         print_last("\n".join(["", *lines]), file=sys.stdout)

@@ -31,7 +31,7 @@ from zerofit.health.slow_ranks import RankSeconds
 from zerofit.model.adapter_folder import trained_on_configuration
 from zerofit.model.parameters import count_parameters
 from zerofit.model.stages import whole_model
-from zerofit.recipe.errors import explain_failures_with
+from zerofit.recipe.errors import EXIT
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
 from zerofit.recipe.tasks import TaskRecipe
@@ -141,7 +141,7 @@ class Run:
         if repository and run.recipe.trains and run.measurement is None:
             run.watchdog.phase("hub", patience=math.inf)
             run.hub = run.ranks.first_on_rank_0("hub", partial(HubRepository.open, repository))
-        explain_failures_with(run.explain)
+        EXIT.explain = run.explain
         run.watchdog.phase("data", patience=math.inf)
         run.timeline.mark("checks")
         return run
