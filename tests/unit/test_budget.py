@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_987,  # 2,700
+    "zerofit/recipe": 3_966,  # 2,700
     "zerofit/model": 6_202,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7694,  # 6,000
