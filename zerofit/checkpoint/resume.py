@@ -16,7 +16,6 @@ from zerofit.recipe.parsing import counted, read_record
 from zerofit.record.run_folder import (
     GIVEN_FOR,
     RunFolder,
-    differences,
     differing_options,
     evident_differences,
     identity,
@@ -210,7 +209,7 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
         UserError: another optimizer; no mean of the weights where there shall be one; another seed or batch, with
             which the checkpoint's place in the data is another place.
     """
-    differing = differences(recipe, global_batch, recorded)
+    differing = differing_options(identity(recipe, global_batch), recorded)
     missing = {
         "optim ": "one optimizer cannot read what another has kept",
         "ema_decay was 0.0,": "it has no mean of the weights",

@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl. docs/run-folder.md has the table of their fields, made from this class."""
+"""The lines of metrics.jsonl. docs/run-folder.md has the table of their fields; a test compares it with this class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -103,11 +103,3 @@ def line_of_metrics(text: bytes) -> dict[str, Any] | None:
         for name, value in line.items()
         if (isinstance(value, kinds[name]) if name in kinds else type(value) in (int, float))
     }
-
-
-def fields_table() -> str:
-    """The table of docs/run-folder.md."""
-    rows = ((each.name, each.metadata["meaning"]) for each in fields(UpdateMetrics))
-    named = {"held_out": "eval_...", "own": "..."}
-    rows = ((named.get(name, name), meaning) for name, meaning in rows)
-    return "\n".join(["| field | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows)])

@@ -313,15 +313,10 @@ def check_folder_of(output: Path, file: str, what: str) -> None:
         raise UserError(f"output = {str(output)!r} holds something else than an earlier {what}. Name another folder")
 
 
-def differences(recipe: Recipe, global_batch: int | None, recorded: dict[str, Any]) -> list[str]:
-    """The options in which this run differs from a recorded one, each with both values."""
-    return differing_options(identity(recipe, global_batch), recorded)
-
-
 def evident_differences(recipe: Recipe, recorded: dict[str, Any]) -> list[str]:
     """Those of options that this run's strategy cannot change any more: it fills in what is left open."""
     left_open = {name for name, value in recipe.to_dict().items() if value is None}
-    differing = differences(recipe, recorded.get("global_batch_size"), recorded)
+    differing = differing_options(identity(recipe, recorded.get("global_batch_size")), recorded)
     return [text for text in differing if text.split()[0] not in left_open]
 
 

@@ -6,7 +6,6 @@ import io
 import os
 import re
 import sys
-import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -102,9 +101,7 @@ def shortened(text: str, width: int) -> str:
 
 def wrapped(text: str, width: int | None, indent: int = 0) -> str:
     """A text on lines of this width; those after the first are indented."""
-    if width is None:
-        return text
-    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return _on_screen(text, width, indent)
 
 
 def on_screen(text: str, width: int | None) -> str:
@@ -113,11 +110,12 @@ def on_screen(text: str, width: int | None) -> str:
     return "\n".join(_on_screen(line, width) for line in text.split("\n"))
 
 
-def _on_screen(line: str, width: int | None) -> str:
+def _on_screen(line: str, width: int | None, indent: int | None = None) -> str:
     if width is None or columns_of(line) <= width:
         return line
-    named = LABEL.match(line)
-    indent = len(named[0]) if named else len(line) - len(line.lstrip()) + 4
+    if indent is None:
+        named = LABEL.match(line)
+        indent = len(named[0]) if named else len(line) - len(line.lstrip()) + 4
     words, lines = line.split(" "), [""]
     for place, word in enumerate(words):
         longer = f"{lines[-1]} {word}" if place else word

@@ -22,7 +22,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder
 from zerofit.recipe.tasks import TaskRecipe, kind_of
-from zerofit.record.run_folder import RunFolder, differences
+from zerofit.record.run_folder import RunFolder, differing_options, identity
 from zerofit.strategy.strategy import Strategy
 
 NAMED_WITH = "adapter_config.json"
@@ -149,5 +149,5 @@ def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
     asked = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))
     recorded = read_record(folder.path / "recipe.yaml")
     earlier = {name: value for name, value in recorded.items() if name in asked}
-    if differing := differences(recipe, 0, earlier):
+    if differing := differing_options(identity(recipe, 0), earlier):
         folder.refuse_a_different_run(differing)
