@@ -234,7 +234,7 @@ def test_a_json_as_under_torchrun(folder):
     assert report.exit_code == 0, texts(report)
     assert report.command.startswith("torchrun --nproc_per_node 2 ")
     assert report.command.endswith(
-        "train/clm.py --config clm/mine.yaml --max_grad_norm 2.0 --deepspeed_config ds_configs/zero1.json"
+        "train/clm.py --config clm/mine.yaml --max_grad_norm 2.0 --strategy ds_configs/zero1.json"
     )
     assert values(report)["strategy"] == ("zero1", "ds_configs/zero1.json")
 

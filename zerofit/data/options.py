@@ -52,7 +52,7 @@ class DataOptions:
 
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":
-        cache = TableCache(cache_root(recipe.cache_dir), recipe.preprocessing_num_workers)
+        cache = TableCache(cache_root(recipe.cache_dir))
         named = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns")) and value]
         return cls(
             patterns={part: files for part, option in PART_FILES.items() if (files := getattr(recipe, option, None))},

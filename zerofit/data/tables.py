@@ -197,14 +197,9 @@ def identity(dataset: Dataset) -> str:
 
 @dataclass(frozen=True)
 class TableCache:
-    """Where prepared tables are stored, and how they are made.
-
-    Args:
-        workers: processes that tokenize; None: the tokenizer's own threads.
-    """
+    """Where prepared tables are stored."""
 
     folder: Path
-    workers: int | None = None
 
 
 @contextmanager
@@ -245,7 +240,6 @@ def encode_table(
         with_indices=with_indices,
         batched=True,
         batch_size=200,
-        num_proc=cache.workers,
         remove_columns=dataset.column_names,
         features=features,
         cache_file_name=str(cache.folder / f"tokens-{name}.arrow"),

@@ -94,13 +94,6 @@ class SourceOptions(Recipe):
         "Train even if more than half of the samples are skipped, or more than half of the answers are truncated.",
         needs="!data_path",
     )
-    preprocessing_num_workers: int | None = option(
-        None,
-        "Processes that tokenize; by default the tokenizer uses its own threads.",
-        positive=True,
-        identity=False,
-        needs="!data_path !streaming",
-    )
     cache_dir: str | None = option(
         None,
         "Folder for prepared data; by default the cache of the datasets library.",

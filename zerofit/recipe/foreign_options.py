@@ -45,7 +45,6 @@ FOREIGN_NAMES = {
     ("dataset_config_name",): "dataset_config",
     ("validation_split_percentage",): "val_size val_set_size test_size",
     ("max_train_samples",): "max_samples",
-    ("preprocessing_num_workers",): "dataset_processes dataset_num_proc num_proc",
     ("cache_dir",): "dataset_prepared_path",
     ("text_columns", "source_column", "text_column"): "text_column_name sentence1_key dataset_text_field field_text",
     ("source_lang",): "src_lang",
@@ -81,12 +80,13 @@ FOREIGN_NAMES = {
 LAUNCHER = "it belongs to accelerate launch, before the script's name"
 STRATEGY = (
     "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml, which names the "
-    "DeepSpeed JSON; under torchrun say --strategy NAME, or --deepspeed_config FILE"
+    "DeepSpeed JSON; under torchrun say --strategy NAME, or --strategy FILE.json"
 )
 PROCESSES = (
     "`accelerate launch --num_processes N` starts processes, and `zerofit plan --num_gpus N --gpus_per_node M` says "
     "beforehand what fits on them"
 )
+TOKENIZING = "the tokenizer uses all cores by its own threads (RAYON_NUM_THREADS sets their number); remove it"
 # {hint: names in other programs}, where naming one option is not enough.
 HINTS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
@@ -110,6 +110,7 @@ HINTS = {
     "weights are always written as safetensors": "save_safetensors",
     "weights are always loaded that way": "low_cpu_mem_usage",
     "padding is never trained on": "ignore_pad_token_for_loss",
+    TOKENIZING: "dataset_processes dataset_num_proc num_proc",
     "a figure of --metric_for_best_model is known to be better when it is higher or lower": "greater_is_better",
     "transformers 5 chooses the tokenizer itself": "use_slow_tokenizer use_fast_tokenizer use_fast",
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
@@ -126,6 +127,7 @@ REMOVED = {
     ),
     "logprobs": "it is gone; train/distill.py reads a teacher beside the student with --teacher FOLDER",
     "data_format": "it is gone: the names of the columns say it. For running text name its column with --text_column",
+    "preprocessing_num_workers": TOKENIZING,
     "data_cache_path": "the index of a corpus lies in --cache_dir",
     "profile_ranks": "--profile records rank 0",
     "profile_memory": "--profile records memory, too",

@@ -118,8 +118,12 @@ class OptimizerOptions(Recipe, phase="train"):
 class StrategyOptions(Recipe, identity=False):
     """Strategy, under torchrun (with accelerate launch: its --config_file)"""
 
-    strategy: str | None = option(None, "A name in accelerate_configs/, or a .yaml file. Only as a flag.", common=True)
-    deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML. Only as a flag.")
+    strategy: str | None = option(
+        None,
+        "A name in accelerate_configs/, a .yaml file, or a DeepSpeed .json without a YAML. Only as a flag.",
+        aliases=("deepspeed_config",),
+        common=True,
+    )
 
 
 def profiled(text: str) -> range:

@@ -1,4 +1,4 @@
-"""A strategy that the program's own command line names: `--strategy zero1`, or `--deepspeed_config FILE.json`.
+"""A strategy that the program's own command line names: `--strategy zero1`, or `--strategy FILE.json`.
 
 torchrun reads no YAML. `accelerate launch` makes environment variables of one, which the Accelerator reads; under
 torchrun they are made here (accelerate/utils/launch.py, 1.15).
@@ -17,7 +17,6 @@ from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import configs
 from zerofit.strategy.fsdp import variables_of
 
-OPTIONS = ("strategy", "deepspeed_config")
 # {key of deepspeed_config: what accelerate launch calls it in the environment}
 VARIABLES = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
@@ -42,12 +41,10 @@ class StrategyFlag:
     """A strategy that the command line names.
 
     Attributes:
-        words: as the user has typed it.
         config_file: the pair's accelerate YAML; None of a JSON alone.
         json_path: the DeepSpeed JSON; None of a pair, whose YAML names it.
     """
 
-    words: str
     config_file: str | None = None
     json_path: str | None = None
 
@@ -56,29 +53,27 @@ def take_named(recipe: Recipe) -> StrategyFlag | None:
     """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
 
     Raises:
-        UserError: both are given, a recipe's file has one, or there is no such file.
+        UserError: a recipe's file has one, or there is no such file.
     """
-    given = {name: (getattr(recipe, name), recipe.source(name)) for name in OPTIONS if getattr(recipe, name, None)}
-    if not given:
+    value = getattr(recipe, "strategy", None)
+    if not value:
         return None
-    problems = [
-        f"{source}: {name} = {value!r}: a recipe says what is trained, and not how. Use the flag --{name} {value}"
-        for name, (value, source) in given.items()
-        if not (source or "").startswith("--")
-    ]
-    if len(given) > 1:
-        problems.append("--strategy and --deepspeed_config: a pair has its own JSON. Keep one of the two")
-    if problems:
-        raise UserError(problems)
-    ((name, (value, _)),) = given.items()
-    recipe.reset_option(name)
-    if name == "strategy":
-        return StrategyFlag(f"--strategy {value}", config_file=str(find_strategies([value])[value]))
-    if not Path(value).is_file():
+    if not recipe.is_flag("strategy"):
         raise UserError(
-            f"--deepspeed_config {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/"
+            f"{recipe.source('strategy')}: strategy = {value!r}: a recipe says what is trained, and not how. "
+            f"Use the flag --strategy {value}"
         )
-    return StrategyFlag(f"--deepspeed_config {value}", json_path=value)
+    recipe.reset_option("strategy")
+    if not is_json(value):
+        return StrategyFlag(config_file=str(find_strategies([value])[value]))
+    if not Path(value).is_file():
+        raise UserError(f"--strategy {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/")
+    return StrategyFlag(json_path=value)
+
+
+def is_json(strategy: str) -> bool:
+    """Whether a strategy is named by a DeepSpeed JSON alone."""
+    return strategy.endswith(".json")
 
 
 def export_environment(named: StrategyFlag, config_file: str | None) -> None:
@@ -97,7 +92,7 @@ def export_environment(named: StrategyFlag, config_file: str | None) -> None:
     if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
         kept = f"accelerate launch --config_file {ours}" if named.config_file else "leave --config_file out"
         raise UserError(
-            f"{named.words}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one of them. "
+            f"--strategy {ours}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one. "
             f"To have the first: {kept}"
         )
     if named.config_file:

@@ -113,8 +113,8 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
     argv = list(argv or [])
     task, joined = join_with_recipe(tool, argv, prog)
     options, cls = parse_recipe(joined, argv, prog=prog, tool=True), TASKS[task]
-    if options.strategy or options.deepspeed_config:
-        raise UserError(f"{prog} takes --strategies: --strategies {options.strategy or 'NAME,NAME'}")
+    if options.strategy:
+        raise UserError(f"{prog} takes --strategies: --strategies {options.strategy}")
     if not options.trains:
         raise UserError(f"{prog} trains: remove evaluate_only and predict_file")
     options.task = task

@@ -33,9 +33,11 @@ class DoctorOptions(TaskOption, StrategyOptions):
     """What holds, who set it, and whether it can run here; options of the training recipe are looked at as well"""
 
     strategy: str | None = option(
-        None, "A name in accelerate_configs/, or a .yaml file; else accelerate's own, ddp or single.", common=True
+        None,
+        "A name in accelerate_configs/, a .yaml file, or a DeepSpeed .json; else accelerate's own, ddp or single.",
+        aliases=("deepspeed_config",),
+        common=True,
     )
-    deepspeed_config: str | None = option(None, "A DeepSpeed JSON without a YAML, as under torchrun.")
     num_processes: int | None = option(
         None, "Processes of all machines; else the YAML's, or one for each accelerator.", positive=True, common=True
     )

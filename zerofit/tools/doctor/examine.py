@@ -30,7 +30,7 @@ from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
-from zerofit.strategy.named import find_strategies
+from zerofit.strategy.named import find_strategies, is_json
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Installation, check_machine
@@ -53,7 +53,7 @@ def examine(report: DoctorReport, options: Any, task: str | None, recipe: Recipe
             where = f"machine {machines.rank} of {machines.count}, the first at {machines.address}"
             report.add(NOTE, f"zerofit launch: {where}, read from {machines.source}")
     processes, num_machines, precision = max(1, num_devices()), 1, None
-    if task or recipe.strategy or recipe.deepspeed_config:
+    if task or recipe.strategy:
         report.examined = "this recipe" if task else "this strategy"
         try:
             processes, num_machines, precision = _examine_run(report, options, task, recipe, shell)
@@ -127,12 +127,12 @@ def _launch(report: DoctorReport, options: Any, task: str | None, recipe: Recipe
         UserError: there is no such strategy, or its YAML cannot be read.
     """
     devices, file, content, found = num_devices(), None, {}, {}
-    if not recipe.strategy and not recipe.deepspeed_config:
+    if not recipe.strategy:
         if name := default_config():
             report.add(NOTE, f"{name}: accelerate launch reads it. Use --strategy NAME for another")
         several = (options.num_processes or devices * (options.num_machines or 1)) > 1
         recipe.adopt("strategy", name or ("ddp" if several else "single"), "--strategy")
-    if recipe.strategy:
+    if not is_json(recipe.strategy):
         file = str(find_strategies([recipe.strategy])[recipe.strategy])
         content = read_yaml(Path(file)) or {}
         try:
