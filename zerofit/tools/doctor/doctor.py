@@ -32,12 +32,6 @@ PROG = "zerofit doctor"
 class DoctorOptions(TaskOption, StrategyOptions):
     """What holds, who set it, and whether it can run here; options of the training recipe are looked at as well"""
 
-    strategy: str | None = option(
-        None,
-        "A name in accelerate_configs/, a .yaml file, or a DeepSpeed .json; else accelerate's own, ddp or single.",
-        aliases=("deepspeed_config",),
-        common=True,
-    )
     num_processes: int | None = option(
         None, "Processes of all machines; else the YAML's, or one for each accelerator.", positive=True, common=True
     )
