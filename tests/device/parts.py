@@ -1,23 +1,13 @@
 """Parts of the product that ask what kind of device they have. test_device.py runs this on a simulated one."""
 
-import numpy as np
 import pytest
 import torch
-from helpers import Samples
 from unit.test_saving import Alone
 
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
-from zerofit.data.collate import Batch
-from zerofit.record.environment import describe_environment
 
 DEVICE = torch.device("simgpu", 0)
-ROWS = Samples({"input_ids": np.arange(4) + index, "labels": np.arange(4) + index} for index in range(8))
-
-
-def is_pinned(batch: Batch) -> bool:
-    assert len(batch.inputs) >= 2
-    return all(tensor.is_pinned() for tensor in batch.inputs.values())
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -34,7 +24,3 @@ def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronou
         assert copied <= pinned < 1.25 * copied
     else:
         assert pinned == 0
-
-
-def test_the_record_names_the_devices():
-    assert describe_environment([], DEVICE)["hardware"]["gpus"] == ["simulated device 0"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from folders import save_base, small_tokenizer
 from helpers import ROOT, cut_after, environment, launch, launched, updates
 
 from device.runs import GIB, differences, on_device
@@ -42,35 +41,6 @@ def test_a_run_goes_on_on_the_device_and_off_it(runs, recipes, device, tmp_path,
     assert len(updates(again)) == 6
     largest = differences(again, whole)
     assert max(largest.values()) <= (0 if before == after else 1e-6), largest
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    """A random Llama with its tokenizer, as a pretrained model lies in a folder."""
-    folder = tmp_path_factory.mktemp("base")
-    save_base(folder / "llama", small_tokenizer(folder))
-    return folder / "llama"
-
-
-def pretrained(recipes, base: Path, *more) -> list:
-    """The options of the recipe for clm, with a pretrained model in place of one from scratch."""
-    options, dropped = list(recipes["clm"]), ("--config_name", "--config_overrides", "--train_tokenizer_vocab_size")
-    for option in dropped:
-        at = options.index(option)
-        del options[at : at + 2]
-    return [*options, "--model_name_or_path", base, "--per_device_train_batch_size", "2", "--max_train_steps", "6",
-            *more]  # fmt: skip
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_pretrained_model_or_an_adapter_on_it(recipes, device, base, tmp_path, lora):
-    arguments = pretrained(recipes, base, *(["--lora"] if lora else []))
-    reference = launch(tmp_path / "cpu", *arguments, strategy="single", processes=1)
-    for strategy, processes in (("single", 1), ("ddp", 2), ("zero3_offload", 2)):
-        sizes = (16 * GIB,) * processes
-        lines = launch(tmp_path / strategy, *arguments, strategy=strategy, processes=processes, **device(*sizes))
-        largest = differences(lines, reference)
-        assert all(value <= 1e-6 for value in largest.values()), (strategy, largest)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero2", "zero3", "zero3_offload"])

@@ -41,10 +41,6 @@ def run(script: str, folder: Path, **variables: str) -> subprocess.CompletedProc
 
 
 def test_the_training_script_of_an_article(tmp_path):
-    refused = run(GPT_22B, tmp_path)
-    assert refused.returncode == 2
-    assert "the number of machines" in refused.stderr
-    assert not (tmp_path / "outputs").exists()
     job = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "alpha", "MASTER_PORT": "6000"}
     done = run(GPT_22B, tmp_path, **job)
     assert done.returncode == 0, done.stderr

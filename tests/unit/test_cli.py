@@ -22,7 +22,7 @@ def test_help_is_a_tools(command, capsys):
     assert "accelerate launch" not in shown
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["generate"]])
+@pytest.mark.parametrize("argv", [["--help"], ["generate"], ["show", "."]])
 def test_nothing_heavy_is_imported_for_it(argv):
     code = f"import sys, zerofit.cli\ntry: zerofit.cli.main({argv})\nexcept SystemExit: pass\n"
     code += f"print('heavy', [name for name in {HEAVY} if name in sys.modules])"

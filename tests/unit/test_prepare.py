@@ -17,7 +17,6 @@ from helpers import ROOT, refusal
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from zerofit.cli import main
-from zerofit.data.megatron import corpus as corpus_files
 from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
 from zerofit.model.tokenizer import END_OF_TEXT, TokenizerOptions, load_tokenizer
 from zerofit.tools.prepare import documents
@@ -40,26 +39,13 @@ def tokenizers(data) -> dict:
     return found
 
 
-def articles(file: Path) -> list[str]:
-    """Those between marks, or in a file without any WikiText's articles."""
-    text = file.read_text(encoding="utf-8")
-    if END_OF_TEXT in text:
-        return text.split(END_OF_TEXT)
-    found: list[str] = []
-    for line in text.splitlines(keepends=True):
-        if not found or (line.startswith(" = ") and not line.startswith(" = =")):
-            found.append("")
-        found[-1] += line
-    return found
-
-
 @pytest.fixture(scope="module")
 def texts(data) -> list[str]:
     """Over a thousand, among them an empty one, one of white space, and some that are not English."""
     japanese = json.loads(data("instruct/japanese.json").read_text())[:40]
     other = [record["instruction"] + record["input"] + record["output"] for record in japanese]
-    some, more = articles(data("text/valid.txt")), articles(data("text/train.txt"))
-    return [" \n", *some, "", *other, *more[:1000]]
+    english = [text for name in ("valid", "train") for text in data(f"text/{name}.txt").read_text().split("\n") if text]
+    return [" \n", *english[:1000], "", *other]
 
 
 def write_lines(path: Path, texts: list[str], key: str = "text") -> Path:
@@ -468,12 +454,6 @@ def test_what_is_not_joined(data, tokenizers, byte_tokenizer, tmp_path, made, ca
     assert "different tokenizers" in said
     refused(capsys, "merge", "--input", with_end, "--output_prefix", with_end, "--overwrite")
     assert "uint16 and" in refused(capsys, "merge", "--input", without_end, data("megatron/first_document"), *output)
-
-
-def test_types_of_ids_are_megatrons():
-    assert {code: kind.__name__ for code, kind in corpus_files.DTYPES.items()} == {
-        kind.value: kind.name for kind in megatron().indexed.DType
-    }
 
 
 def test_several_keys_become_several_corpora(byte_tokenizer, tmp_path):

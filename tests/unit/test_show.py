@@ -1,6 +1,5 @@
 """`zerofit show`: what it says of runs that train, are silent, were killed, have resumed or ended."""
 
-import json
 import os
 import platform
 import subprocess
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from helpers import ROOT, recipe_of
+from helpers import recipe_of
 
 from zerofit.cli import main
 from zerofit.launch.exit_code import ExitCode
@@ -16,7 +15,7 @@ from zerofit.recipe import UserError
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder
 from zerofit.tools.show.show import table_of_runs
-from zerofit.tools.show.watched_run import WatchedRun
+from zerofit.tools.show.watched_run import WatchedRun, runs_in
 
 
 def line(update: int, **changes) -> dict:
@@ -52,9 +51,7 @@ def gone() -> int:
 
 
 def watched(folder: RunFolder) -> WatchedRun:
-    run = WatchedRun(folder.path)
-    run.poll()
-    return run
+    return WatchedRun(folder.path)
 
 
 @pytest.mark.parametrize(
@@ -77,35 +74,15 @@ def test_the_state_of_a_run(tmp_path, options, later_s, state):
     assert (found[0], round(found[1])) == state
 
 
-def test_every_update_is_there_once_with_its_value_after_a_rewind_and_a_resume(tmp_path):
+def test_every_update_is_there_once_with_its_value_after_a_rewind(tmp_path):
     folder = make_run(tmp_path / "run", 6)
-    run = watched(folder)
-    folder.metrics.start(4)  # as a rewind does
+    before = runs_in([str(tmp_path)], {})
+    assert runs_in([str(tmp_path)], before)["run"] is before["run"], "nothing was written"
+    folder.metrics.start(4)  # as a rewind or a resume does
     folder.metrics.add(line(5, loss=9.5))
-    run.poll()
+    run = runs_in([str(tmp_path)], before)["run"]
     assert list(run.lines) == [1, 2, 3, 4, 5]
     assert run.lines[5]["loss"] == 9.5
-    folder.metrics.close()
-    again = RunFolder(folder.path)
-    again.metrics.start(5)  # as a resume does
-    run.poll()
-    again.metrics.add(line(6, loss=8.5))
-    run.poll()
-    assert run.lines == {each["update"]: each for each in again.metrics.read()}
-    assert len(run.lines) == 6
-
-
-def test_lines_that_are_half_written_or_damaged(tmp_path):
-    folder = make_run(tmp_path / "run", 2)
-    run = watched(folder)
-    with folder.metrics.path.open("ab") as file:
-        file.write(b'5\nnonsense\n{"update": 3, "loss": NaN}\n{"update": 4,')
-        file.flush()
-        run.poll()
-        assert list(run.lines) == [1, 2, 3]
-        file.write(b'"loss": 1.0}\n')
-    run.poll()
-    assert run.lines[4]["loss"] == 1.0
 
 
 def test_what_is_said_of_a_run(tmp_path):
@@ -114,35 +91,10 @@ def test_what_is_said_of_a_run(tmp_path):
     assert (run.updates, run.num_updates, run.seconds_left()) == (10, 100, 45)
     folder.metrics.add(line(11, eval_loss=2.5, eval_f1=0.5))
     folder.metrics.add({"update": 12, "epoch": 0.24, "consumed_samples": 96, "anomaly": "loss is nan"})
-    run.poll()
+    run = watched(folder)
     assert (run.updates, run.last("loss"), run.held_out) == (12, 4 - 0.11, 2.5)
     other = watched(make_run(tmp_path / "other", max_train_steps=40, metric_for_best_model="f1"))
     assert (other.num_updates, other.held_out) == (40, None)
-
-
-def test_twenty_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for number in range(20):
-        make_run(tmp_path / "outputs" / f"run-{number:02}", code=0)
-    (tmp_path / "outputs" / "notes").mkdir()
-    assert main(["show", "--watch"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert [each.split()[0] for each in shown[1:]] == [f"run-{number:02}" for number in range(20)]
-    assert main(["show", "--watch", "outputs/run-01", "outputs/run-03"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    make_run(tmp_path / "elsewhere" / "run-01", code=0)
-    assert main(["show", "outputs/run-01", "elsewhere", "--watch"]) == 0
-    assert [each.split()[0] for each in capsys.readouterr().out.splitlines()[1:]] == [
-        "outputs/run-01",
-        "elsewhere/run-01",
-    ]
-
-
-def test_without_watch_the_table_is_shown_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "outputs" / "run")  # it still trains
-    assert main(["show"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_the_column_names_the_figure(tmp_path):
@@ -162,6 +114,20 @@ def test_the_column_names_the_figure(tmp_path):
         assert all(cell in row for cell, row in zip(cells, rows, strict=True)), rows
 
 
+def test_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
+    """Twice the same name, a folder that is no run, and one that still trains: the table is shown once."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("outputs/run-01", "outputs/run-02", "elsewhere/run-01"):
+        make_run(tmp_path / name, code=0 if name.startswith("outputs") else None)
+    (tmp_path / "outputs" / "notes").mkdir()
+    for words, names in (
+        (["--watch"], ["run-01", "run-02"]),
+        (["outputs/run-01", "elsewhere"], ["outputs/run-01", "elsewhere/run-01"]),
+    ):
+        assert main(["show", *words]) == 0
+        assert [each.split()[0] for each in capsys.readouterr().out.splitlines()[1:]] == names
+
+
 def test_a_launch_that_failed_before_it_was_a_run_is_not_listed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "outputs" / "good", code=0)
@@ -174,17 +140,7 @@ def test_a_launch_that_failed_before_it_was_a_run_is_not_listed(tmp_path, capsys
     for words in (
         ["generate", "--model", "outputs/failed", "--prompt", "a"],
         ["merge", "--adapter", "outputs/failed", "--output", "merged"],
-        [
-            "plan",
-            "--gpu",
-            "a100-40gb",
-            "--task",
-            "clm",
-            "--model_name_or_path",
-            "outputs/failed",
-            "--train_file",
-            "a.txt",
-        ],
+        "plan --gpu a100-40gb --task clm --model_name_or_path outputs/failed --train_file a.txt".split(),
     ):
         assert main(words) == 2
         assert "this run has no model: it ended with code 2" in capsys.readouterr().err, words
@@ -201,19 +157,3 @@ def test_a_mistake(tmp_path, capsys, monkeypatch, words):
     (tmp_path / "outputs").mkdir()
     assert main(["show", *words]) == 2
     assert words[0] in capsys.readouterr().err
-
-
-def test_nothing_is_written_locked_or_connected(tmp_path):
-    make_run(tmp_path / "run", code=0, owner=gone())
-    before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()}
-    code = (
-        "import fcntl, socket, sys\n"
-        "def refuse(*_, **__): raise AssertionError\n"
-        "fcntl.flock = fcntl.lockf = socket.socket.__init__ = refuse\n"
-        f"from zerofit.cli import main\nmain(['show', '--watch', {str(tmp_path)!r}])\n"
-        "print([name for name in ('torch', 'matplotlib') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir()} == before
-    assert json.loads((tmp_path / "run" / "environment.json").read_text())["exit_code"] == 0

@@ -15,7 +15,7 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe, take_words
 from zerofit.record.terminal import decimals, duration, rounded, say, screen_width, shortened, size, table
-from zerofit.tools.show.watched_run import EXIT, RUNNING, SILENT, WatchedRun, WatchedRuns
+from zerofit.tools.show.watched_run import EXIT, RUNNING, SILENT, WatchedRun, runs_in
 
 POLL_S = 2.0
 STRATEGY = 12  # columns of a strategy's name
@@ -39,9 +39,10 @@ def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Print the table; with --watch at a terminal again and again, until every run has ended."""
     options, places = read_options(list(argv or []))
-    runs, height = WatchedRuns(places), 0
+    found: dict[str, WatchedRun] = {}
+    height = 0
     while True:
-        found = runs.poll()
+        found = runs_in(places, found)
         width, now = screen_width(), time.time()
         lines = table_of_runs(found, width, now).splitlines()
         if width is None or not options.watch:

@@ -1,6 +1,5 @@
 """A run as its folder has it, while it trains and afterwards. Nothing in the folder is written or locked."""
 
-import contextlib
 import os
 import platform
 import re
@@ -12,8 +11,6 @@ from typing import Any
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import why_no_model
-from zerofit.record.jsonl import LineReader
-from zerofit.record.metrics import line_of_metrics
 from zerofit.record.run_folder import RunFolder, is_count
 
 RECENT = 20  # updates whose median is the speed
@@ -23,7 +20,7 @@ RUNNING, SILENT, KILLED, FINISHED, EXIT = "running", "silent", "killed", "finish
 
 
 class WatchedRun:
-    """One run; `poll` reads what is new.
+    """One run, as its folder is now.
 
     Attributes:
         lines: {update: its line in metrics.jsonl}.
@@ -31,28 +28,12 @@ class WatchedRun:
     """
 
     def __init__(self, path: Path):
-        self.path, self.folder = path, RunFolder(path)
-        self.recipe: dict[str, Any] = {}
-        self.strategy: dict[str, Any] = {}
-        self.environment: dict[str, Any] = {}
-        self.lines: dict[int, dict[str, Any]] = {}
-        self.written_at = 0.0
-        self._reader: LineReader | None = None
-        self._file = None
-
-    def poll(self) -> None:
-        """Read what the run has written since the last call."""
-        file, size = None, 0
-        with contextlib.suppress(OSError):
-            found = self.folder.metrics.path.stat()
-            file, size, self.written_at = found.st_ino, found.st_size, found.st_mtime
-        if self._reader is None or file != self._file or size < self._reader.position:  # a resume replaces the record
-            self._reader = LineReader(self.folder.metrics.path, line_of_metrics)
-            self._file, self.lines = file, {}
-            self.recipe = read_record(self.path / "recipe.yaml")
-            self.strategy = read_record(self.path / "strategy.yaml")
-        self.lines |= {line["update"]: line for line in self._reader.poll()}
-        self.environment = self.folder.environment()
+        folder, self.path = RunFolder(path), path
+        self.seen = _state_of(path)  # before reading: what is written meanwhile is read the next time
+        self.written_at = self.seen[0] / 1e9
+        self.lines = {line["update"]: line for line in folder.metrics.read()}
+        self.environment = folder.environment()
+        self.recipe, self.strategy = (read_record(path / f"{name}.yaml") for name in ("recipe", "strategy"))
 
     def last(self, name: str) -> Any:
         """A figure of the latest update that has it; None: there is none."""
@@ -121,38 +102,39 @@ class WatchedRun:
         return False
 
 
-class WatchedRuns:
-    """The runs in some folders; `poll` finds those that have begun since the last call as well.
+def _state_of(path: Path) -> tuple[int, ...]:
+    """What changes as a run writes its record: when its files were written, in ns, and their sizes."""
+    files = [path / name for name in ("metrics.jsonl", "environment.json")]
+    found = [file.stat() for file in files if file.exists()]
+    return (*(each.st_mtime_ns for each in found), *(each.st_size for each in found), 0)
+
+
+def runs_in(places: Iterable[str], before: dict[str, WatchedRun]) -> dict[str, WatchedRun]:
+    """{name: run} in the order of the folders.
 
     Args:
         places: folders of runs, or folders of such folders.
+        before: the answer of an earlier call; runs that have written nothing since are taken from it.
 
     Raises:
         UserError: there is no such folder, or no run in any.
     """
-
-    def __init__(self, places: Iterable[str]):
-        self.places, self._runs = [Path(place).expanduser() for place in places], {}
-        if missing := [str(place) for place in self.places if not place.is_dir()]:
-            raise UserError(f"{missing[0]!r} is no folder. Name the folder of a run, or one with runs in it")
-        if not self.poll():
-            if why := why_no_model(str(self.places[0])):
-                raise UserError(f"{self.places[0]}: {why}")
-            raise UserError(f"no run in {', '.join(map(str, self.places))}. Name the folder of a run, or its parent")
-
-    def poll(self) -> dict[str, WatchedRun]:
-        """{name: run}, in the order of the folders, with what is new."""
-        for place in self.places:
-            below = [place] if _is_run(place) else filter(_is_run, sorted(place.iterdir()) if place.is_dir() else ())
-            for path in below:
-                self._runs.setdefault(path.resolve(), WatchedRun(path))
-        for run in self._runs.values():
-            run.poll()
-        names = [path.name for path in self._runs]
-        return {
-            path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}": run
-            for path, run in self._runs.items()
-        }
+    folders, known = [Path(place).expanduser() for place in places], {run.path: run for run in before.values()}
+    if missing := [str(place) for place in folders if not place.is_dir()]:
+        raise UserError(f"{missing[0]!r} is no folder. Name the folder of a run, or one with runs in it")
+    below = [[place] if _is_run(place) else filter(_is_run, sorted(place.iterdir())) for place in folders]
+    paths = list(dict.fromkeys(path.resolve() for found in below for path in found))
+    if not paths:
+        if why := why_no_model(str(folders[0])):
+            raise UserError(f"{folders[0]}: {why}")
+        raise UserError(f"no run in {', '.join(map(str, folders))}. Name the folder of a run, or its parent")
+    names = [path.name for path in paths]
+    runs = {}
+    for path in paths:
+        name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
+        same = known.get(path)
+        runs[name] = same if same and same.seen == _state_of(path) else WatchedRun(path)
+    return runs
 
 
 def _is_run(path: Path) -> bool:
