@@ -28,7 +28,7 @@ def test_a_jobs_own_command_trains_as_one_process_does(job, machines, tmp_path, 
     """Two machines of two processes, under zero2."""
     run = job("run", steps=20)
     words = [
-        "train/clm.py", "--strategy", "zero2", "--nodes", 2, "--gpus_per_node", 0, "--processes_per_node", 2,
+        "train/clm.py", "--strategy", "zero2", "--nodes", 2, "--gpus_per_node", 0, "--num_processes", 4,
         "--name", "fleet", "--rendezvous_minutes", 1,
         "--output_dir", run.folder, *run.options,
     ]  # fmt: skip

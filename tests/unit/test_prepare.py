@@ -44,7 +44,9 @@ def texts(data) -> list[str]:
     """Over a thousand, among them an empty one, one of white space, and some that are not English."""
     japanese = json.loads(data("instruct/japanese.json").read_text())[:40]
     other = [record["instruction"] + record["input"] + record["output"] for record in japanese]
-    english = [text for name in ("valid", "train") for text in data(f"text/{name}.txt").read_text().split("\n") if text]
+    english = [
+        text for name in ("valid", "train") for text in data(f"text/{name}.txt").read_text().split("\n") if text
+    ]
     return [" \n", *english[:1000], "", *other]
 
 

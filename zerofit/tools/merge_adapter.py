@@ -207,26 +207,22 @@ def _card(model, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str])
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
     settings = {name: folder.settings.get(name) for name in of_adapter}
     dtype, base = str(model.dtype).removeprefix("torch."), without_folders(adapted.base)
-    merged = f"The LoRA adapter {without_folders(str(folder.path))} merged into {base} in {dtype}"
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            f"base_model: {base}",
-            "tags: [zerofit]",
-            "---",
-            "",
-            f"# {_name(folder.path)}, merged",
-            "",
-            f"{merged} by zerofit {__version__}.",
-            "",
-            "```",
-            *notes,
-            "```",
-            "",
-            "```json",
-            json.dumps(settings, indent=2),
-            "```",
-            "",
-        ]
-    )
+    adapter = without_folders(str(folder.path))
+    return f"""---
+library_name: transformers
+base_model: {base}
+tags: [zerofit]
+---
+
+# {_name(folder.path)}, merged
+
+The LoRA adapter {adapter} merged into {base} in {dtype} by zerofit {__version__}.
+
+```
+{chr(10).join(notes)}
+```
+
+```json
+{json.dumps(settings, indent=2)}
+```
+"""

@@ -5,6 +5,7 @@ Sources of Llama 3's special tokens: tokenizer.py of github.com/meta-llama/llama
 
 import base64
 import binascii
+import itertools
 import json
 import shutil
 import sys
@@ -16,28 +17,10 @@ from typing import Any
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import read_text
 
-RESERVED = "<|reserved_special_token_{}|>"
-LLAMA_3 = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    RESERVED,
-    RESERVED,
-    RESERVED,
-    RESERVED,
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    RESERVED,
-    "<|eot_id|>",
-)
+LLAMA_3 = ("begin_of_text end_of_text - - - - start_header_id end_header_id - eot_id").split()  # -: a numbered one
 LLAMA_3_1 = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    RESERVED,
-    RESERVED,
-    "<|finetune_right_pad_id|>",
-    RESERVED,
-    *"<|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>".split(),
-)
+    "begin_of_text end_of_text - - finetune_right_pad_id - start_header_id end_header_id eom_id eot_id python_tag"
+).split()
 LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
 ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 SENTENCE = "The quick brown fox jumps over 13 lazy dogs, naïve as they are."
@@ -143,10 +126,11 @@ def _of_sentencepiece(file: Path) -> ConvertedTokenizer:
 def special_tokens(version: str, number: int) -> list[str]:
     """Llama 3's special tokens: the named ones, and numbered ones in between and after them."""
     names = LLAMA_3_1 if version == "3.1" else LLAMA_3
-    tokens, numbered = [], 0
-    for name in (*names, *[RESERVED] * (number - len(names))):
-        tokens.append(name.format(numbered))
-        numbered += name is RESERVED
+    numbered = itertools.count()
+    tokens = [
+        f"<|reserved_special_token_{next(numbered)}|>" if name == "-" else f"<|{name}|>"
+        for name in (*names, *"-" * (number - len(names)))
+    ]
     return tokens[:number]
 
 

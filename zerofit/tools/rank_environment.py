@@ -1,9 +1,9 @@
 """The environment of a rank, without a launcher and without processes: to resolve a strategy as a run would."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 from zerofit.recipe.base import Recipe
 from zerofit.strategy.read import read_strategy
@@ -13,25 +13,10 @@ LAUNCHER = ("ACCELERATE_", "DEEPSPEED_", "TORCHELASTIC_")  # variables that a la
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-@contextlib.contextmanager
-def environment_replaced(environment: Mapping[str, str]) -> Iterator[None]:
-    """Another environment in place of this process' own, which is put back afterwards."""
-    before, made = dict(os.environ), dict(environment)
-    try:
-        os.environ.clear()
-        os.environ.update(made)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def environment_of_a_rank(
-    world_size: int, local_world_size: int, base: Mapping[str, str]
-) -> AbstractContextManager[None]:
-    """`base`, and what torchrun adds for rank 0."""
+def environment_of_a_rank(world_size: int, local_world_size: int, base: Mapping[str, str]) -> AbstractContextManager:
+    """The process' environment is `base`, and what torchrun adds for rank 0, until the context ends."""
     ranks = dict(zip(RANKS, ("0", "0", str(world_size), str(local_world_size))))
-    return environment_replaced({**base, **ranks})
+    return patch.dict(os.environ, {**base, **ranks}, clear=True)
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import dataclasses
 import io
 import os
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import option
@@ -22,7 +23,6 @@ from zerofit.recipe.tasks import TASKS
 from zerofit.record.environment import untried_versions
 from zerofit.record.terminal import say
 from zerofit.tools.doctor.report import ERROR, WARNING, DoctorReport
-from zerofit.tools.rank_environment import environment_replaced
 from zerofit.tools.tool_recipe import TaskOption, join_with_recipe
 
 PROG = "zerofit doctor"
@@ -41,7 +41,7 @@ class DoctorOptions(TaskOption, StrategyOptions):
 def main(argv: list[str] | None = None) -> int:
     """Print the report. Returns 0; 1: it cannot run here; 2: bad input."""
     read, shell = read_options(list(argv or [])), dict(os.environ)
-    offline = environment_replaced(shell | {"HF_HUB_OFFLINE": "1"})
+    offline = patch.dict(os.environ, shell | {"HF_HUB_OFFLINE": "1"}, clear=True)
     with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
         report = make_report(*read, shell)
     say(report.text())

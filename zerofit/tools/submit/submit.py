@@ -23,16 +23,18 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from zerofit.launch.command import LaunchOptions
 from zerofit.launch.command import read_options as read_launch
 from zerofit.launch.restart_rule import FINAL
 from zerofit.recipe.addresses import PACKAGES
+from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
+from zerofit.recipe.fields import option
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import option_named, parse_recipe, take_words
 from zerofit.recipe.parsing import counted
@@ -41,13 +43,123 @@ from zerofit.recipe.places import shown_path
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.submit import requeue
-from zerofit.tools.submit.submit_options import (
-    GRACE_S,
-    KubernetesOptions,
-    SkyPilotOptions,
-    SlurmOptions,
-    SubmitOptions,
-)
+
+GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
+
+
+@dataclass
+class SubmitOptions(Recipe):
+    """A job's file"""
+
+    nodes: int = option(1, "Machines.", positive=True, common=True)
+    gpus_per_node: int = option(8, "GPUs of one machine; 0: none.", minimum=0, common=True)
+    name: str | None = option(
+        None,
+        "The job's name; by default the recipe's.",
+        common=True,
+        form=("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "up to 40 letters a-z, digits and -, a letter first"),
+    )
+    program: str | None = option(None, "How zerofit is started there, for example `.venv/bin/zerofit`.", common=True)
+    output: str | None = option(None, "Write to this file, not to standard output.", common=True)
+    run: bool = option(False, "Hand the file, which is written, to the scheduler.", common=True)
+
+
+@dataclass
+class SlurmOptions(SubmitOptions):
+    """A batch script for Slurm: sbatch FILE"""
+
+    site: str | None = option(
+        None,
+        "A file with your cluster's lines: #SBATCH lines (account, partition, ...) go to the head, all others "
+        "(modules, variables) before the run, as they are.",
+        common=True,
+    )
+    cpus_per_node: int | None = option(
+        None, "CPUs of one machine; by default the whole machine (--exclusive).", positive=True, common=True
+    )
+    time: str | None = option(
+        None,
+        "Limit of one run of the job, for example 24:00:00.",
+        common=True,
+        form=(r"(\d+-)?\d+(:\d+){0,2}", "minutes, or D-HH:MM:SS, e.g. --time 24:00:00"),
+    )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.time and (limit_s := seconds_of_slurm(self.time)) <= GRACE_S:
+            found.append(
+                f"time = {self.time} is {limit_s} s, and ranks save {GRACE_S} s before the limit "
+                f"(--signal=TERM@{GRACE_S}). Use a longer one, e.g. --time 1:00:00"
+            )
+        return found
+
+
+def seconds_of_slurm(time: str) -> int:
+    """MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds (slurm.schedmd.com/sbatch.html)."""
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not days and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@dataclass
+class RestartedOptions(SubmitOptions):
+    """A job that a controller starts again"""
+
+    restarts: int = option(
+        3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
+    )
+
+
+@dataclass
+class KubernetesOptions(RestartedOptions):
+    """A file for Kubernetes: kubectl apply -f FILE"""
+
+    image: str = option(
+        "zerofit:latest",
+        "The container's image, with zerofit and its libraries.",
+        common=True,
+        form=(r"\S+", "a container's image, e.g. --image registry/zerofit:1"),
+    )
+    claim: str = option(
+        "zerofit",
+        "The PersistentVolumeClaim of the folder that all machines share (ReadWriteMany).",
+        common=True,
+        form=("[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of a PersistentVolumeClaim: a-z, digits, - and ."),
+    )
+    folder: str = option(
+        "/mnt/zerofit",
+        "Where it is mounted: the current folder of the run, with its recipe.",
+        common=True,
+        form=("/.*", "a path that begins with /"),
+    )
+
+
+@dataclass
+class SkyPilotOptions(RestartedOptions):
+    """A task for SkyPilot: sky jobs launch FILE"""
+
+    accelerator: str = option(
+        "H100",
+        "The GPU by SkyPilot's name, without its number.",
+        common=True,
+        form=(r"[\w.-]+", "a name, e.g. H100; --gpus_per_node counts it"),
+    )
+    spot: bool = option(False, "Use spot machines.", common=True)
+    mounts: str | None = option(
+        None,
+        "Buckets and folders: /data=s3://bucket/data,/runs=s3://bucket/runs.",
+        common=True,
+        form=(r"([/~][^=,]*=[^,]+,?)*", "PATH=SOURCE, e.g. /data=s3://bucket/data"),
+    )
+
+    @property
+    def file_mounts(self) -> dict[str, str]:
+        """{path: source}."""
+        return dict(text.partition("=")[::2] for text in (self.mounts or "").split(",") if text)
+
 
 SCHEDULERS = {  # {scheduler: (its options, its template, the command that takes the file)}
     "slurm": (SlurmOptions, "slurm.sh", ["sbatch"]),
@@ -57,9 +169,7 @@ SCHEDULERS = {  # {scheduler: (its options, its template, the command that takes
 }
 # torch's agent kills processes that have not ended so long after the first one has
 VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S - 30)}
-NOT_HERE = dict.fromkeys(  # {option: what to do}
-    ("num_machines", "machine_rank", "main_process_ip", "dry_run"), "the number of machines is --nodes"
-) | dict.fromkeys(("plan", "gpu", "architecture"), "zerofit plan names strategy, batch and number of GPUs")
+OF_A_LAUNCH = ("num_machines", "machine_rank", "main_process_ip", "dry_run")  # options that have no place in a file
 NAME_LENGTH = 40  # of 63 that DNS takes: Kubernetes appends its own
 OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID))\b")
 
@@ -129,12 +239,8 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
         UserError: there is no recipe; a number does not fit the machines; an option is the scheduler's.
     """
     for name in map(option_named, words):
-        if name in NOT_HERE:
-            raise UserError(f"--{name} has no place in a job's file. Remove it; {NOT_HERE[name]}")
-    if options.processes_per_node:
-        if any(option_named(given[0]) == "num_processes" for given in take_words(LaunchOptions, words)[0]):
-            raise UserError("--num_processes and --processes_per_node: keep one of the two")
-        words = [*words, "--num_processes", str(options.nodes * options.processes_per_node)]
+        if name in OF_A_LAUNCH:
+            raise UserError(f"--{name} has no place in a job's file. Remove it; the number of machines is --nodes")
     launch, (script, *flags) = read_launch(words)
     processes = launch.num_processes or options.nodes * max(1, options.gpus_per_node)
     problems = []
