@@ -28,7 +28,7 @@ from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
 from zerofit.tools.show.show import table_of_runs
-from zerofit.tools.show.watched_run import WatchedRuns
+from zerofit.tools.show.watched_run import runs_in
 from zerofit.tools.submit.requeue import queue_again_refused
 from zerofit.tools.tool_recipe import join_with_recipe
 
@@ -187,7 +187,7 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
         assert sources == ("auto",), "its checkpoint says which run it is"
     with contextlib.suppress(UserError):
         plan(tmp_path, "--learning_rate", "1e-3")
-    shown = WatchedRuns([str(tmp_path)]).poll()
+    shown = runs_in([str(tmp_path)], {})
     table_of_runs(shown, 80, 0.0)
     if name == "metrics.jsonl":
         plot_run(RunFolder(tmp_path).metrics.read(), io.BytesIO(), "title", "token", "accuracy")
