@@ -42,7 +42,6 @@ LAUNCHERS = {"python": 2, "torchrun": 1, "accelerate": 1, "zerofit": 2, "deepspe
 CORE = {
     ("torchrun", "cls", "ddp"),
     ("deepspeed", "clm", "zero2"),
-    ("python", "distill", "single"),
 }  # others: elsewhere
 TABLE = [(launcher, task, strategy) for launcher in LAUNCHERS for task in TASKS
          for strategy in (("single",) if launcher == "python" else ("ddp", "zero2"))]  # fmt: skip

@@ -51,7 +51,7 @@ class RankRendezvous:
         """Come to the rendezvous, and give signs of life from now on.
 
         Raises:
-            UserError: machine 0 cannot be reached; another rank has the same number.
+            UserError: machine 0 cannot be reached.
         """
         if self.is_open:
             rendezvous = self._come(self.limit_s)
@@ -88,7 +88,7 @@ class RankRendezvous:
             return action()
         store, key = self.store or self._connect(CONNECT_S), f"zerofit/first{self.attempt}/{name}"
         if self.rank:
-            while not store.check([key]):
+            while not store.check([key]):  # not `wait`, which would keep the signs of life from the store
                 time.sleep(0.2)
             if problems := json.loads(store.get(key)):
                 raise UserError(problems)

@@ -86,17 +86,7 @@ class Rendezvous:
         self._beats = Heartbeats(store)
 
     def come(self) -> None:
-        """Say that this member is there.
-
-        Raises:
-            Ended: another has the same number.
-        """
-        if self.store.add(f"{self.number}/came", 1) > 1 and not self.again:
-            first = self._described(self.number)
-            self._end(
-                f"{self.kind} {self.number} is there twice: {first}, and on host {platform.node()}. Give each machine "
-                "its own number (--machine_rank; torchrun: --node_rank)"
-            )
+        """Say that this member is there."""
         self.store.set(f"{self.number}/machine", json.dumps(_this_machine(self.machine)))
 
     def ready(self) -> None:
@@ -160,13 +150,15 @@ class Rendezvous:
         # A machine that was never there may be a mistake; one that was may be there again for the same command.
         is_lost = self.kind == "rank" or self.again or all(map(self._has_come, missing))
         shown = [self._described(number) for number in missing[:8]] + ["..."] * (len(missing) > 8)
-        self._end(
+        message = (
             f"no sign of life within {self.limit_s / 60:g} minutes from {', '.join(shown)}. Start all "
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
-            "look at the output of the one that is silent",
-            len(missing),
-            EXIT_FAILED if is_lost else EXIT_USER_ERROR,
+            "look at the output of the one that is silent"
         )
+        end = Ended(message, EXIT_FAILED if is_lost else EXIT_USER_ERROR)
+        self.store.compare_set("end", "", json.dumps({"message": message, "code": end.code, "machine": None}))
+        self._leave(len(missing))
+        raise end
 
     def _has_come(self, number: int) -> bool:
         return bool(self.store.check([f"{number}/machine"]))
@@ -175,12 +167,6 @@ class Rendezvous:
         if self._has_come(number):
             return f"{self.kind} {number} on host {json.loads(self.store.get(f'{number}/machine'))['host']}"
         return f"{self.kind} {number}, which has {'not come again' if self.again else 'never come'}"
-
-    def _end(self, message: str, missing: int = 0, code: int = EXIT_USER_ERROR) -> None:
-        end: dict[str, Any] = {"message": message, "code": code, "machine": None}
-        self.store.compare_set("end", "", json.dumps(end))
-        self._leave(missing)
-        raise Ended(**end)
 
 
 def _this_machine(number: int) -> dict[str, Any]:
