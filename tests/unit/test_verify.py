@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from helpers import ROOT, refusal
 
-from zerofit.launch.runs import RunningLaunch, failure, launched, mistake
+from zerofit.launch.runs import RunningLaunch, failure, mistake
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
@@ -200,7 +200,7 @@ SLEEPER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], star
 def test_nothing_of_a_launch_is_left(tmp_path):
     """A grandchild in a session of its own too, and also where the block is left by an exception."""
     with suppress(KeyboardInterrupt):
-        with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "logs" / "log") as launch:
+        with RunningLaunch([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "logs" / "log") as launch:
             assert launch.wait(60, lambda launch: launch.newest_update == 3) == "until"
             both = launch.wait(60, lambda launch: len(list(launch.members())) == 2)
             raise KeyboardInterrupt
@@ -211,14 +211,14 @@ def test_nothing_of_a_launch_is_left(tmp_path):
 
 def test_how_a_launch_failed(tmp_path):
     def ended(code: str) -> str | None:
-        with launched([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
+        with RunningLaunch([sys.executable, "-c", code], tmp_path, tmp_path / "log") as launch:
             return failure(launch, launch.wait(60))
 
     assert ended("print('well')") is None
     assert "ended with exit code 3" in ended("print('why'); raise SystemExit(3)")
     assert "  | why" in ended("print('why'); raise SystemExit(3)")
     assert "printed a traceback" in ended("print('Traceback (most recent call last):')")
-    with launched([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:
+    with RunningLaunch([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:
         assert "has not ended in" in failure(launch, launch.wait(0.0))
 
 

@@ -61,7 +61,8 @@ class LaunchedRun:
 
 
 class RunningLaunch:
-    """One launch. Use `launched`, which ends it in any case.
+    """A launch that is started as a `with` block begins. As the block is left, also by an error, all its processes
+    are killed.
 
     Args:
         command: its command line.
@@ -84,19 +85,26 @@ class RunningLaunch:
         self.process: subprocess.Popen[bytes] | None = None
         self.environment, self.began = environment or {}, time.time()
 
-    def start(self) -> None:
-        """Start it, away from this terminal's Ctrl-C."""
+    def __enter__(self) -> "RunningLaunch":
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, **self.environment, MARK: self.mark},
-            )
+        try:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # away from this terminal's Ctrl-C
+                    env={**os.environ, **self.environment, MARK: self.mark},
+                )
+        except BaseException:
+            self.kill()
+            raise
         self.began = time.time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     @property
     def seconds(self) -> float:
@@ -105,7 +113,7 @@ class RunningLaunch:
 
     def wait(self, limit_s: float, until: Callable[["RunningLaunch"], bool] | None = None) -> str:
         """Wait for its end, or until `until` returns True. Returns ended, until, or late after `limit_s`."""
-        assert self.process is not None, "start comes first"
+        assert self.process is not None, "it has not been started"
         while self.process.poll() is None:
             if self.seconds > limit_s:
                 return "late"
@@ -175,21 +183,6 @@ def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-@contextmanager
-def launched(command: list[str], output: Path, log: Path, **kwargs: Any) -> Iterator[RunningLaunch]:
-    """A launch that is started now. All its processes are killed when the block is left, also by an error.
-
-    Args:
-        kwargs: further arguments of RunningLaunch.
-    """
-    launch = RunningLaunch(command, output, log, **kwargs)
-    try:
-        launch.start()
-        yield launch
-    finally:
-        launch.kill()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.launch.runs import LaunchedRun, failure, launched, mistake
+from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
@@ -189,7 +189,7 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, row: Str
     say(f"{candidate.name}: trains at {size} per process; its output is {log}")
     about = comparison.journal.begin(key=key, candidate=candidate.name, size=size)
     environment = launch_environment(machine, options.num_processes)
-    with launched(command, folder, log, mark=about["mark"], environment=environment) as launch:
+    with RunningLaunch(command, folder, log, mark=about["mark"], environment=environment) as launch:
         launch.wait(math.inf)
         problem = mistake(launch) or failure(launch, "ended") or "" if launch.process.returncode else ""
         comparison.journal.end(about, "failed" if problem else "done", launch.seconds)

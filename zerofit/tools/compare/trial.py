@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.health.out_of_memory_errors import memory_in
-from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, launched, mistake
+from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.record.jsonl import LineReader, add_line
 from zerofit.record.terminal import duration, say
 from zerofit.training.measurement import ANSWERS, VARIABLE
@@ -106,7 +106,7 @@ def run_trial(
     file.write_text(json.dumps(request) + "\n", encoding="utf-8")
     environment = {**environment, VARIABLE: str(file.absolute())}
     command, log = trial.command(num_processes), folder / "log.txt"
-    with launched(command, trial.output, log, mark=mark, environment=environment) as launch:
+    with RunningLaunch(command, trial.output, log, mark=mark, environment=environment) as launch:
         result = _follow(launch, LineReader(folder / ANSWERS), patience_s)
         return {**result, "seconds_taken": launch.seconds}
 

@@ -24,7 +24,7 @@ from zerofit.estimate.operations import (
     RANDOM,
     REDUCE_SCATTER,
 )
-from zerofit.launch.runs import LAUNCHER, launched, layout_of
+from zerofit.launch.runs import LAUNCHER, RunningLaunch, layout_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.places import configs
 from zerofit.record.terminal import rounded, say
@@ -249,7 +249,7 @@ def _measure(processes: int) -> dict:
         folder = Path(name)
         layout = layout_of(configs() / ("ddp.yaml" if processes > 1 else "single.yaml"), processes)
         command = [*LAUNCHER, *layout, "-m", "zerofit.tools.plan.calibrate", name]
-        with launched(command, folder, folder / "log", environment={"OMP_WAIT_POLICY": "PASSIVE"}) as launch:
+        with RunningLaunch(command, folder, folder / "log", environment={"OMP_WAIT_POLICY": "PASSIVE"}) as launch:
             if launch.wait(LIMIT_S) == "late":
                 raise UserError(f"calibrate: no result in {LIMIT_S} s. Try again when the machine is idle")
             if launch.process.returncode:

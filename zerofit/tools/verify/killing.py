@@ -6,7 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from random import Random
 
-from zerofit.launch.runs import TRACEBACK, LaunchedRun, RunningLaunch, failure, launched
+from zerofit.launch.runs import TRACEBACK, LaunchedRun, RunningLaunch, failure
 from zerofit.recipe.parsing import counted
 
 Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
@@ -93,7 +93,7 @@ def run_and_kill(
     killed, numbers, not_resumed = Killed(), count(1), 0
     for moment, num_processes in zip(chain(moments, [None]), processes):
         log = logs / f"{trial.output.name}-{next(numbers)}.log"
-        with launched(trial.command(num_processes), trial.output, log) as launch:
+        with RunningLaunch(trial.command(num_processes), trial.output, log) as launch:
             how = launch.wait(limit_s, moment)
             size = log.stat().st_size  # later lines may be of ranks whose peers were killed first
             launch.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from zerofit.launch.runs import LaunchedRun, failure, launched, mistake
+from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.recipe import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.record.jsonl import JsonlFile
@@ -105,7 +105,7 @@ class Proof:
     def _undisturbed(self, folder: str, strategy: str, num_processes: int) -> Outcome:
         trial, about = self._trial(folder, strategy), f"{strategy}, {counted(num_processes, 'process')}"
         command = trial.command(num_processes)
-        with launched(command, trial.output, self.logs / f"{folder}.log") as launch:
+        with RunningLaunch(command, trial.output, self.logs / f"{folder}.log") as launch:
             how = launch.wait(60 * self.options.launch_minutes)
             failed, refused, seconds = failure(launch, how), mistake(launch), launch.seconds
         if failed:
