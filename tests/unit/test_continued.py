@@ -365,5 +365,10 @@ def test_without_the_option_the_message_names_it(tmp_path, tokenizer):
     check_refusal(["303 tokens", "300 rows", "--resize_embeddings"], grown, tmp_path, 3)
     assert "all tokens have" in grown(tmp_path, 0, "--resize_embeddings")[2]
     words = ["--train_file", "a.jsonl", "--config_name", "gpt2", "--train_tokenizer_vocab_size", "300"]
-    check_refusal(["resize_embeddings", "from scratch"], parse_recipe, TASKS["clm"], [*words, "--resize_embeddings"])
+    check_refusal(
+        ["resize_embeddings", "without model_name_or_path"],
+        parse_recipe,
+        TASKS["clm"],
+        [*words, "--resize_embeddings"],
+    )
     check_refusal(["resize_embeddings"], parse_recipe, TASKS["clm"], [*words, "--resize_vocab", "true"])

@@ -1,7 +1,6 @@
 """LoRA: what gets an adapter, what is trained, and that plain peft finds in the file what was trained."""
 
 import json
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -238,18 +237,14 @@ def test_modules_that_are_not_there(bases, family, flags, words):
     check_refusal(words, adapted, bases[family], family, *flags)
 
 
-def _not_installed(name: str):
-    raise PackageNotFoundError(name)
-
-
 def test_quantised_weights_need_bitsandbytes_and_a_gpu(monkeypatch):
     recipe = ClmRecipe(lora=True, load_in_4bit=True)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert "needs a GPU" in refusal(check_quantisation, recipe, NOT_SHARDED)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("zerofit.model.lora.version", _not_installed)
+    monkeypatch.setattr("zerofit.model.lora.find_spec", lambda name: None)
     assert "load_in_4bit = true needs bitsandbytes" in refusal(check_quantisation, recipe, NOT_SHARDED)
-    monkeypatch.setattr("zerofit.model.lora.version", lambda name: "0.50")
+    monkeypatch.setattr("zerofit.model.lora.find_spec", lambda name: name)
     sharded = Strategy(None, None, "bf16", {"zero_optimization": {"stage": 3}}, "")
     assert "ZeRO-3" in refusal(check_quantisation, recipe, sharded)
     check_quantisation(recipe, NOT_SHARDED)

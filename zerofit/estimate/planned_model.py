@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.pytorch_utils import Conv1D
 
 from zerofit.estimate.pipeline_stages import WHOLE, Stage, stages_of, steps_of_stage, weights_of_stage
 from zerofit.estimate.planned_rows import OF_WORDS, TASKS, Rows
@@ -20,12 +19,11 @@ from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_list
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
 from zerofit.model.compilation import ends_of, fuse_gelu
 from zerofit.model.configuration import has_head
-from zerofit.model.families import ALL_LINEAR, family_of
-from zerofit.model.lora import split_targets
+from zerofit.model.families import family_of
+from zerofit.model.lora import inject_lora
 from zerofit.model.norms import fuse_norms
 from zerofit.model.parameters import hidden_matrices
 from zerofit.model.residual import round_embeddings
-from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import parameter_groups
 
@@ -276,29 +274,9 @@ def add_lora(model: Any, recipe: Any, task: str) -> None:
     """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
     if not recipe.lora:
         return
-    from peft import LoraConfig, inject_adapter_in_model
-
     named = recipe.lora_target_modules or []
-    pattern = named[0] if len(named) == 1 and not re.fullmatch(r"[\w.,-]+", named[0]) else None  # of others' adapters
-    chosen = [] if pattern else [name for text in named for name in text.split(",") if name]
-    targets = chosen or list(family_of(model.config).lora_targets)
-    modules, of_experts = split_targets(model, targets)
-    is_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
-    config = LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        bias=recipe.lora_bias,
-        use_dora=recipe.use_dora,
-        use_rslora=recipe.use_rslora,
-        fan_in_fan_out=is_conv1d,
-        target_modules=ALL_LINEAR if targets in ([ALL_LINEAR], ["all_linear"]) else pattern or modules,
-        target_parameters=of_experts or None,
-    )
-    try:
-        inject_adapter_in_model(config, model)
-    except ValueError as error:
-        raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}") from None
+    is_pattern = len(named) == 1 and not re.fullmatch(r"[\w.,-]+", named[0])
+    inject_lora(model, recipe, named[0] if is_pattern else None)
     trained = [name for text in recipe.lora_modules_to_save or () for name in text.split(",") if name]
     trained += ["classifier", "score"] if task == "cls" else []
     resized = [model.get_input_embeddings(), model.get_output_embeddings()] if recipe.resize_embeddings else []

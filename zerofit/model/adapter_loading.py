@@ -28,11 +28,11 @@ from zerofit.model.adapter_folder import (
 from zerofit.model.configuration import has_head, has_model
 from zerofit.model.lora import (
     Adapter,
-    base_sample,
     check_expert_targets,
     inside_of,
+    make_trainable,
+    mark_magnitudes,
     published_base,
-    trained_in_full,
     with_tied,
 )
 from zerofit.model.parameters import true_shape
@@ -187,22 +187,11 @@ def continue_adapter(folder: AdapterFolder, model: torch.nn.Module, recipe, stra
     base, quantised = recipe.model_name_or_path, recipe.quantised is not None
     torch.manual_seed(recipe.seed)
     _, notes = _inject(folder, model, base, strategy, quantised, settings, saved)
-    trained_in_full(model, saved, strategy)
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    written = replace(
-        original,
-        base_model_name_or_path=published_base(base),
-        lora_dropout=recipe.lora_dropout,
-        modules_to_save=sorted(saved) or None,
-        inference_mode=True,
-    )
-    fully = f"; fully trained: {', '.join(saved)}" if saved else ""
-    note = (
-        f"{folder.path}, trained on: rank {original.r}, alpha {original.lora_alpha:g}, dropout "
-        f"{recipe.lora_dropout:g}, bias {original.bias}, on {len(layers)} modules{fully}"
-    )
-    note = "\n".join([note, *(f"note      {each.removeprefix('note: ')}" for each in notes)])
-    return Adapter(written, list(layers), saved, base_sample(layers, strategy), note, base)
+    written = replace(original, base_model_name_or_path=published_base(base), lora_dropout=recipe.lora_dropout)
+    adapter = make_trainable(model, written, saved, strategy)
+    lines = [f"{folder.path}, trained on: {adapter.note}"]
+    lines += [f"note      {each.removeprefix('note: ')}" for each in notes]
+    return replace(adapter, note="\n".join(lines), base=base)
 
 
 def _where(folder: AdapterFolder) -> str:
@@ -259,9 +248,7 @@ def _inject(
             parameter.data = parameter.data.float()
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(tensor)
-    for layer in model.modules():
-        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
-            strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
+    mark_magnitudes(model, strategy)
     gathered = partial(strategy.gathered, written=False)
     return adapted, check_base_weights(model, folder.path, where, name, quantised, gathered)
 

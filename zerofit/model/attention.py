@@ -21,6 +21,12 @@ from zerofit.recipe.errors import UserError
 
 # torch 2.11 computes with fewer heads of key and value unasked.
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+LENGTHS = (
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)  # of documents, as transformers names them
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
 SDPA = "zerofit_sdpa"  # sdpa, whose mask is converted once
 PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
@@ -177,29 +183,16 @@ def _register() -> None:
 # ------------------------------------------------------------------------------------------------ torch's flash kernel
 
 
-def varlen_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    dropout=0.0,
-    scaling=None,
-    sliding_window=None,
-    cu_seq_lens_q=None,
-    cu_seq_lens_k=None,
-    max_length_q=None,
-    max_length_k=None,
-    **kwargs,
-):
-    """Attention for transformers' AttentionInterface: inside documents, if their lengths are given.
+def varlen_attention(module, query, key, value, attention_mask, *, dropout=0.0, scaling=None, **kwargs):
+    """Attention for transformers' AttentionInterface: inside documents, if their lengths are given (LENGTHS).
 
     Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
 
     Raises:
         ValueError: the model needs something that the kernel does not support.
     """
-    if cu_seq_lens_q is None:  # in generation nothing is packed
+    lengths, sliding_window = [kwargs.get(name) for name in LENGTHS], kwargs.get("sliding_window")
+    if lengths[0] is None:  # in generation nothing is packed
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
@@ -215,33 +208,19 @@ def varlen_attention(
     parts = [F.pad(part, (0, columns)) if columns else part for part, columns in missing]  # a padding by 0 is a copy
     parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
-    output = varlen_attn(
-        *parts,
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_length_q,
-        max_length_k,
-        scale=scaling,
-        window_size=window,
-        **({"enable_gqa": query.shape[1] != key.shape[1]} if TAKES_GROUPS else {}),
-    )
+    groups = {"enable_gqa": query.shape[1] != key.shape[1]} if TAKES_GROUPS else {}
+    output = varlen_attn(*parts, *lengths, scale=scaling, window_size=window, **groups)
     return output[None, ..., :width], None
 
 
-def _mask_beside_lengths(*args, attention_mask=None, allow_is_causal_skip=True, q_length=0, kv_length=0, **kwargs):
+def _mask_beside_lengths(*, q_length=0, kv_length=0, **kwargs):
     """No mask for packed rows (for which transformers sets allow_is_causal_skip to False), else that of sdpa."""
     from transformers.masking_utils import sdpa_mask
 
-    if attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1:
+    may_be_packed = kwargs.get("attention_mask") is None and not kwargs.get("allow_is_causal_skip", True)
+    if may_be_packed and q_length == kv_length > 1:
         return None
-    return sdpa_mask(
-        *args,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip,
-        q_length=q_length,
-        kv_length=kv_length,
-        **kwargs,
-    )
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
 
 
 def _trial(device: torch.device, dtype: torch.dtype) -> str:

@@ -9,8 +9,9 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,6 +33,8 @@ from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.model_options import LoraOptions
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import kind_of
+
+ADAPTABLE = (torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d)
 
 
 @dataclass
@@ -117,45 +120,79 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
     """
     if not recipe.lora:
         return None
-    from peft import LoraConfig, inject_adapter_in_model
-
-    saved = _saved_modules(model, recipe, task)
-    targets = tuple(_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
+    saved, targets = _saved_modules(model, recipe, task), targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
     _check_targets(model, modules)
     check_expert_targets(of_experts, strategy, recipe)
-    config = LoraConfig(
+    torch.manual_seed(recipe.seed)
+    config = inject_lora(
+        model,
+        recipe,
         task_type=_task_type(task, type(model).__name__),
+        exclude_modules=inside_of(model, saved) or None,
+        base_model_name_or_path=published_base(recipe.model_name_or_path),
+    )
+    mark_magnitudes(model, strategy)
+    where = "lora_target_modules" if recipe.lora_target_modules else "the preset of this architecture"
+    written = replace(config, exclude_modules=None)
+    return make_trainable(model, written, saved, strategy, f": {', '.join(targets)} ({where})")
+
+
+def targets_of(model: torch.nn.Module, recipe: LoraOptions) -> tuple[str, ...]:
+    """Return the names of what gets an adapter: those of the recipe, or the preset of the model's family."""
+    return tuple(_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
+
+
+def inject_lora(model: torch.nn.Module, recipe: LoraOptions, pattern: str | None = None, **settings: Any) -> Any:
+    """Inject the recipe's LoRA layers into a model, which freezes all of its own weights. Returns peft's settings.
+
+    Args:
+        pattern: a regular expression of the targets' names, which wins; adapters of others have some.
+        settings: further ones of peft.
+
+    Raises:
+        UserError: peft can make no such layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = targets_of(model, recipe)
+    modules, of_experts = split_targets(model, targets)
+    config = LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
         bias=recipe.lora_bias,
         use_dora=recipe.use_dora,
         use_rslora=recipe.use_rslora,
-        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else modules,
+        target_modules=pattern or (ALL_LINEAR if targets == (ALL_LINEAR,) else modules),
         target_parameters=of_experts or None,
-        exclude_modules=inside_of(model, saved) or None,
-        base_model_name_or_path=published_base(recipe.model_name_or_path),
         fan_in_fan_out=_is_conv1d(model, targets),
+        **settings,
     )
-    torch.manual_seed(recipe.seed)
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         listed = ", ".join(_linear_names(model))
         raise UserError(f"lora_target_modules = {' '.join(targets)}: {error}. Linear modules: {listed}") from None
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    trained_in_full(model, saved, strategy)
-    for layer in layers.values():
-        for magnitude in layer.lora_magnitude_vector.values():  # DoRA
+    return config
+
+
+def mark_magnitudes(model: torch.nn.Module, strategy) -> None:
+    """Tell the strategy that DoRA's magnitudes are read outside of the module that they are gathered for."""
+    for layer in model.modules():
+        for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
             strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
-    written = replace(config, modules_to_save=sorted(saved) or None, exclude_modules=None, inference_mode=True)
-    return Adapter(written, list(layers), saved, base_sample(layers, strategy), _note(recipe, targets, layers, saved))
 
 
-def trained_in_full(model: torch.nn.Module, modules: list[str], strategy) -> None:
-    """Let modules be trained beside the adapter."""
-    for module in modules:
+def make_trainable(model: torch.nn.Module, config, saved: list[str], strategy, targets: str = "") -> Adapter:
+    """Let modules be trained in full beside an adapter's layers. Returns the adapter.
+
+    Args:
+        config: peft's description, but for the modules.
+        saved: the names of the modules.
+        targets: the end of the sentence for the log.
+    """
+    for module in saved:
         model.get_submodule(module).requires_grad_(True)
     if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
         for module in model.modules():
@@ -165,6 +202,15 @@ def trained_in_full(model: torch.nn.Module, modules: list[str], strategy) -> Non
             for parameter in own:
                 if parameter.requires_grad or is_norm:
                     parameter.data = parameter.data.float()
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    kind, scale = "DoRA" if config.use_dora else "LoRA", "rank-stabilised, " if config.use_rslora else ""
+    fully = f"; fully trained: {', '.join(saved)}" if saved else ""
+    note = (
+        f"{kind} of rank {config.r}, alpha {config.lora_alpha:g}, {scale}dropout {config.lora_dropout:g}, bias "
+        f"{config.bias}, on {len(layers)} modules{targets}{fully}"
+    )
+    written = replace(config, modules_to_save=sorted(saved) or None, inference_mode=True)
+    return Adapter(written, list(layers), saved, base_sample(layers, strategy), note)
 
 
 def _task_type(task: str, model_class: str) -> str:
@@ -180,10 +226,8 @@ def check_quantisation(recipe: LoraOptions, strategy) -> None:
         return
     if not torch.accelerator.is_available():
         raise UserError(f"{option} = true needs a GPU, and this machine has none. Remove the option")
-    try:
-        version("bitsandbytes")
-    except PackageNotFoundError:
-        raise UserError(f"{option} = true needs bitsandbytes: pip install '.[qlora]', or remove it") from None
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"{option} = true needs bitsandbytes: pip install '.[qlora]', or remove it")
     check_quantised_sharding(recipe, strategy)
 
 
@@ -265,15 +309,11 @@ def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
         matching = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not matching:
             raise UserError(_no_match("lora_target_modules", target, _linear_names(model)))
-        unfit = next((module for module in matching if not isinstance(module, _adaptable())), None)
+        unfit = next((module for module in matching if not isinstance(module, ADAPTABLE)), None)
         if unfit is not None:
             raise UserError(
                 f"lora_target_modules: {target!r} is a {type(unfit).__name__}. Fit: {', '.join(_linear_names(model))}"
             )
-
-
-def _adaptable() -> tuple[type, ...]:
-    return torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d
 
 
 def _names(option: list[str] | None) -> list[str]:
@@ -329,14 +369,3 @@ def base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list[
         with strategy.gathered(weight, written=False):
             sample[name] = sample_weights(weight.detach())
     return sample
-
-
-def _note(recipe: TrainingRecipe, targets: tuple[str, ...], layers: dict, saved: list[str]) -> str:
-    kind = "DoRA" if recipe.use_dora else "LoRA"
-    scale = "rank-stabilised, " if recipe.use_rslora else ""
-    where = "lora_target_modules" if recipe.lora_target_modules else "the preset of this architecture"
-    fully = f"; fully trained: {', '.join(saved)}" if saved else ""
-    return (
-        f"{kind} of rank {recipe.lora_r}, alpha {recipe.lora_alpha}, {scale}dropout {recipe.lora_dropout:g}, bias "
-        f"{recipe.lora_bias}, on {len(layers)} modules: {', '.join(targets)} ({where}){fully}"
-    )
