@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1725,  # 1,300
     "zerofit/tools": 11_691,  # 10,600
     "benchmarks": 2067,  # 1,800
-    "tests": 29660,  # 21,500
+    "tests": 29_631,  # 21,500
 }
 
 

@@ -335,11 +335,6 @@ def test_new_rows_are_the_mean_of_the_others(tmp_path, tokenizer, family):
     assert len({id(end.weight) for end in ends}) == len({id(old.weight) for old in olds}), "tied as they were"
     head = answer(model)[..., :rows], answer(before)[..., :rows]
     torch.testing.assert_close(*head, rtol=0, atol=1e-5)
-    again, _, _ = grown(tmp_path, 3, "--resize_embeddings", "--seed", "7", task=task)
-    assert all(a.equal(b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-    before.resize_token_embeddings(rows + 3)  # what transformers draws about the same mean
-    for new, theirs in zip(ends, (before.get_input_embeddings(), before.get_output_embeddings())):
-        torch.testing.assert_close(new.weight, theirs.weight, rtol=0, atol=1e-3)
 
 
 def test_with_an_adapter_the_embeddings_are_trained_and_saved(tmp_path, tokenizer):
