@@ -78,42 +78,33 @@ def option(
 
 
 class FlagOrValue:
-    """The type of an option that is a flag, or has a value."""
+    """The type of an option that is a flag, or has a value: {what a user writes: the option's value}."""
 
-    WORDS, SHORT = "", ""  # what it takes, in a message and in the help
+    VALUES: dict[str | bool, str | bool] = {}
 
-    @staticmethod
-    def of(value: Any) -> Any:
-        """The value that a user has written. Raises ValueError if there is no such one."""
-        raise NotImplementedError
+    @classmethod
+    def of(cls, value: Any) -> str | bool:
+        """The value of what a user has written. Raises ValueError if there is no such one."""
+        if not isinstance(value, str | bool) or value not in cls.VALUES:
+            raise ValueError(value)
+        return cls.VALUES[value]
+
+    @classmethod
+    def short(cls) -> str:
+        """What it takes, in the help."""
+        return "|".join(word for word in cls.VALUES if isinstance(word, str))
 
 
 class Recomputation(FlagOrValue):
-    """The type of gradient_checkpointing. Values: False; True, written full, too; "selective"."""
+    """The type of gradient_checkpointing."""
 
-    WORDS, SHORT = "full, selective, true or false", "full|selective"
-
-    @staticmethod
-    def of(value: Any) -> bool | str:
-        if isinstance(value, bool) or value == "selective":
-            return value
-        if value == "full":
-            return True
-        raise ValueError(value)
+    VALUES = {"full": True, "selective": "selective", True: True, False: False}
 
 
 class Compilation(FlagOrValue):
-    """The type of torch_compile. Values: "auto"; False; "blocks", written true, too; "model"."""
+    """The type of torch_compile."""
 
-    WORDS, SHORT = "auto, blocks, model, true or false", "auto|blocks|model"
-
-    @staticmethod
-    def of(value: Any) -> bool | str:
-        if isinstance(value, bool):
-            return value and "blocks"
-        if value not in ("auto", "blocks", "model"):
-            raise ValueError(value)
-        return value
+    VALUES = {"auto": "auto", "blocks": "blocks", "model": "model", True: "blocks", False: False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +118,7 @@ class Kind:
     @property
     def words(self) -> str:
         if issubclass(self.base, FlagOrValue):
-            return self.base.WORDS
+            return f"{self.base.short().replace('|', ', ')}, true or false"
         name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[self.base]
         return f"a list, each {name}" if self.many else name
 
@@ -160,7 +151,7 @@ def from_text(text: str, base: type) -> Any:
         word = text.lower()
         if word in (*TRUE, *FALSE) and not word.isdigit():
             return base.of(word in TRUE)
-        return base.of(int(word) if word.isdigit() else word)
+        return base.of(word)
     return base(text)
 
 

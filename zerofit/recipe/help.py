@@ -89,7 +89,7 @@ def value_text(field: dataclasses.Field, kind: Kind) -> str:
     elif kind.base is bool:
         words = "" if field.default is False else "true|false"
     elif issubclass(kind.base, FlagOrValue):
-        words = kind.base.SHORT
+        words = kind.base.short()
     else:
         words = {int: "N", float: "X"}[kind.base]
     return f"{words} ..." if kind.many else words

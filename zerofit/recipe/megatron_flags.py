@@ -1,7 +1,5 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed: what to type instead of each, or why no option replaces it.
-
-The parser of recipes prints these hints, and `zerofit convert megatron-args` uses the same ones.
-"""
+"""Flags of Megatron-LM and Megatron-DeepSpeed: those that `zerofit convert megatron-args` carries over, and what it
+says of the others. The parser of recipes names that command."""
 
 import re
 
@@ -17,41 +15,19 @@ def _by_name(table: dict[str, str]) -> dict[str, str]:
     return {name: words for words, names in table.items() for name in names.split()}
 
 
-TYPED = _by_name({  # flags that another option replaces
-    "say --min_lr_ratio, the minimum as a fraction of learning_rate": "min_lr",
-    "say --max_eval_samples, eval_iters * global_batch_size": "eval_iters",
-    "say --config_name, and --config_overrides with the names of that configuration":
-    "num_layers hidden_size ffn_hidden_size ffn_hidden_coeff num_attention_heads num_query_groups num_key_value_heads "
-    "kv_channels max_position_embeddings norm_epsilon layernorm_epsilon rotary_percent",
-    "say --config_overrides initializer_range=0.02": "init_method_std",
-    "say --config_overrides activation_function=gelu (gelu_new is the fused kernel's, relu2 a squared ReLU)":
-    "no_bias_gelu_fusion openai_gelu squared_relu",
-    "say --config_overrides rope_theta=10000": "rotary_base rotary_position_embeddings_theta",
-    "say --config_overrides attn_pdrop=0,resid_pdrop=0,embd_pdrop=0 (GPT-2), attention_dropout=0 (Llama, which has no "
-    "other)": "attention_dropout hidden_dropout",
-    "say --max_train_steps, in updates": "train_samples train_tokens",
-    "say --lr_decay_steps, in updates": "lr_decay_samples lr_decay_tokens",
-    "say --num_warmup_steps, in updates": "lr_warmup_samples lr_warmup_tokens",
-    "say --wsd_decay_ratio, a fraction of the updates of the schedule": "lr_wsd_decay_iters",
-    "say --max_hours": "exit_duration_in_mins",
-    "say --dataloader_num_workers": "num_workers",
-    "say --output_dir": "save",
-    "say --model_name_or_path (weights to begin with), or --resume (to resume a run)": "load",
-    "name the tokenizer's folder with --tokenizer_name": "tokenizer_type tokenizer_model tokenizer_name_or_path",
-    f"{STRATEGY}, which names the DeepSpeed JSON": "zero_stage deepspeed deepspeed_config",
-    f"{STRATEGY}; that flag is accelerate_configs/zero1.yaml": "use_distributed_optimizer",
-    f"{STRATEGY}; of tp.yaml the JSON has the degree, tensor_parallel.autotp_size": "tensor_model_parallel_size",
-    f"{STRATEGY}; of pp.yaml and 3d.yaml the JSON has the degree, pipeline.stages": "pipeline_model_parallel_size",
-    f"{STRATEGY}; of sp.yaml the JSON has the degree, sequence_parallel_size":
-    "context_parallel_size ds_sequence_parallel_size",
-    f"say --gradient_checkpointing full: {FULL}; selective: {SELECTIVE}":
-    "recompute_granularity recompute_activations recompute_num_layers checkpoint_activations "
-    "deepspeed_activation_checkpointing",
-    "say --activation_offload, with --gradient_checkpointing": "checkpoint_in_cpu",
-    "say --report_name, with --with_tracking --report_to wandb": "wandb_project",
-    "at a tracker a run is called as its --output_dir": "wandb_exp_name",
-    "say --with_tracking --report_to tensorboard; the files are in the run folder": "tensorboard_dir",
-})  # fmt: skip
+# Flags that the converter carries over.
+CARRIED = (
+    "min_lr eval_iters num_layers hidden_size ffn_hidden_size ffn_hidden_coeff num_attention_heads "
+    "num_query_groups num_key_value_heads kv_channels max_position_embeddings norm_epsilon layernorm_epsilon "
+    "rotary_percent init_method_std no_bias_gelu_fusion openai_gelu squared_relu rotary_base "
+    "rotary_position_embeddings_theta attention_dropout hidden_dropout train_samples train_tokens "
+    "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_iters "
+    "exit_duration_in_mins num_workers save load tokenizer_type tokenizer_model tokenizer_name_or_path "
+    "zero_stage deepspeed deepspeed_config use_distributed_optimizer tensor_model_parallel_size "
+    "pipeline_model_parallel_size context_parallel_size ds_sequence_parallel_size recompute_granularity "
+    "recompute_activations recompute_num_layers checkpoint_activations deepspeed_activation_checkpointing "
+    "checkpoint_in_cpu wandb_project wandb_exp_name tensorboard_dir"
+).split()
 OVERLAP = "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"
 SATISFIED = _by_name({  # what is always so
     "between the layers that are cut each tensor-parallel process has a part of the tokens, in every such pair":
@@ -90,7 +66,6 @@ SATISFIED = _by_name({  # what is always so
     "the same": "eod_mask_loss",
 })  # fmt: skip
 OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
-NO_SAVE_OPTIM = "remove it: a checkpoint has all that a run needs to resume; model/ is exported without it"
 NONE = _by_name({  # what is not supported, and why
     "NCCL on GPUs, gloo without": "distributed_backend",
     "the launcher's": "local_rank",
@@ -101,7 +76,7 @@ NONE = _by_name({  # what is not supported, and why
     "say --global_batch_warmup START@UPDATES, in updates and in steps of START": "rampup_batch_size",
     "the global batch has one size from the first update on": "step_batch_size_schedule",
     "stop a run with --max_hours or a signal; a smaller max_train_steps makes another schedule": "exit_interval",
-    NO_SAVE_OPTIM: "no_save_optim",
+    "a checkpoint has all that a run needs to resume; model/ is exported without it": "no_save_optim",
     "the schedule is the recipe's; a run with another one is another run":
     "override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_lr_scheduler",
     "the recipe has all options": "use_checkpoint_args",
@@ -153,12 +128,7 @@ FAMILIES = (  # by their prefix
     ("inference_", "a run trains"),
     ("bert_", "no part of GPT"),
 )
-HINTS = {
-    **{name: f"remove it: {why}" for name, why in (NONE | SATISFIED).items()},
-    **TYPED,
-    "no_save_optim": NO_SAVE_OPTIM,
-    "untie_embeddings_and_output_weights": "say --config_overrides tie_word_embeddings=false (llama-2-7b has it)",
-}
+HINTS = dict.fromkeys((*CARRIED, *NONE, *SATISFIED), "it is Megatron's: zerofit convert megatron-args -- COMMAND")
 PREPARE_HINTS = _by_name({  # tools/preprocess_data.py, tools/merge_datasets.py
     "say --tokenizer: a folder, a hub name, or a tokenizer.model":
     "tokenizer_type tokenizer_model tokenizer_name_or_path",

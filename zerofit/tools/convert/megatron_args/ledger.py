@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from zerofit.recipe.fields import option
-from zerofit.recipe.megatron_flags import TYPED, flag_status
+from zerofit.recipe.megatron_flags import CARRIED, flag_status
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import is_flag
 
@@ -176,7 +176,7 @@ class FlagLedger:
         """All rows: first those of flags, in their order, then the others."""
         for name in self.flags:
             if name not in self.rows:
-                reached = not self.problems or (name not in TYPED and name not in ("split", "global_batch_size"))
+                reached = not self.problems or (name not in CARRIED and name not in ("split", "global_batch_size"))
                 status = flag_status(name) if reached else ("not reached", "an error came before it")
                 self.rows[name] = FlagRow(self.spelled(name), *status)
         given = [self.rows[name] for name in self.flags]

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zerofit.recipe.megatron_flags import SELECTIVE, TYPED, shapes_the_model
+from zerofit.recipe.megatron_flags import CARRIED, SELECTIVE, shapes_the_model
 from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.megatron_args.ledger import SEARCH, Call, FlagLedger, MegatronArgsOptions
 from zerofit.tools.convert.megatron_args.pair import read_layout
@@ -65,7 +65,7 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
     _checkpoints(done, options)
     _trackers(done)
     for name in flags.flags:
-        if name not in flags.rows and name not in TYPED and shapes_the_model(name):
+        if name not in flags.rows and name not in CARRIED and shapes_the_model(name):
             flags.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
     return done
 
