@@ -51,6 +51,48 @@ def test_another_encoding_is_said_and_can_be_named(tmp_path, cache):
     assert read(path, cache, encoding="cp932")[0]["評価"] == "良い"
 
 
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ""), ("a.tsv", ""), ("a.csv", "\ufeff")])
+def test_files_that_were_joined_have_one_header(tmp_path, cache, name, mark):
+    delimiter = {"a.csv": ",", "a.tsv": "\t"}[name]
+    again = [(mark + HEADER[0], HEADER[1])]
+    path = write(tmp_path / name, delimiter, rows=[*ROWS, *again, *ROWS, *again, (HEADER[0], "良い")])
+    data = read_data(ClsRecipe(train_file=[path], cache_dir=cache))
+    assert [tuple(record.values()) for record in data.parts["train"]] == [*ROWS, *ROWS, (HEADER[0], "良い")]
+    assert f"{path}: 2 lines repeat the header: left out" in "\n".join(data.notes)
+
+
+def test_a_text_that_is_the_only_columns_name_stays(tmp_path, cache):
+    path = write(tmp_path / "a.csv", header=("text",), rows=[("text",), ("more",)])
+    assert [*read(path, cache)["text"]] == ["text", "more"]
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ";"), ("a.csv", ","), ("a.tsv", "\t"), ("a.csv", "|")])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_the_line_in_which_excel_names_the_separator_is_no_header(tmp_path, cache, name, delimiter, encoding):
+    path = write(tmp_path / name, delimiter)
+    text = (tmp_path / name).read_text()
+    (tmp_path / name).write_bytes(f"sep={delimiter}\r\n{text}".encode(encoding))
+    table = read(path, cache)
+    assert tuple(table.column_names) == HEADER
+    assert [tuple(record.values()) for record in table] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["a,b", "c", "d,e", "f"], "fewer than 2 fields, the others are empty (line 3 and 1 more)"),
+        (["a,b", '"c "d" e",f'], 'text after a closing quote; inside quotes write "" (line 3)'),
+        (["a,b", "c,d"], None),
+        (['"a ""b"", c",d', 'e "f" g,h', "i,"], None),
+    ],
+)
+def test_lines_that_are_read_in_another_way_than_meant_are_counted(tmp_path, cache, lines, said):
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["text,label", *lines]))
+    notes = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache)).notes
+    assert list(notes) == ([f"note      {path}: {said}"] if said else [])
+
+
 def test_a_file_of_a_header_alone(tmp_path, cache):
     assert "(本文, 評価) and no record" in refusal(read, write(tmp_path / "a.csv", rows=[]), cache)
 

@@ -237,7 +237,6 @@ def test_weights_of_no_class_are_refused(words, options, said):
 @pytest.mark.parametrize("options", [
     {"class_weights": ["a"]}, {"class_weights": ["a=0"]}, {"class_weights": ["a=x"]},
     {"class_weights": ["a=1", "a=2"]}, {"class_weights": ["balanced", "a=1"]}, {"class_weights": ["a=inf"]},
-    {"label_smoothing": 1.0},
 ])  # fmt: skip
 def test_what_is_no_weight_is_refused(options):
     (name,) = options

@@ -21,6 +21,7 @@ from zerofit.data.text import split_off
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.recipe.parse import read_recipe
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import find_files
 from zerofit.tools.generate.generate_options import GenerateOptions
@@ -217,7 +218,7 @@ def test_an_encoding_that_would_corrupt_is_refused(tmp_path, cache):
     assert "a.txt is UTF-8" in message
     assert "--encoding utf-8" in message
     assert "is not in it" in refusal(records, cache, tmp_path / "a.txt", encoding="ascii")
-    assert "there is no such encoding" in ClmRecipe(train_file=["a.txt"], encoding="sjiss").problems()[-1]
+    assert "sjiss" in read_recipe(ClmRecipe, ["--train_file", "a.txt", "--encoding", "sjiss"])[1][0]
 
 
 def test_records_under_a_key(tmp_path, cache):

@@ -4,11 +4,15 @@ import csv
 import io
 import re
 import sys
+from functools import reduce
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-from datasets import Features, Value
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Value
 
+from zerofit.data.tables import select
 from zerofit.recipe.columns import ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_bytes
@@ -23,25 +27,55 @@ def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> di
     return {**kwargs, "sep": delimiter} if delimiter else kwargs
 
 
-def check_fields(path: Path, kwargs: dict) -> None:
-    """Raises UserError if there is no record, or the first has more fields than the header: pandas would drop the
-    first of them."""
+def check_fields(path: Path, kwargs: dict) -> list[str]:
+    """Notes on the lines that pandas reads in another way than they are meant: records with fewer fields than the
+    header, and fields that go on after their closing quote.
+
+    Raises:
+        UserError: there is no record, or the first has more fields than the header: pandas would drop the first.
+    """
     csv.field_size_limit(sys.maxsize)
+    header, count, short, broken = list(kwargs.get("names") or []), 0, list[int](), list[int]()
     with open_bytes(path) as file:
         lines = csv.reader(
             io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
             delimiter=kwargs.get("sep", ","),
             quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
+            strict=True,
         )
-        rows = filter(None, lines)
-        header = kwargs.get("names") or next(rows, [])
-        record = next(rows, None)
-    if record is None:
+        while True:
+            try:
+                fields = next(lines)
+            except StopIteration:
+                break
+            except csv.Error:
+                broken.append(lines.line_num)
+                count += 1
+                continue
+            if not fields:
+                continue
+            if not header:
+                header = fields
+                continue
+            count += 1
+            if count == 1 and len(fields) > len(header):
+                names = ", ".join(header)
+                raise UserError(
+                    f"{path}: {len(fields)} fields, {len(header)} columns ({names}). Quote texts, or set delimiter"
+                )
+            if len(fields) < len(header):
+                short.append(lines.line_num)
+    if not count:
         raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
-    if len(record) > len(header):
-        raise UserError(
-            f"{path}: {len(record)} fields, {len(header)} columns ({', '.join(header)}). Quote texts, or set delimiter"
-        )
+    found = {
+        f"fewer than {len(header)} fields, the others are empty": short,
+        'text after a closing quote; inside quotes write ""': broken,
+    }
+    return [f"note      {path}: {what} ({_lines(places)})" for what, places in found.items() if places]
+
+
+def _lines(places: list[int]) -> str:
+    return f"line {places[0]:,}" + (f" and {len(places) - 1:,} more" if len(places) > 1 else "")
 
 
 def text_features(path: Path, kwargs: dict) -> Features:
@@ -49,6 +83,25 @@ def text_features(path: Path, kwargs: dict) -> Features:
     infer types from the first 10,000 rows."""
     columns = pd.read_csv(path, nrows=0, **kwargs).columns
     return Features(dict.fromkeys(columns, Value("string")))
+
+
+def without_repeated_headers(table: Dataset, paths: list[Path]) -> tuple[Dataset, list[str]]:
+    """(the records of .csv or .tsv files without lines that repeat the header, as `cat a.csv b.csv` leaves them; a
+    note that counts them). A table of one column keeps them: there the name may be a text."""
+    names = table.column_names
+    if len(names) < 2:
+        return table, []
+    repeated = np.zeros(len(table), dtype=bool)
+    at = 0
+    for batch in table.data.to_batches():
+        columns = [pc.utf8_ltrim(column, "\ufeff") for column in batch.columns]
+        are_names = reduce(pc.and_kleene, map(pc.equal, columns, names))
+        repeated[at : at + len(batch)] = are_names.fill_null(False)
+        at += len(batch)
+    if not (count := int(repeated.sum())):
+        return table, []
+    what = "line repeats" if count == 1 else "lines repeat"
+    return select(table, np.flatnonzero(~repeated)), [f"note      {paths[0]}: {count:,} {what} the header: left out"]
 
 
 # -------------------------------------------------------------------------------------------------------------- quotes

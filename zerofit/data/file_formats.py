@@ -1,8 +1,8 @@
 """The formats of data files, by their endings, and what is wrong with a file that cannot be read.
 
-Files in another encoding or with a byte-order mark, packed files other than .gz, Excel and .conll files, and JSON
-objects with the records under a key are converted for the readers: to UTF-8, to .csv, to JSON lines, to the records
-alone. The converted file is cached."""
+Files in another encoding or with a byte-order mark, packed files other than .gz, Excel and .conll files, .csv files
+with Excel's first line `sep=;`, and JSON objects with the records under a key are converted for the readers: to UTF-8,
+to .csv, to JSON lines, to the records alone. The converted file is cached."""
 
 import contextlib
 import csv
@@ -16,7 +16,7 @@ import pandas as pd
 
 from zerofit.data.encodings import PORTION, as_utf8, encoding_of_mark, proposal
 from zerofit.data.options import DataOptions
-from zerofit.recipe.columns import ending_of
+from zerofit.recipe.columns import SEPARATOR_LINE, ending_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, atomic_file, open_bytes
 from zerofit.recipe.parsing import has_half_pair, parse_json
@@ -111,7 +111,8 @@ def _converted(path: Path, kind: str, data: DataOptions) -> Path:
     if not encoding and kind not in ("xlsx", "parquet"):
         encoding = encoding_of_mark(path)
     is_packed = path.suffix.lower() in PACKED and path.suffix != ".gz"
-    is_converted = encoding or data.field or is_packed or kind in ("xlsx", "conll")
+    has_separator_line = kind in ("csv", "tsv") and _has_separator_line(path, encoding)
+    is_converted = encoding or data.field or is_packed or kind in ("xlsx", "conll") or has_separator_line
     if not is_converted and not any(mark in str(path) for mark in "*?[]{}") and "::" not in str(path):
         return path
     file_stat = path.stat()
@@ -135,8 +136,16 @@ def _converted(path: Path, kind: str, data: DataOptions) -> Path:
             except UnicodeDecodeError as error:
                 raise unreadable([path], kind, error) from None
         else:
+            if has_separator_line:
+                written.write(next(portions).partition(b"\n")[2])
             written.writelines(_records(portions, data.field, path) if data.field else portions)
     return place
+
+
+def _has_separator_line(path: Path, encoding: str | None) -> bool:
+    with open_bytes(path) as file:
+        head = file.read(64).decode(encoding or "utf-8", "replace")
+    return bool(SEPARATOR_LINE.match(head.removeprefix("\ufeff")))
 
 
 def _first_sheet(path: Path) -> bytes:

@@ -10,7 +10,13 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
 
-from zerofit.data.delimited_files import check_fields, text_features, with_delimiter, with_quoting
+from zerofit.data.delimited_files import (
+    check_fields,
+    text_features,
+    with_delimiter,
+    with_quoting,
+    without_repeated_headers,
+)
 from zerofit.data.file_formats import BUILDERS, format_of, plain_files, unreadable
 from zerofit.data.json_files import as_records, load_json, without_half_pairs
 from zerofit.data.lengths import report_data_loss
@@ -174,10 +180,13 @@ def _load(
         for (quoting, _), group in groupby(paths, partial(_quoting_and_columns, kwargs=kwargs, notes=notes)):
             files, own = list(group), {**kwargs, **quoting}
             for path in files:
-                check_fields(path, own)
+                notes += check_fields(path, own)
             # "007" stays "007", and "true" is no boolean
             features = text_features(files[0], own)
-            tables.append(load(data_files={part: [str(path) for path in files]}, features=features, **own))
+            table = load(data_files={part: [str(path) for path in files]}, features=features, **own)
+            table, repeated = without_repeated_headers(table, files)
+            notes += repeated
+            tables.append(table)
         return keyed(concatenate_datasets(tables), *map(identity, tables)) if len(tables) > 1 else tables[0]
     except UserError:
         raise

@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
 OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
 SENTENCE_MARKS = "。、\uff01\uff1f"  # the last two are the full-width ! and ?
 NO_HEADER = " (is the first line a record? A line of names must be before it)"
+SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is no header
 WRITTEN = {"tab": "\t", r"\t": "\t"}  # as it is typed
 
 
@@ -31,7 +33,8 @@ def head_of(path: Path, encodings: Iterable[str | None] = (None,)) -> str | None
         except (UnicodeError, LookupError):  # there is no such encoding, which another check says
             continue
         if "\0" not in text:
-            return text.removeprefix("\ufeff")
+            text = text.removeprefix("\ufeff")
+            return text[separators.end() :] if (separators := SEPARATOR_LINE.match(text)) else text
     return None
 
 
