@@ -13,20 +13,20 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_927,  # 2,700
+    "zerofit/recipe": 3_930,  # 2,700
     "zerofit/model": 6_197,  # 4,700
     "zerofit/compat": 724,  # 600
-    "zerofit/data": 7_688,  # 6,000
+    "zerofit/data": 7_759,  # 6,000
     "zerofit/strategy": 5_611,  # 4,800
-    "zerofit/estimate": 5052,  # 4,700
+    "zerofit/estimate": 5_030,  # 4,700
     "zerofit/record": 1_658,  # 4,300 with health and checkpoint
-    "zerofit/health": 1515,
+    "zerofit/health": 1_515,
     "zerofit/checkpoint": 1_944,
     "zerofit/training": 3_606,  # 2,000
-    "zerofit/launch": 1725,  # 1,300
-    "zerofit/tools": 11_691,  # 10,600
-    "benchmarks": 2067,  # 1,800
-    "tests": 29_631,  # 21,500
+    "zerofit/launch": 1_725,  # 1,300
+    "zerofit/tools": 11_734,  # 10,600
+    "benchmarks": 2_067,  # 1,800
+    "tests": 29_718,  # 21,500
 }
 
 
