@@ -449,7 +449,7 @@ def _in_room(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int) -> torch.Tensor:
-    """In fp32, also where hidden states (N, H) and weight (V or more, H) are not: (N, V), of the first `size` rows."""
+    """Return logits (N, V) in fp32 of hidden states (N, H), of any dtype, and the first `size` rows of a weight."""
     if weight.dtype == torch.float32:
         return F.linear(hidden, weight, None if bias is None else bias.float())
     logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)[:, :size]

@@ -62,7 +62,7 @@ def compile_model(
 
 
 def missing_compiler() -> str | None:
-    """What torch's compiler needs on a GPU and this machine has not: Triton, and a C compiler for its launchers."""
+    """Return what torch's compiler lacks on this machine: Triton, or a C compiler for its launchers; None: nothing."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if shutil.which(os.environ.get("CC") or "cc") is None and not any(map(shutil.which, ("gcc", "clang"))):
@@ -71,7 +71,7 @@ def missing_compiler() -> str | None:
 
 
 def failing_compiler(device: torch.device, backend: str = "inductor") -> str | None:
-    """Why a function of one line cannot be compiled on a device; None if it can."""
+    """Return why a function of one line cannot be compiled on a device; None if it can."""
     if missing := missing_compiler():
         return missing
     try:

@@ -13,8 +13,8 @@ ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the head
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How tensor parallelism cuts the layers of a family: each rank has some of the attention heads, and some of the
-    MLP's channels. The vocabulary is cut in every family.
+    """The layers of a family that tensor parallelism cuts, and how: each rank has some of the attention heads, and
+    some of the MLP's channels. The vocabulary is cut in every family.
 
     Args:
         columns: linear layers that are cut by their outputs: {last part of the name: matrices side by side in it}.

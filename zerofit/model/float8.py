@@ -29,7 +29,7 @@ _converted: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def is_emulated() -> bool:
-    """Whether products in float8 are emulated, which no run should be: it is slow, and needs no GPU."""
+    """Return whether products in float8 are emulated, which no run should be: it is slow, and needs no GPU."""
     return os.environ.get(EMULATED) == "1"
 
 

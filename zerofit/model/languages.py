@@ -88,7 +88,7 @@ def language_codes(tokenizer) -> list[str]:
 
 
 def describe_languages(tokenizer) -> list[str]:
-    """For the log."""
+    """Return the lines of the log that name the languages."""
     names = [tokenizer.init_kwargs.get(name) for name in NAMES]
     if not (_marks_texts(tokenizer) and all(names)):
         return []

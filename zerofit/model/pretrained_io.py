@@ -111,7 +111,7 @@ def atomic_folder(output: Path):
 
 
 def silence_libraries() -> None:
-    """For a tool's own process: keep the messages of transformers, peft and DeepSpeed off the terminal."""
+    """Keep, in a tool's own process, the messages of transformers, peft and DeepSpeed off the terminal."""
 
     from transformers.utils import logging as of_transformers
 

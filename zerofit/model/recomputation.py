@@ -59,7 +59,7 @@ def check_recomputation(model: torch.nn.Module, which: bool | str) -> None:
 
 
 def has_layers(model: torch.nn.Module) -> bool:
-    """Whether there are layers that transformers recomputes one at a time."""
+    """Return whether a model has layers that transformers recomputes one at a time."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
@@ -117,8 +117,8 @@ class Selected(DispatchMode):
 
 @functools.cache
 def _kind(operator: Any) -> str | None:
-    """What an operator is: a product, a fused kernel of attention (torch's, or one of a package: flash_attn, a hub's
-    kernel), a change in place, or none of these."""
+    """Return what an operator is: a product, a fused kernel of attention (torch's, or one of a package: flash_attn, a
+    hub's kernel), a change in place, or none of these."""
     if operator.name() in PRODUCTS:
         return "product"
     if "attention" in operator.name() or "attn" in operator.name():
@@ -127,7 +127,7 @@ def _kind(operator: Any) -> str | None:
 
 
 def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an operator has a probability of dropout above 0."""
+    """Return whether a call of an operator has a probability of dropout above 0."""
     for place, (name, default) in enumerate(argument_names(operator)):
         value = kwargs.get(name, args[place] if place < len(args) else default)
         if "dropout" in name and isinstance(value, (int, float)) and value > 0:
