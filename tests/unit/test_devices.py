@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,29 +20,6 @@ def test_a_cpu_pins_nothing_has_no_name_and_a_fused_optimizer():
     assert devices.faster_precisions(CPU) == []
     assert devices.has_fused_adamw(CPU)
     assert "gpus" not in describe_environment([], CPU)["hardware"]
-
-
-@pytest.fixture
-def other(monkeypatch):
-    """A device kind that nobody has heard of, with two devices."""
-    module = SimpleNamespace(
-        get_device_name=lambda device: f"Accelerator {device.index}", is_bf16_supported=lambda: True
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    devices.pins_memory.cache_clear()
-    yield torch.device("xpu:1")
-    devices.pins_memory.cache_clear()
-
-
-def test_devices_of_any_kind_are_named_and_pin_where_they_can(other, monkeypatch):
-    assert devices.device_names(other) == ["Accelerator 0", "Accelerator 1"]
-    assert describe_environment([], other)["hardware"]["gpus"] == ["Accelerator 0", "Accelerator 1"]
-    assert not devices.pins_memory(other), "there is none on this machine"
-    devices.pins_memory.cache_clear()
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory: SimpleNamespace(is_pinned=lambda: pin_memory))
-    assert devices.pins_memory(other)
-    assert not devices.pins_memory(torch.device("mps"))
 
 
 THREADS = """

@@ -99,29 +99,6 @@ def test_segments_expand_where_the_driver_can_and_nobody_says_otherwise(
     assert changed == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if found else set_by_user)
 
 
-class Driver:
-    """Stands for libcuda: GPU 0, which maps memory page by page or not."""
-
-    def __init__(self, maps: bool):
-        self.maps = maps
-
-    def cuInit(self, flags):
-        return 0
-
-    def cuDeviceGet(self, device, number):
-        return number
-
-    def cuDeviceGetAttribute(self, answer, attribute, device):
-        answer._obj.value = int(self.maps)
-        return 0 if attribute == 102 else 1
-
-
-@pytest.mark.parametrize("maps", [True, False])
-def test_the_driver_is_asked(monkeypatch, maps):
-    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: Driver(maps))
-    assert gpus._maps_memory() is maps
-
-
 def test_there_may_be_no_driver(monkeypatch):
     def missing(name):
         raise OSError(name)

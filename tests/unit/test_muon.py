@@ -1,11 +1,8 @@
 """optim muon: its step, what takes it, what it keeps, where it is refused. Between strategies: test_agreement.py."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from helpers import refusal
-from test_memory_report import options, shortage, strategy_of
 from test_plan_layouts import GPT2, model_of
 from test_resuming import recipe
 from test_saving import Alone, save, saver_of
@@ -13,9 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.planned_strategy import PlannedStrategy
-from zerofit.estimate.remedies import state_setup
 from zerofit.model.parameters import hidden_matrices
-from zerofit.recipe import ClmRecipe
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.muon import orthogonal
 from zerofit.strategy.optimizers import make_optimizer
@@ -126,18 +121,3 @@ def test_the_plan_counts_one_moment_of_matrices(stage):
     assert model.weights.state_bytes("muon") == adam.weights.state_bytes("adamw") - 4 * matrices
     assert theirs.optimizer - ours.optimizer == pytest.approx(4 * matrices / ranks, rel=1e-3)
     assert ours.step["workspace"] >= 4 * 4 * 64 * 64
-
-
-def test_the_memory_report_counts_it_and_proposes_nothing_that_is_refused():
-    asked = ClmRecipe(model_name_or_path="m", block_size=64, optim="muon")
-    model = model_with("llama")
-    engine = SimpleNamespace(module=model, torch_optimizer=make_optimizer(model, asked, torch.device("cpu")))
-    total = sum(each.numel() for each in model.parameters())
-    spared = 4 * sum(each.numel() for each in hidden_matrices(model).values())
-    assert state_setup(strategy_of(0), asked, 100).held().optimizer == 12 * 100
-    for stage, width in ((None, 8), (0, 12)):
-        kept = state_setup(strategy_of(stage), asked, total, engine).held().optimizer
-        assert kept == width * total - spared
-    proposed = " ".join(options(shortage(strategy_of(2, batches=(1, 1)), asked)))
-    assert "zero3" in proposed
-    assert not any(word in proposed for word in ("offload", "lora"))

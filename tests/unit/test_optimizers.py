@@ -1,7 +1,6 @@
 """optim: what each optimizer keeps, where it is refused, and that a run with it resumes to the bit."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,77 +25,32 @@ CPU = torch.device("cpu")
 SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
 
 
-class Blocks(torch.optim.Optimizer):
-    """Stands for bitsandbytes' AdamW8bit where that is not installed: it takes the same arguments and keeps tensors of
-    the same names, dtypes and sizes. Its steps are made up."""
-
-    def __init__(self, params, lr, betas, eps):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    small = parameter.numel() < 4096
-                    state["step"] = 0
-                    for number in (1, 2):
-                        dtype = torch.float32 if small else torch.uint8
-                        state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
-                        if not small:
-                            state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256))
-                            state[f"qmap{number}"] = torch.linspace(-1, 1, 256)
-                state["step"] += 1
-                state["state1"] += (100 * state["step"] * parameter.grad.abs()).to(state["state1"].dtype)
-                if "absmax1" in state:
-                    state["absmax1"] += parameter.grad.norm()
-                parameter -= group["lr"] * (parameter.grad + 0.01 * state["state1"])
-
-
-def stand_in(monkeypatch) -> None:
-    package, optim = ModuleType("bitsandbytes"), ModuleType("bitsandbytes.optim")
-    package.optim, optim.AdamW8bit = optim, Blocks
-    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)
-
-
-@pytest.fixture(params=[*(name for name in OPTIMIZERS if name != "muon"), "stand-in"])  # of Muon see test_muon.py
-def optim(request, monkeypatch):
+@pytest.fixture(params=[name for name in OPTIMIZERS if name != "muon"])  # of Muon see test_muon.py
+def optim(request):
     if request.param == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="no dependency of the tests: pip install bitsandbytes")
-    if request.param == "stand-in":
-        stand_in(monkeypatch)
-    return request.param.replace("stand-in", "adamw_8bit")
+    return request.param
 
 
 def optimizer_of(module: torch.nn.Module, *flags: str) -> torch.optim.Optimizer:
     return make_optimizer(module, recipe(*flags), CPU)
 
 
-def own_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: tuple[str, ...]) -> int:
-    return sum(tensor.nbytes for name, tensor in optimizer.state[parameter].items() if name in names)
-
-
-def check_sizes(optim: str) -> None:
+def test_the_state_is_as_large_as_predicted(optim):
     module = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES)
     optimizer = optimizer_of(module, "--optim", optim)
     for parameter in module:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     for parameter in module:
-        assert own_bytes(optimizer, parameter, KEPT[optim]) == state_bytes(optim, parameter.shape), parameter.shape
+        own = sum(each.nbytes for name, each in optimizer.state[parameter].items() if name in KEPT[optim])
+        assert own == state_bytes(optim, parameter.shape), parameter.shape
 
 
-def test_the_state_is_as_large_as_predicted(optim):
-    check_sizes(optim)
-
-
-def test_the_recipe_s_values_reach_the_optimizer(monkeypatch):
-    stand_in(monkeypatch)
+def test_the_recipe_s_values_reach_the_optimizer():
     flags = ("--learning_rate", "1e-3", "--weight_decay", "0.1", "--adam_beta1", "0.8", "--adam_epsilon", "1e-6")
     module = torch.nn.Linear(4, 2)
-    matrices, vectors = optimizer_of(module, "--optim", "adamw_8bit", *flags).param_groups
+    matrices, vectors = optimizer_of(module, *flags).param_groups
     assert matrices["params"] == [module.weight]
     assert (matrices["lr"], tuple(matrices["betas"]), matrices["eps"]) == (1e-3, (0.8, 0.999), 1e-6)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)

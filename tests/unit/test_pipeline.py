@@ -12,7 +12,6 @@ from helpers import TINY, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.export import export_model
-from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
 from zerofit.model.tensor_parallel.shares import draw_share
@@ -152,29 +151,6 @@ def test_every_layer_is_in_one_stage_and_no_cut_is_more_even(layers, stages, voc
     possible = [sizes for sizes in product(range(1, layers), repeat=stages) if sum(sizes) == layers]
     assert len(possible) == comb(layers - 1, stages - 1)
     assert slowest([len(share) for share in cut]) == pytest.approx(min(map(slowest, possible)))
-
-
-def test_the_schedule_leaves_the_step_to_the_decision_about_the_update():
-    from deepspeed.runtime.pipe import schedule
-
-    from zerofit.strategy.pipeline_engine import GradientSchedule
-
-    def commands(kind, stage):
-        return [type(command) for step in kind(4, 2, stage) for command in step]
-
-    for stage in range(2):
-        theirs = commands(schedule.TrainSchedule, stage)
-        assert theirs[-1] is schedule.OptimizerStep
-        assert commands(GradientSchedule, stage) == theirs[:-1]
-        assert theirs.count(schedule.BackwardPass) == 4
-
-
-# ----------------------------------------------------------------------------------------------------- what is refused
-
-
-def test_families_with_a_plan_are_those_that_are_tried_here():
-    planned = {name for name, family in BY_MODEL_TYPE.items() if family.stage_plan is not None}
-    assert planned == {family for family, _ in MODELS.values()}
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), [

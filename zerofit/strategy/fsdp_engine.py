@@ -23,13 +23,13 @@ from zerofit.model.parameters import replace_parameters, true_shape
 from zerofit.model.stages import without_weights
 from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.engine import Bounds, Engine, Outcome, storages
+from zerofit.strategy.engine import storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.state import OptimizerState, RowState
-from zerofit.strategy.torch_engine import decide_on_device, decides_on_device, gradient_norm
+from zerofit.strategy.torch_engine import TorchEngine
 
 
-class FullyShardedEngine(Engine):
+class FullyShardedEngine(TorchEngine):
     """FSDP2.
 
     Attributes:
@@ -42,7 +42,6 @@ class FullyShardedEngine(Engine):
         if not recipe.trains:
             model.requires_grad_(False)
         before, self.optimizer = dict(model.named_parameters()), optimizer
-        self._trained_rows: list[torch.Tensor] = []  # this rank's, with their gradients, from norm to step
         modules = experts_of(model) if self.strategy.divides_experts else []
         self._shard(model, modules)
         self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
@@ -129,21 +128,13 @@ class FullyShardedEngine(Engine):
             self.module.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
-        if not losses or not decides_on_device(self):
-            return super().step(losses, bounds)
-        outcome, refused, scale = decide_on_device(self, losses, self._take_norm(), bounds)
-        for group in self.optimizer.param_groups:
-            self._step_shards(group, refused, scale)
-        self.discard()
-        return outcome
-
     @torch.no_grad()  # with it DTensor.to_local starts an autograd function each time
-    def _step_shards(self, group: dict[str, Any], refused: torch.Tensor, scale: torch.Tensor | None) -> None:
+    def _step_unless(self, refused: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Torch's fused AdamW over this rank's rows: its step takes no verdict, a plain tensor, beside DTensors."""
+        for group in self.optimizer.param_groups:
+            self._step_group(group, refused, scale)
+
+    def _step_group(self, group: dict[str, Any], refused: torch.Tensor, scale: torch.Tensor | None) -> None:
         parameters = [each for each in group["params"] if each.grad is not None]
         states = [self.optimizer.state[each] for each in parameters]
         for parameter, state in zip(parameters, states):
@@ -169,33 +160,8 @@ class FullyShardedEngine(Engine):
             maximize=False,
         )
 
-    def gradient_norm(self) -> float:
-        self._norm = self._take_norm()
-        return float(self._norm)
-
     @torch.no_grad()
-    def _take_norm(self) -> torch.Tensor:
-        for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
-            if parameter.grad is not None:
-                parameter.grad.to_local().div_(self.layout.world_size)
-        self._trained_rows = self._shards_with_gradients()
-        return self._norm_of_all([cast(torch.Tensor, each.grad) for each in self._trained_rows])
-
-    def apply(self) -> None:
-        if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self._trained_rows, self.max_grad_norm, self._norm)
-        self.optimizer.step()
-        self.discard()
-
-    def discard(self) -> None:
-        self._trained_rows = []
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad.to_local() for parameter in self.parameters if parameter.grad is not None]
-
-    def _shards_with_gradients(self) -> list[torch.Tensor]:
+    def trained(self) -> list[torch.Tensor]:
         """This rank's rows of what has a gradient, as plain tensors that have its rows of the gradient as theirs."""
         shards = []
         for parameter in self.parameters:
@@ -204,11 +170,17 @@ class FullyShardedEngine(Engine):
                 shards[-1].grad = parameter.grad.to_local()
         return shards
 
-    def _norm_of_all(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The 2-norm of the gradients of a replica's ranks together, a scalar."""
-        square = gradient_norm(gradients) ** 2
+    @torch.no_grad()
+    def _take_norm(self) -> torch.Tensor:
+        for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
+            if parameter.grad is not None:
+                parameter.grad.to_local().div_(self.layout.world_size)
+        square = super()._take_norm() ** 2  # of a replica's ranks together
         torch.distributed.all_reduce(square)
         return (square / self.layout.replicas).sqrt()
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer | None:

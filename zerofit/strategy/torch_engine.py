@@ -24,44 +24,6 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
-def decides_on_device(engine: Engine) -> bool:
-    """Whether the optimizer's step itself leaves out a refused update: torch's fused AdamW does."""
-    optimizer = engine.torch_optimizer
-    fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
-    has_fp64 = engine.device.type not in ("mps", "hpu")
-    return bool(fused and has_fp64 and engine.accelerator.scaler is None and not engine.ema_decay)
-
-
-def decide_on_device(
-    engine: Engine, losses: list[torch.Tensor], norm: torch.Tensor, bounds: Bounds
-) -> tuple[Outcome, torch.Tensor, torch.Tensor | None]:
-    """Decide about an update without a wait for the device: loss, norm and verdict are read while it steps.
-
-    Args:
-        norm: of all gradients, a scalar on the device, the same on all ranks.
-
-    Returns: what became of the update; 1.0 if it is refused, else 0.0, an fp32 scalar on the device; what gradients
-        are to be divided by so that they are clipped, likewise (None: they are not).
-    """
-    report = torch.tensor(bounds.report, dtype=torch.float64).to(engine.device, non_blocking=True)
-    row = torch.cat([torch.stack([torch.as_tensor(sum(losses)).double(), norm.double()]), report])
-    rows = row[None] if engine.layout.world_size == 1 else engine.accelerator.gather(row[None])
-    norm = rows[0, 1]  # rank 0's, so that all decide alike
-    refused = (~bounds.accept(rows[:, 0].sum(), norm)).float()
-    scale = ((norm + 1e-6) / engine.max_grad_norm).clamp(min=1.0).float() if engine.max_grad_norm > 0 else None
-    found = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
-    copied = torch.Event(engine.device.type) if engine.device.type != "cpu" else None
-    if copied is not None:
-        copied.record()
-
-    def read() -> tuple[bool, list[list[float]]]:
-        if copied is not None:
-            copied.synchronize()
-        return bool(found[0]), found[1:].view(rows.shape).tolist()
-
-    return Outcome(losses, read, engine.layout.loss_ranks), refused, scale
-
-
 class TorchEngine(Engine):
     """One process, or DDP."""
 
@@ -96,25 +58,71 @@ class TorchEngine(Engine):
         self.accelerator.backward(loss)
 
     def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
-        if not losses or not decides_on_device(self):
+        if not losses or not self.decides_on_device:
             return super().step(losses, bounds)
-        norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
-        outcome, refused, scale = decide_on_device(self, losses, norm, bounds)
+        outcome, refused, scale = self._decide(losses, bounds)
+        self._step_unless(refused, scale)
+        self._drop_gradients()
+        return outcome
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the optimizer's step itself leaves out a refused update: torch's fused AdamW does."""
+        optimizer = self.torch_optimizer
+        fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
+        has_fp64 = self.device.type not in ("mps", "hpu")
+        return bool(fused and has_fp64 and self.accelerator.scaler is None and not self.ema_decay)
+
+    def _decide(self, losses: list[torch.Tensor], bounds: Bounds) -> tuple[Outcome, torch.Tensor, torch.Tensor | None]:
+        """Decide about an update without a wait for the device: loss, norm and verdict are read while it steps.
+
+        Returns: what became of the update; 1.0 if it is refused, else 0.0, an fp32 scalar on the device; what
+            gradients are to be divided by so that they are clipped, likewise (None: they are not).
+        """
+        norm = self._take_norm()
+        report = torch.tensor(bounds.report, dtype=torch.float64).to(self.device, non_blocking=True)
+        row = torch.cat([torch.stack([torch.as_tensor(sum(losses)).double(), norm.double()]), report])
+        rows = row[None] if self.layout.world_size == 1 else self.accelerator.gather(row[None])
+        norm = rows[0, 1]  # rank 0's, so that all decide alike
+        refused = (~bounds.accept(rows[:, 0].sum(), norm)).float()
+        scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).float() if self.max_grad_norm > 0 else None
+        found = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
+        copied = torch.Event(self.device.type) if self.device.type != "cpu" else None
+        if copied is not None:
+            copied.record()
+
+        def read() -> tuple[bool, list[list[float]]]:
+            if copied is not None:
+                copied.synchronize()
+            return bool(found[0]), found[1:].view(rows.shape).tolist()
+
+        return Outcome(losses, read, self.layout.loss_ranks), refused, scale
+
+    def _step_unless(self, refused: torch.Tensor, scale: torch.Tensor | None) -> None:
         optimizer: Any = self.torch_optimizer
         optimizer.found_inf, optimizer.grad_scale = refused, scale  # what torch.amp.GradScaler gives an optimizer
         optimizer.step()
         del optimizer.found_inf, optimizer.grad_scale
-        self._drop_gradients()
-        return outcome
+
+    def trained(self) -> list[torch.Tensor]:
+        """This rank's part of what is trained, plain tensors with their gradients."""
+        return self.parameters
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [each.grad for each in self.trained() if each.grad is not None]
+
+    def _take_norm(self) -> torch.Tensor:
+        """The 2-norm of all gradients, a scalar on the device, the same on all ranks."""
+        self.accelerator.unscale_gradients()
+        return gradient_norm(self.gradients())
 
     def gradient_norm(self) -> float:
-        self.accelerator.unscale_gradients()
-        self._norm = gradient_norm([p.grad for p in self.parameters if p.grad is not None])
+        self._norm = self._take_norm()
         return float(self._norm)
 
     def apply(self) -> None:
         if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, self._norm)
+            torch.nn.utils.clip_grads_with_norm_(self.trained(), self.max_grad_norm, self._norm)
         self.optimizer.step()
         self._drop_gradients()
 
