@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_725,  # 1,300
     "zerofit/tools": 11_734,  # 10,600
     "benchmarks": 2_067,  # 1,800
-    "tests": 29_508,  # 21,500
+    "tests": 29_419,  # 21,500
 }
 
 

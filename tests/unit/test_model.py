@@ -28,8 +28,6 @@ from zerofit.model.configuration import (
 )
 from zerofit.model.load import build_model
 from zerofit.model.parameters import (
-    check_finite,
-    count_not_finite,
     count_parameters,
     flops_per_token,
 )
@@ -291,22 +289,6 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
     assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert "2 of its 28 weights hold NaN" in said
-
-
-def test_under_zero_3_each_rank_looks_at_its_share(monkeypatch):
-    """Of three values two ranks have two each: the last is a filler, and may be anything."""
-    model = torch.nn.Linear(3, 1, bias=False)
-    shares = torch.tensor([[1.0, torch.inf], [torch.nan, torch.nan]])
-    found = []
-    for rank, share in enumerate(shares):
-        model.weight.ds_tensor, model.weight.ds_numel, model.weight.ds_shape = share, 3, torch.Size([1, 3])
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        found.append(count_not_finite(model))
-    assert found == [{"weight": (1, True)}, {"weight": (1, True)}]
-    assert "weight (2 of 3 values)" in refusal(check_finite, model, "model_name_or_path = 'x'", lambda own: found)
-    model.weight.ds_tensor, found[:] = torch.tensor([0.0, torch.nan]), [{}]
-    assert count_not_finite(model) == {}, "the filler"
-    check_finite(model, "model_name_or_path = 'x'")
 
 
 def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, monkeypatch):

@@ -65,22 +65,6 @@ def figures_of(model, join) -> dict:
     return found
 
 
-def taken_in_turns(model) -> list[list[torch.Tensor]]:
-    """Gradients of two batches of other lengths, one after the other; and as a pipeline's passes take turns."""
-    ids, gradients = batch_of()["input_ids"], []
-    for in_turns in (False, True):
-        losses = []
-        for rows in (ids, ids[:2, :8]):
-            losses.append(model.base_model(rows).last_hidden_state.square().sum())
-            if not in_turns:
-                losses.pop().backward()
-        for loss in losses:
-            loss.backward()
-        gradients.append([parameter.grad for parameter in model.base_model.parameters()])
-        model.zero_grad()
-    return gradients
-
-
 def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
     """Of each weight, whether the share that is drawn alone is the share of the weight that is drawn in full."""
     family, changes = MODELS[name]
@@ -120,10 +104,7 @@ def share(rank: int, folder: str) -> None:
     for name in MODELS:
         model = model_of(name)
         split_model(model, tensor)
-        model.gradient_checkpointing_enable()
-        in_turns = taken_in_turns(model)
-        model.gradient_checkpointing_disable()
-        found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor), "in turns": in_turns}
+        found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor)}
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     os._exit(0)
@@ -154,13 +135,6 @@ def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
         (counted, held), ((parameters, _), total) = found["parameters"], expected["parameters"]
         assert counted == (parameters, parameters), "the whole model counts"
         assert total / 2 < held < 0.55 * total
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_passes_that_take_turns_recompute_their_own_tokens(ranks, name):
-    one_by_one, in_turns = ranks[0][name]["in turns"]
-    assert len(one_by_one) > 10
-    assert all(torch.equal(one, other) for one, other in zip(one_by_one, in_turns, strict=True))
 
 
 def test_what_is_not_cut_has_the_same_gradient_on_all_ranks_bit_for_bit(ranks):
