@@ -242,3 +242,16 @@ def test_files_with_other_columns_are_read_together(tmp_path, cache, ending):
     write(tmp_path / f"b{ending}", sep, header=("label", "id", "text"), rows=[("1", "07", "two")])
     table = read(str(tmp_path / f"*{ending}"), cache)
     assert table.to_dict() == {"text": ["one", "two"], "label": ["0", "1"], "id": [None, "07"]}
+
+
+def test_of_an_excel_file_the_first_sheet_is_read_and_the_others_are_named(tmp_path, cache):
+    pytest.importorskip("openpyxl", reason="pandas reads .xlsx with it")
+    table = pd.DataFrame(ROWS, columns=HEADER)
+    for others in ([], ["dev", "old"]):
+        path = tmp_path / f"{len(others)}.xlsx"
+        with pd.ExcelWriter(path) as book:
+            for name in ["train", *others]:
+                table.to_excel(book, sheet_name=name, index=False)
+        data = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache))
+        assert [tuple(record.values()) for record in data.parts["train"]] == ROWS
+        assert ["'dev', 'old'" in note for note in data.notes] == [True] * bool(others)

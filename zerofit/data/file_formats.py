@@ -159,6 +159,14 @@ def _first_sheet(path: Path) -> bytes:
     return sheet.to_csv(index=False).encode()
 
 
+def sheets_left_out(path: Path) -> list[str]:
+    """A note on the sheets of an Excel file that are not read: all but the first; nothing if it has one."""
+    with pd.ExcelFile(path, engine="openpyxl") as book:
+        first, *others = book.sheet_names
+    names = ", ".join(map(repr, others))
+    return [f"note      {path}: sheet {first!r} is read, and not {names}: save it as .csv to read it"] if others else []
+
+
 def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
     """The records under a key of one JSON object, one record per line."""
     try:

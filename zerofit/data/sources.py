@@ -17,7 +17,7 @@ from zerofit.data.delimited_files import (
     with_quoting,
     without_repeated_headers,
 )
-from zerofit.data.file_formats import BUILDERS, format_of, plain_files, unreadable
+from zerofit.data.file_formats import BUILDERS, format_of, plain_files, sheets_left_out, unreadable
 from zerofit.data.json_files import as_records, load_json, without_half_pairs
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PREDICT, DataOptions
@@ -114,6 +114,8 @@ def read_source(
         kwargs = {**kwargs, "names": list(header)} if header else kwargs
         kwargs = with_delimiter(plain[named], kwargs, data.delimiter)
     parts, notes = dict[str, Dataset](), list[str]()
+    if kind == "xlsx":
+        notes = [note for paths in files.values() for path in paths for note in sheets_left_out(path)]
     for part, paths in plain.items():
         try:
             parts[part] = _load(builder, part, paths, kind, data, kwargs, reader, notes)
