@@ -164,7 +164,7 @@ def sheets_left_out(path: Path) -> list[str]:
     with pd.ExcelFile(path, engine="openpyxl") as book:
         first, *others = book.sheet_names
     names = ", ".join(map(repr, others))
-    return [f"note      {path}: sheet {first!r} is read, and not {names}: save it as .csv to read it"] if others else []
+    return [f"note      {path}: sheet {first!r} is read; to read {names}, save it as .csv"] if others else []
 
 
 def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
