@@ -130,7 +130,6 @@ def _of_jobset(found: list[dict], nodes: int) -> Iterator[str]:
         yield "not so many machines"
     if nodes > 1 and value_of("--main_process_ip", container["args"]) != f"{name}-node-0-0.{name}":
         yield "no address"
-    yield from _of_command(container)
 
 
 def _of_trainjob(found: list[dict], nodes: int) -> Iterator[str]:
@@ -149,7 +148,6 @@ def _of_trainjob(found: list[dict], nodes: int) -> Iterator[str]:
         yield "another runtime"
     if job["spec"]["trainer"]["numNodes"] != nodes:
         yield "not so many machines"
-    yield from _of_command(job["spec"]["trainer"])
 
 
 def _of_task(found: list[dict], nodes: int) -> Iterator[str]:
@@ -158,13 +156,6 @@ def _of_task(found: list[dict], nodes: int) -> Iterator[str]:
         yield "not so many machines"
     if task["resources"]["job_recovery"]["recover_on_exit_codes"] != SAVED:
         yield "a saved run is not started again"
-    if shlex.split(task["run"])[:2] != [".venv/bin/zerofit", "launch"]:
-        yield task["run"]
-
-
-def _of_command(container: dict) -> Iterator[str]:
-    if container["command"] != ["zerofit", "launch"]:
-        yield f"{container['command']}"
 
 
 def value_of(option: str, words: list[str]) -> str | None:

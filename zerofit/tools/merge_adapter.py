@@ -42,6 +42,7 @@ class Merged:
 def merge(
     folder: AdapterFolder,
     output: Path,
+    *,
     base: str | None = None,
     precision: str | None = None,
     dequantize: bool = False,
@@ -74,7 +75,8 @@ def merge(
     model = fold(adapted)
     notes = [*adapted.notes, *probe.compare(before, model, effect, "merged")]
     with atomic_folder(output) as partial:
-        _write(model, folder, adapted, tokenizer, partial, notes)
+        _write(model, folder, tokenizer, partial)
+        write_card(partial, _card(model, folder, adapted, notes))
         del model, adapted.model  # there are never two models in memory
         again = _read_back(adapted, partial, trust_remote_code)
         notes += probe.compare(before, again, effect, "read back")
@@ -177,13 +179,12 @@ def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: 
     return read_tokenizer("base", adapted.base, config, trust_remote_code)
 
 
-def _write(model, folder: AdapterFolder, adapted: AdaptedModel, tokenizer, partial: Path, notes: list[str]) -> None:
+def _write(model, folder: AdapterFolder, tokenizer, partial: Path) -> None:
     if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(folder.path)
     failed = export_model(model, model.state_dict().items(), tokenizer, partial)
     for error in failed.values():
         raise error
-    write_card(partial, _card(model, folder, adapted, notes))
 
 
 def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool):

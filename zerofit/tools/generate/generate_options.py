@@ -64,7 +64,7 @@ class SamplingOptions(Recipe):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """Those of temperature, top_k and top_p that were given."""
+        """Those of the options temperature, top_k and top_p that were given."""
         names = ("temperature", "top_k", "top_p")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -20,7 +20,7 @@ from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import cache_root
 from zerofit.record.terminal import StatusLine, duration, size
 from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
-from zerofit.tools.prepare.corpus_writer import ENDINGS, PARTIAL, CorpusWriter, check_free
+from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.documents import InputFile, find_input, parts_of
 from zerofit.tools.prepare.encode import Encoder, Workers
 from zerofit.tools.prepare.prepare_options import PrepareOptions
@@ -39,8 +39,7 @@ def prepare(options: PrepareOptions) -> list[str]:
     start = str(Path(options.output_prefix).expanduser())
     prefixes = [f"{start}_{key}_document" for key in options.json_keys]
     check_free(prefixes, options.overwrite)
-    outputs = [Path(prefix + ending + more) for prefix in prefixes for ending in ENDINGS for more in ("", PARTIAL)]
-    files = find_input(options.input, omit=outputs)
+    files = find_input(options.input)
     if any(file.kind == "text" for file in files) and options.json_keys != ["text"]:
         raise UserError(f"json_keys = {' '.join(options.json_keys)}: plain text has `text` only")
     silence_libraries()

@@ -38,7 +38,7 @@ def check_free(prefixes: list[str], overwrite: bool) -> None:
 
 
 def _left_by_a_killed_job(prefix: str) -> bool:
-    """Whether a job was killed while it gave the files their names."""
+    """Check whether a job was killed while it gave the files their names."""
     return not os.path.exists(f"{prefix}.idx") and os.path.exists(f"{prefix}.idx{PARTIAL}")
 
 

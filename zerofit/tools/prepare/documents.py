@@ -8,7 +8,7 @@ import glob
 import io
 import os
 from codecs import BOM_UTF8, getincrementaldecoder
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import DAMAGED, PACKED, open_bytes, unpacked
 from zerofit.recipe.paths import find_files
+from zerofit.tools.prepare.corpus_writer import PARTIAL
 from zerofit.tools.prepare.encode import Part
 
 PART = 1 << 20  # bytes or characters; a longer record is a part by itself
@@ -43,27 +44,25 @@ class InputFile:
     size: int
 
 
-def find_input(inputs: list[str], omit: Iterable[Path] = ()) -> list[InputFile]:
+def find_input(inputs: list[str]) -> list[InputFile]:
     """The files of these paths, folders and globs.
 
     They have the order of `inputs`, and are sorted within a folder or a glob. A file that is named twice is taken
     once, at its first place. In folders and globs, hidden files, empty files and corpora are skipped.
 
-    Args:
-        omit: files that are never input, such as those that are about to be written.
-
     Raises:
         UserError: a name without a file, an empty file, a file of an unknown kind.
     """
-    files, omitted = {}, {path.resolve() for path in omit}
+    files: dict[Path, InputFile] = {}
     for name in inputs:
         name = os.path.expanduser(name)
         for path in find_files("input", [f"{glob.escape(name)}/**/*" if os.path.isdir(name) else name]):
-            # a corpus that was made before may lie among the texts
-            is_corpus = path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").exists()
+            # a corpus, or what a killed job has left of one, may lie among the texts
+            unfinished = path.with_suffix(f".idx{PARTIAL}").exists()
+            is_corpus = path.suffix in (".bin", ".idx", ".json") and (unfinished or path.with_suffix(".idx").exists())
             is_searched = str(path) != os.path.realpath(name)
-            is_skipped = is_searched and (is_corpus or INDICES in path.parts)
-            if not is_skipped and path not in omitted and path not in files:
+            is_skipped = is_searched and (is_corpus or path.suffix == PARTIAL or INDICES in path.parts)
+            if not is_skipped and path not in files:
                 files[path] = _describe(path)
     if not files:
         raise UserError(f"input = {' '.join(inputs)}: there is no file of text")
@@ -166,7 +165,7 @@ def _plain_newlines(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes
 
 
 def _is_list(path: Path, encoding: str | None) -> bool:
-    """Whether a .json file is one list, and not an object a line."""
+    """Check whether a .json file is one list, and not an object a line."""
     return next(_blocks(path, encoding), (b"", 0))[0].lstrip()[:1] == b"["
 
 

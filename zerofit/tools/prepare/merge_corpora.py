@@ -59,7 +59,7 @@ def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
 
 
 def _in_common(corpora: list[Corpus]) -> dict[str, Any] | None:
-    """What the card of all says beside their numbers; None where none has a card.
+    """Return what the card of the joined corpus says beside its numbers; None where no corpus has a card.
 
     Raises:
         UserError: they differ, or only some have a card.

@@ -103,7 +103,7 @@ class WatchedRun:
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """What changes as a run writes its record: when its files were written, in ns, and their sizes."""
+    """Return what changes as a run writes its record: when its files were written, in ns, and their sizes."""
     files = [path / name for name in ("metrics.jsonl", "environment.json")]
     found = [file.stat() for file in files if file.exists()]
     return (*(each.st_mtime_ns for each in found), *(each.st_size for each in found), 0)

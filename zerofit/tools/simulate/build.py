@@ -26,7 +26,7 @@ NAME = "simgpu_c"
 
 
 def missing() -> str | None:
-    """What this machine lacks to build the extension; None: nothing."""
+    """Return what this machine lacks to build the extension; None: nothing."""
     if _compiler() is None:
         return "there is no C++ compiler (looked for $CXX, c++, g++ and clang++)"
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -59,7 +59,7 @@ def target() -> Path:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """What puts a Python on the simulated device."""
+    """Return the environment variables that put a Python on the simulated device."""
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(DEVICE)]
     return {"SIMGPU_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join([str(DEVICE), *others])}
 
@@ -75,7 +75,7 @@ def _folder() -> Path:
 
 
 def _key() -> str:
-    """Of all that the extension is made from, wherever the sources lie."""
+    """Hash all that the extension is made from, wherever the sources lie."""
     sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
     command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
     about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {command}"

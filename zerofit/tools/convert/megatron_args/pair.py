@@ -14,18 +14,13 @@ from zerofit.recipe.places import place
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.tools.convert.megatron_args.ledger import MACHINES, PROCESSES, Call, FlagLedger, FlagRow
 
-DEGREES = tuple(
-    (
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "ds_sequence_parallel_size expert_model_parallel_size moe_expert_parallel_size"
-    ).split()
-)
-TENSOR_DEGREE, PIPELINE_DEGREE, *SEQUENCE_DEGREES = SPLITTING = DEGREES[:4]
-KEYS = {
-    TENSOR_DEGREE: f"{TENSOR}.autotp_size",
-    PIPELINE_DEGREE: f"{PIPELINE}.stages",
-    **dict.fromkeys(SEQUENCE_DEGREES, SEQUENCE),
+SPLITTING = {  # {flag: (the degree of the layout, its key in the pair's JSON)}
+    "tensor_model_parallel_size": ("tensor", f"{TENSOR}.autotp_size"),
+    "pipeline_model_parallel_size": ("pipeline", f"{PIPELINE}.stages"),
+    "context_parallel_size": ("sequence", SEQUENCE),
+    "ds_sequence_parallel_size": ("sequence", SEQUENCE),
 }
+DEGREES = (*SPLITTING, "expert_model_parallel_size", "moe_expert_parallel_size")
 FALLBACK = 8  # processes, where the script does not say
 OWNED = {  # keys of the JSON, and the flags that must agree
     "train_batch_size": "global_batch_size",
@@ -106,12 +101,12 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     split = {name: degree for name, degree in degrees.items() if degree > 1}
     refused = {name: why for name in split if (why := _take_degree(layout, name, split))}
     _read_zero(flags, layout)
-    _stage(flags, layout, bool(refused.keys() & set(SPLITTING)))
+    _stage(flags, layout, bool(refused.keys() & SPLITTING.keys()))
     for name in split:
         if name in refused:
             flags.none(name, f"{refused[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
         else:
-            flags.carried(name, f"the pair: {layout.strategy}, {KEYS[name]}: {split[name]}")
+            flags.carried(name, f"the pair: {layout.strategy}, {SPLITTING[name][1]}: {split[name]}")
     if layout.tensor == 1:
         flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
     return layout
@@ -131,15 +126,15 @@ def _say_processes(flags: FlagLedger, call: Call, world: int) -> None:
 
 def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
     """Take a degree over into the layout. Returns why it cannot be; empty: it is taken."""
-    kinds = {TENSOR_DEGREE: "tensor", PIPELINE_DEGREE: "pipeline", **dict.fromkeys(SEQUENCE_DEGREES, "sequence")}
-    if name not in kinds:
+    if name not in SPLITTING:
         return "not supported: "
-    if kinds[name] == "sequence" and any(degree in SPLITTING for degree in split if degree != name):
+    kind, _ = SPLITTING[name]
+    if kind == "sequence" and any(degree in SPLITTING for degree in split if degree != name):
         return "rows are not split together with another kind of parallelism: "
     size = layout.replica_size * split[name]
     if layout.world % size:
         return f"num_processes = {layout.world} is not a multiple of {size}: "
-    setattr(layout, kinds[name], split[name])
+    setattr(layout, kind, split[name])
     return ""
 
 

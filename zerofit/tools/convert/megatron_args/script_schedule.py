@@ -34,7 +34,7 @@ class ConvertedScript:
     notes: list[str] = field(default_factory=list)
 
 
-def carry(done: ConvertedScript, flag: str, option: str, value: Any, note: str = "", default: Any = None) -> None:
+def carry(done: ConvertedScript, flag: str, option: str, value: Any, note: str = "", *, default: Any = None) -> None:
     """Set an option of the recipe.
 
     Args:

@@ -123,7 +123,7 @@ def set_per_process_memory_fraction(fraction: float, device=None) -> None:
 
 
 def pinned_bytes() -> int:
-    """What pinned tensors take of the host; torch.cuda has it in host_memory_stats."""
+    """Return the bytes of the host's memory that pinned tensors take; torch.cuda has it in host_memory_stats."""
     return _C.pinned_bytes()
 
 

@@ -84,7 +84,7 @@ class SimulatedAccelerator(CPU_Accelerator):
 
 
 def _tensor_type(dtype: torch.dtype):
-    """What torch.cuda.FloatTensor is: called with sizes or with data."""
+    """Make a property like torch.cuda.FloatTensor, which is called with sizes or with data."""
 
     def make(*args):
         if args and not isinstance(args[0], int):
