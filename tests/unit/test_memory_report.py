@@ -179,8 +179,8 @@ def test_an_engine_is_measured(tiny_run):
     recipe, strategy, engine = tiny_run
     recipe.remember_sources({"block_size": "--block_size"})
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.")
-    facts = RunFacts(strategy, engine)
-    message = explain(error, "backward", 1, "clm", recipe, facts)
+    facts = RunFacts("clm", recipe, strategy, engine)
+    message = explain(error, "backward", 1, facts)
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     assert message.startswith("out of memory: rank 0 of 1, backward of update 1, host memory (ddp, fp32)")
     assert "asked for 1.00 GiB; " in message
@@ -193,7 +193,7 @@ def test_an_engine_is_measured(tiny_run):
 def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
     recipe, strategy, engine = tiny_run
     recipe.remember_sources({"block_size": "--block_size", "config_name": "--config_name"})
-    message = explain(MemoryError(), "backward", 1, "clm", recipe, RunFacts(strategy, engine))
+    message = explain(MemoryError(), "backward", 1, RunFacts("clm", recipe, strategy, engine))
     words = shlex.split(message.splitlines()[-1])
     assert words[:8] == ["zerofit", "plan", "--task", "clm", "--block_size", "64", "--config_name", "gpt2"]
     assert plan_main([*words[2:], "--strategies", "single", "--batch_sizes", "1", "--json", "-"]) == 0
@@ -206,12 +206,12 @@ def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
 def test_host_memory_beside_a_device_and_before_there_is_an_engine(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
     monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
-    facts = RunFacts(strategy, parameters=GIB, program_bytes=2 * GIB)
-    found = measure(MemoryError(), "load", recipe, facts)
+    facts = RunFacts("clm", recipe, strategy, parameters=GIB, program_bytes=2 * GIB)
+    found = measure(MemoryError(), "load", facts)
     assert (found.held.weights, found.rest, found.expected().weights) == (3 * GIB, 0, 4 * GIB)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (GIB, 80 * GIB))
-    message = explain(MemoryError(), "load", None, "clm", recipe, facts)
+    message = explain(MemoryError(), "load", None, facts)
     assert "--save_async false" in message
     assert "--host_memory" in message
     assert message.endswith("--gpu_memory 81920MiB")

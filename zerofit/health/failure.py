@@ -8,7 +8,6 @@ from collections.abc import Callable
 from zerofit.health.out_of_memory import RunFacts, explain
 from zerofit.health.out_of_memory_errors import causes_of, is_out_of_memory
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
-from zerofit.recipe.tasks import TaskRecipe
 
 # What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
 # processes in all_reduce, all_gather, reduce_scatter, barrier, gather_object and broadcast_object_list), the store
@@ -39,11 +38,10 @@ OF_TORCH = (
 def explain_failure(
     error: Exception,
     at: tuple[str, int | None],
+    facts: RunFacts,
+    *,
     named: Callable[[str], str],
     waits_for: Callable[[], list[str]],
-    task: str,
-    recipe: TaskRecipe,
-    facts: RunFacts,
 ) -> int | None:
     """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known.
 
@@ -57,8 +55,7 @@ def explain_failure(
         frames = traceback.extract_tb(error.__traceback__)
         if phase == "forward" and any("cross_entropy" in frame.name for frame in frames):
             phase = "loss"
-        text = explain(error, phase, update, task, recipe, facts)
-        print_last(printable(f"\n{text}"))
+        print_last(printable(f"\n{explain(error, phase, update, facts)}"))
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"

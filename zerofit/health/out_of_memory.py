@@ -34,6 +34,8 @@ class RunFacts:
         parameters: of the whole model.
     """
 
+    task: str
+    recipe: TaskRecipe
     strategy: Strategy
     engine: Engine | None = None
     row_tokens: int | None = None
@@ -41,9 +43,7 @@ class RunFacts:
     parameters: int = 0
 
 
-def explain(
-    error: BaseException, phase: str, update: int | None, task: str, recipe: TaskRecipe, facts: RunFacts
-) -> str:
+def explain(error: BaseException, phase: str, update: int | None, facts: RunFacts) -> str:
     """Write the report that is printed instead of a traceback.
 
     Args:
@@ -52,7 +52,7 @@ def explain(
     """
     at = f"{phase} of update {update:,}" if update else phase
     try:
-        found = measure(error, phase, recipe, facts)
+        found = measure(error, phase, facts)
         launch, memory = facts.strategy.launch, "the device's memory" if found.on_host is False else "host memory"
         first = f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
         lines = [f"{first}({facts.strategy.name}, {facts.strategy.precision})", *_amounts(error, found, facts)]
@@ -62,18 +62,18 @@ def explain(
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
         elif found.on_host:
             lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
-        return "\n  ".join([*lines, "what else fits, predicted:", f"  {_plan_command(task, recipe, found)}"])
+        return "\n  ".join([*lines, "what else fits, predicted:", f"  {_plan_command(facts, found)}"])
     except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
         said = first_line(error) if isinstance(error, Exception) else str(error)
         return f"out of memory: {at}: {said}\n  (no more can be said of it: {first_line(problem)})"
 
 
-def measure(error: BaseException, phase: str, recipe: TaskRecipe, facts: RunFacts) -> Shortage:
+def measure(error: BaseException, phase: str, facts: RunFacts) -> Shortage:
     """Measure what this rank holds of the memory that ran out."""
-    figures, strategy, engine = figures_of(error), facts.strategy, facts.engine
+    figures, engine = figures_of(error), facts.engine
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
     on_host = None if on_cpu else is_out_of_memory(error) != "device"
-    setup = state_setup(strategy, recipe, facts.parameters, engine)
+    setup = state_setup(facts.strategy, facts.recipe, facts.parameters, engine)
     sizes: dict[str, int] = {}
     if engine is None:
         taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - facts.program_bytes
@@ -81,14 +81,14 @@ def measure(error: BaseException, phase: str, recipe: TaskRecipe, facts: RunFact
         rest = max(0, taken - held.weights)
     else:
         held, rest = _held(engine, setup, on_host, facts.program_bytes)
-        sizes = _pass_sizes(engine, strategy, recipe, facts.row_tokens)
+        sizes = _pass_sizes(engine, facts)
     free, total = figures.get("free"), figures.get("total")
     if free is None:
         with contextlib.suppress(Exception):  # after some errors the device answers no more
             free, total = torch.accelerator.get_memory_info() if on_host is False else host_memory()
     return Shortage(
-        recipe=recipe,
-        strategy=strategy,
+        recipe=facts.recipe,
+        strategy=facts.strategy,
         setup=setup,
         phase=phase,
         on_host=on_host,
@@ -114,7 +114,7 @@ def _amounts(error: BaseException, found: Shortage, facts: RunFacts) -> list[str
     if {"total", "free", "in_use"} <= figures.keys():
         others = figures["total"] - figures["free"] - figures["in_use"]
         amounts += [f"other processes hold {size(others)}"] if others > 0.01 * figures["total"] else []
-    tokens = _row_tokens(found.recipe, facts.row_tokens)
+    tokens = _row_tokens(facts)
     batch = f" ({facts.strategy.batches.micro_batch} rows" + (f" of up to {tokens:,} tokens)" if tokens else ")")
     rows = list[tuple[str, ...]]()
     for label, held, due in zip(("weights", "gradients", "optimizer state"), found.held, found.expected()):
@@ -126,10 +126,10 @@ def _amounts(error: BaseException, found: Shortage, facts: RunFacts) -> list[str
     return [*filter(None, lines), *table(rows).splitlines()]
 
 
-def _plan_command(task: str, recipe: TaskRecipe, found: Shortage) -> str:
+def _plan_command(facts: RunFacts, found: Shortage) -> str:
     """The command of `zerofit plan` for this run on these devices."""
-    world_size, memory = found.strategy.launch.world_size, found.total
-    words = ["zerofit", "plan", "--task", task, *recipe.flags_given(), "--num_gpus", str(world_size)]
+    world_size, memory = facts.strategy.launch.world_size, found.total
+    words = ["zerofit", "plan", "--task", facts.task, *facts.recipe.flags_given(), "--num_gpus", str(world_size)]
     if world_size > found.local_processes:
         words += ["--gpus_per_node", str(found.local_processes)]
     if found.on_host is None:
@@ -141,8 +141,8 @@ def _plan_command(task: str, recipe: TaskRecipe, found: Shortage) -> str:
     return shlex.join([*words, "--gpu_memory", f"{memory >> 20}MiB" if memory else "80GiB"])
 
 
-def _row_tokens(recipe: TaskRecipe, known: int | None) -> int:
-    return known or sum(getattr(recipe, name, None) or 0 for name in LENGTHS)
+def _row_tokens(facts: RunFacts) -> int:
+    return facts.row_tokens or sum(getattr(facts.recipe, name, None) or 0 for name in LENGTHS)
 
 
 def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes: int) -> tuple[StateBytes, int]:
@@ -161,10 +161,11 @@ def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes
     return held, max(0, peak - (program_bytes if on_host is None else 0) - sum(held))
 
 
-def _pass_sizes(engine: Engine, strategy: Strategy, recipe: TaskRecipe, row_tokens: int | None) -> dict[str, int]:
+def _pass_sizes(engine: Engine, facts: RunFacts) -> dict[str, int]:
     """The fields of Shortage that follow from the model's configuration and the micro-batch."""
     module: Any = engine.module
-    config, tokens = module.config.get_text_config(), _row_tokens(recipe, row_tokens)
+    recipe, strategy = facts.recipe, facts.strategy
+    config, tokens = module.config.get_text_config(), _row_tokens(facts)
     layers = getattr(config, "num_hidden_layers", 0)
     layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
     element, rows = (4 if strategy.precision == "fp32" else 2), strategy.batches.micro_batch

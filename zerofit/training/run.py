@@ -87,7 +87,7 @@ class Run:
         self.task, self.timeline, self.watchdog, self.ranks = config.task, start.timeline, start.watchdog, start.ranks
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
-        self.facts = RunFacts(self.strategy)
+        self.facts = RunFacts(self.task, self.recipe, self.strategy)
         self.notes, self.lines = list(config.notes), list[str]()
         self.starting = ExitStack()  # what holds until the engine is there
         self.adapter: Any = None  # LoRA's, of this run
@@ -557,9 +557,7 @@ class Run:
     def explain(self, error: Exception) -> int | None:
         """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: another error."""
         watchdog = self.watchdog
-        return explain_failure(
-            error, watchdog.at, self.ranks.named, watchdog.waits_for, self.task, self.recipe, self.facts
-        )
+        return explain_failure(error, watchdog.at, self.facts, named=self.ranks.named, waits_for=watchdog.waits_for)
 
     # ------------------------------------------------------------------------------------------------------ afterwards
 
