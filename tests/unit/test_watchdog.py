@@ -225,13 +225,13 @@ PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
 )
 def test_the_cause(status, last, kills, words, for_memory):
     samples, now = [last._replace(oom_kills=last.oom_kills), last], last._replace(oom_kills=kills)
-    text, memory = cause(status, samples, now, RankMessages())
+    text, memory = cause(status, samples, now, RankMessages(1, 42))
     assert words in text
     assert memory == for_memory
 
 
 def test_under_nccl_an_abort_points_to_the_other_ranks():
-    alone = RankMessages(machine="machine 0 (node0)")
+    alone = RankMessages(1, 42, machine="machine 0 (node0)")
     many = alone.after('{"world_size": 16, "backend": "nccl", "machines": ["machine 0 (node0)", "machine 1 (node1)"]}')
     assert "native code" in cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
     assert "machine 1 (node1)" in cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
@@ -239,11 +239,11 @@ def test_under_nccl_an_abort_points_to_the_other_ranks():
 
 
 def test_a_rank_that_was_asked_to_end_is_not_reported():
-    asked = RankMessages().after("Stack (most recent call first):").after('  File "train/clm.py", line 3 in main')
-    assert crash_report(1, 42, asked, None, [PLENTY], PLENTY) == ""
-    assert crash_report(1, 42, RankMessages(), signal.SIGTERM, [PLENTY], PLENTY) == ""
-    assert crash_report(1, 42, RankMessages(), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
-    assert crash_report(1, 42, RankMessages(), None, [PLENTY], PLENTY)
+    asked = RankMessages(1, 42).after("Stack (most recent call first):").after('  File "train/clm.py", line 3 in main')
+    assert crash_report(asked, None, [PLENTY], PLENTY) == ""
+    assert crash_report(RankMessages(1, 42), signal.SIGTERM, [PLENTY], PLENTY) == ""
+    assert crash_report(RankMessages(1, 42), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
+    assert crash_report(RankMessages(1, 42), None, [PLENTY], PLENTY)
 
 
 # ------------------------------------------------------------------------------------------------------------- cgroups

@@ -53,6 +53,9 @@ class Sample(NamedTuple):
 class RankMessages(NamedTuple):
     """The state of a rank, as its messages to the watchdog tell it: lines of JSON with some of these fields."""
 
+    rank: int
+    pid: int
+    machine: str = ""  # of the rank, in words
     phase: str = "start"
     update: int | None = None
     patience: float = math.inf  # nobody can say how long imports take
@@ -61,7 +64,6 @@ class RankMessages(NamedTuple):
     flight: str = ""  # the folder of records of collectives
     world_size: int = 1
     backend: str = ""
-    machine: str = ""  # of the rank, in words
     machines: Sequence[str] = ()  # all of them
 
     def after(self, line: str) -> "RankMessages":
@@ -70,9 +72,10 @@ class RankMessages(NamedTuple):
             return self._replace(**json.loads(line))
         return self._replace(was_terminated=self.was_terminated or line.startswith("Stack ("))  # faulthandler's
 
-    def named(self, rank: int, pid: int) -> str:
+    @property
+    def named(self) -> str:
         """The rank, and where it runs."""
-        return f"rank {rank} (pid {pid})" + (f" on {self.machine}" if self.machine else "")
+        return f"rank {self.rank} (pid {self.pid})" + (f" on {self.machine}" if self.machine else "")
 
     @property
     def others(self) -> str:
@@ -169,19 +172,17 @@ def describe_memory(sample: Sample) -> str:
     return "; ".join(parts) or "unknown on this system"
 
 
-def crash_report(
-    rank: int, pid: int, messages: RankMessages, status: int | None, samples: list[Sample], now: Sample
-) -> str:
+def crash_report(messages: RankMessages, status: int | None, samples: list[Sample], now: Sample) -> str:
     """The report on a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
     if ended_by == 0 or ended_by in ORDERLY or messages.was_terminated:
         return ""
     why, for_memory = cause(status, samples, now, messages)
     if messages.stop_requested and not for_memory:
-        name, where = messages.stop_requested, messages.where
-        return f"{messages.named(rank, pid)} had been asked to stop ({name}), and was killed in {where}"
+        name = messages.stop_requested
+        return f"{messages.named} had been asked to stop ({name}), and was killed in {messages.where}"
     lines = [
-        f"{messages.named(rank, pid)} ended without a message in {messages.where}",
+        f"{messages.named} ended without a message in {messages.where}",
         f"cause    {why}",
         f"memory   {describe_memory(samples[-1])}",
         *([f"remedy   {ADVICE}"] if for_memory else []),
@@ -212,7 +213,7 @@ class Watch:
         self.pid, self.rank, self.limit_s = pid, rank, limit_s
         self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
         self.state = open_state(pid)
-        self.messages, self.rest, self.messages_at = RankMessages(machine=machine), b"", time.monotonic()
+        self.messages, self.rest, self.messages_at = RankMessages(rank, pid, machine), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
         self.stopped_at: float | None = None
         self.end = select.poll()
@@ -253,7 +254,7 @@ class Watch:
     def tell_end(self, state: tuple[str, bool, int] | None) -> None:
         status = state[2] if state and state[1] else None
         now = take_sample(self.pid, self.groups)
-        report = crash_report(self.rank, self.pid, self.messages, status, self.samples, now)
+        report = crash_report(self.messages, status, self.samples, now)
         say("\n  waiting  ".join([report, *self.waiting()]) if report else "")
 
     def waiting(self) -> list[str]:
@@ -280,7 +281,7 @@ class Watch:
         if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
             self.stopped_at = math.inf
             say(
-                f"{self.messages.named(self.rank, self.pid)} is stopped (state T: SIGSTOP, or a debugger), in "
+                f"{self.messages.named} is stopped (state T: SIGSTOP, or a debugger), in "
                 f"{self.messages.where}: other ranks may wait for it. It continues with: kill -CONT {self.pid}"
             )
 
@@ -288,7 +289,7 @@ class Watch:
         """Have the rank's stacks printed and end it; False if it has spoken meanwhile."""
         span = f"{silent_s / 60:.0f} minutes" if silent_s >= 90 else f"{silent_s:.0f} s"
         say(
-            f"{self.messages.named(self.rank, self.pid)} has shown no sign of life for {span} in "
+            f"{self.messages.named} has shown no sign of life for {span} in "
             f"{self.messages.where}, most likely because another rank has died, is stopped or waits elsewhere. Where "
             "it stands, by its Python stacks:"
         )
