@@ -140,8 +140,7 @@ def main() -> None:
             flags = [*flags, "--config_overrides", f"max_position_embeddings={length}", "--json", folder / "plan.json"]
             words = (
                 f"--task clm --config_name {shape} --precision bf16 --gpu_memory 900GiB --num_gpus {gpus} "
-                f"--block_size {length} --batch_sizes {micro_batch} --per_device_eval_batch_size 1 "
-                "--residual_in_fp32"  # as transformers alone has it
+                f"--block_size {length} --batch_sizes {micro_batch} --per_device_eval_batch_size 1"
             ).split()
             words += ["--strategies", pair, *H200, *flags]
             with ligers_functions(liger), contextlib.redirect_stdout(io.StringIO()):

@@ -34,46 +34,25 @@ from zerofit.tools.tool_recipe import read_with_recipe
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "docs" / "measurements" / "plan-times.csv"
 PLOT = ROOT / "docs" / "images" / "plan-times.png"
+AUTOCAST = "nanogpt"  # over weights in fp32, so that the residual stream is in fp32; the others compute with bf16 ones
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
 
 def words_of(row: MeasuredRow) -> list[str]:
     """The words after `zerofit plan`."""
     if row.family == "gpt2":
-        name, shape = (
-            "gpt2",
-            {
-                "n_embd": row.hidden,
-                "n_layer": row.layers,
-                "n_head": row.heads,
-                "n_inner": row.ffn,
-                "n_positions": row.length,
-                "resid_pdrop": 0,
-                "embd_pdrop": 0,
-                "attn_pdrop": 0,
-            },
-        )
+        name, shape = "gpt2", f"n_embd={row.hidden},n_layer={row.layers},n_head={row.heads},n_inner={row.ffn},"
+        shape += f"n_positions={row.length},resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
     else:
-        name, shape = (
-            "llama-2-7b",
-            {
-                "hidden_size": row.hidden,
-                "num_hidden_layers": row.layers,
-                "num_attention_heads": row.heads,
-                "num_key_value_heads": row.kv_heads,
-                "intermediate_size": row.ffn,
-                "head_dim": row.hidden // row.heads,
-                "max_position_embeddings": max(row.length, 4096),
-                "tie_word_embeddings": str("3.2" in row.model).lower(),
-                "attention_bias": str("qwen" in row.model).lower(),
-            },
-        )
-    overrides = ",".join(f"{key}={value}" for key, value in {**shape, "vocab_size": row.vocab}.items())
+        name, shape = "llama-2-7b", f"hidden_size={row.hidden},num_hidden_layers={row.layers},"
+        shape += f"num_attention_heads={row.heads},num_key_value_heads={row.kv_heads},intermediate_size={row.ffn},"
+        shape += f"head_dim={row.hidden // row.heads},max_position_embeddings={max(row.length, 4096)},"
+        shape += f"tie_word_embeddings={'3.2' in row.model},attention_bias={'qwen' in row.model}".lower()
     words = (
-        f"--task clm --config_name {name} --config_overrides {overrides} --block_size {row.length} "
+        f"--task clm --config_name {name} --config_overrides {shape},vocab_size={row.vocab} --block_size {row.length} "
         f"--precision {row.precision} --gpu {row.gpu} --num_gpus {row.gpus} --gpus_per_node {row.gpus_per_node} "
         f"--gpu_memory 900GiB --strategies {row.strategy} --gradient_accumulation_steps {row.accumulation} "
-        "--residual_in_fp32"  # as transformers alone has it
+        f"--residual_in_fp32 {row.id.startswith(AUTOCAST)}"
     ).split()
     if row.network:
         words += ["--network_bandwidth", row.network]

@@ -3,12 +3,10 @@
 import csv
 import json
 from dataclasses import replace
-from random import Random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from helpers import ROOT, Samples, refusal
 
@@ -16,11 +14,10 @@ from zerofit.cli import main
 from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.parsing import parse_bytes
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.devices import TrialMachine, choose_limit, timed_precision, without_weights
+from zerofit.tools.compare.devices import TrialMachine, choose_limit, without_weights
 from zerofit.tools.compare.finish import batch_to_train, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
 from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, spread, with_rates_of
@@ -28,7 +25,7 @@ from zerofit.tools.compare.search import bounds, next_size
 from zerofit.tools.compare.trial import Journal, outcome_of
 from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.training.measurement import limit_device, longest_rows
+from zerofit.training.measurement import longest_rows
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
@@ -43,36 +40,30 @@ def options(*flags, config=SMALL):
 # -------------------------------------------------------------------------------------------------------------- search
 
 
-def searched(limit, base, each, noise=0.0, seed=0, sizes=None, guess=0, per_sample=None):
+def searched(limit, base, each, sizes=range(1, 4097), guess=0, per_sample=None):
     """{size: peak} of all that are tried where a process takes base + each * size."""
-    random, sizes, peaks = Random(seed), sizes or list(range(1, 4097)), {}
+    peaks = {}
     while (size := next_size(sizes, peaks, limit, (), guess, per_sample)) is not None:
-        peak = base + each * size + random.uniform(0, noise)
+        peak = base + each * size
         peaks[size] = int(peak) if peak <= limit else None
         assert len(peaks) < 60
     return peaks
 
 
 @pytest.mark.parametrize("limit", [1009, 1100, 3000, 30000])
-def test_the_exact_largest_size_is_found_in_few_launches(limit):
-    true, peaks = int((limit - 1000) / 8.3), searched(limit, 1000, 8.3)
-    assert bounds(peaks) == (true, true + 1)
-    assert len(peaks) <= 12
-
-
-@pytest.mark.parametrize("limit", [1009, 1100, 3000, 30000])
-@pytest.mark.parametrize("error", [0.0, 0.02, -0.02, 0.1, -0.1, 1.0, -0.5])
+@pytest.mark.parametrize("error", [None, 0.0, 0.02, -0.02, 0.1, -0.1, 1.0, -0.5])
 def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
-    true = int((limit - 1000) / 8.3)
-    guess = min(4096, max(1, round(true * (1 + error))))
-    peaks = searched(limit, 1000, 8.3, guess=guess, per_sample=8.3 * (1 + error))
+    true, known = int((limit - 1000) / 8.3), {}
+    if error is not None:
+        known = {"guess": min(4096, max(1, round(true * (1 + error)))), "per_sample": 8.3 * (1 + error)}
+    peaks = searched(limit, 1000, 8.3, **known)
     assert bounds(peaks) == (true, true + 1)
-    assert next(iter(peaks)) == guess
-    assert len(peaks) == 2 if guess == true else len(peaks) <= 12
+    assert next(iter(peaks)) == known.get("guess", 1)
+    assert len(peaks) == 2 if known.get("guess") == true else len(peaks) <= 12
 
 
 def test_sizes_with_a_step_and_named_sizes():
-    peaks = searched(1500, 1000, 8.3, sizes=list(range(8, 4097, 8)))
+    peaks = searched(1500, 1000, 8.3, sizes=range(8, 4097, 8))
     assert bounds(peaks) == (56, 64)
     assert all(size % 8 == 0 for size in peaks)
     assert bounds(searched(1500, 1000, 8.3, sizes=[8, 16, 40, 200])) == (40, 200)
@@ -195,22 +186,11 @@ def test_sources_and_targets_have_lengths_of_their_own():
 # ------------------------------------------------------------------------------------------------------------- options
 
 
-def test_sizes_of_memory():
-    assert parse_bytes("24GiB") == parse_bytes("24G") == 24 * GIB
-    assert parse_bytes("1.5 MiB") == 3 * MIB // 2
-    assert parse_bytes("24GB") == 24 * 10**9
-    for wrong in ("", "GiB", "-1GiB", "24 apples", "0GiB", "iB"):
-        with pytest.raises(ValueError):
-            parse_bytes(wrong)
-
-
 def test_mistakes_are_named():
     assert "expected a size such as 24GiB" in refusal(options, "--memory_limit", "lots")
     assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "8,big")
     assert "no effect with batch_sizes" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
     assert "zerofit plan --lengths" in refusal(options, "--lengths", "8k,16k")
-    said = refusal(make_recipe, *options("--per_device_train_batch_size", "4", "--save_steps", "9"))
-    assert "--per_device_train_batch_size has no effect in a comparison" in said
     assert options("--batch_sizes", "40,8", "16")[0].micro_batches == [8, 16, 40]
     assert "--output_dir has no effect" in refusal(make_recipe, *options("--finish", "--output_dir", "x"))
 
@@ -296,38 +276,6 @@ def test_without_a_gpu_a_limit_is_needed(monkeypatch, tmp_path, capsys):
     assert "set --memory_limit, e.g. 1GiB" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("limit", "fits"), [(38 * GIB, True), (39 * GIB, False)])
-def test_what_contexts_take_is_measured_before_the_cap(limit, fits, monkeypatch):
-    """Two ranks on 80 GiB, of which their contexts and another program have 3 GiB, and each allocator 256 MiB."""
-    fractions = []
-    free = 80 * GIB - 3 * GIB - 2 * 256 * MIB
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free, 80 * GIB))
-    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda: 256 * MIB)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
-    if fits:
-        limit_device(torch.device("cuda"), limit, ranks=2)
-        assert fractions == [38 / 80]
-    else:
-        said = refusal(limit_device, torch.device("cuda"), limit, ranks=2)
-        assert "2 processes use it, and 3.00 GiB are in use" in said
-        assert "At most 38.50 GiB" in said
-        assert not fractions
-
-
-def test_of_a_model_its_shape_and_tokenizer_are_read():
-    name = "microsoft/deberta-v2-xlarge"
-    values = without_weights({"model_name_or_path": name, "lora": True})
-    assert values == {"lora": True, "tokenizer_name": name, "config_name": name}
-    assert without_weights({"config_name": "gpt2"}) == {"config_name": "gpt2"}
-
-
-def test_updates_are_timed_in_fp32_where_bf16_is_slow():
-    slow = replace(machine(), bf16_slowdown=12.4)
-    assert timed_precision(slow, "bf16") == ("fp32", "bf16 products take 12 times as long on this CPU")
-    assert timed_precision(slow, "fp16")[0] == timed_precision(slow, "fp32")[0] == "fp32"
-    assert timed_precision(machine(), "bf16") == ("bf16", "")
-
-
 # -------------------------------------------------------------------------------------------------------------- report
 
 
@@ -377,7 +325,6 @@ def test_the_report_has_all_of_it(tmp_path):
     report.write(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page.count('<img alt="') == 2
-    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("memory", "throughput"))
     assert (tmp_path / "memory.svg").read_text().count("<!-- 0 -->") == 2, "both axes begin at 0"
     assert ">none (out of memory in backward)</td>" in page
     assert "://" not in page, "it loads nothing"

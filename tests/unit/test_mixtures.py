@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import refusal, tiny_model
-from test_plan_experts import traced
+from test_plan import tracer
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import Documents, PackedBlocks
 from zerofit.estimate.operations import MATRIX
+from zerofit.estimate.planned_rows import Rows
 from zerofit.model.loss import install_loss
 from zerofit.model.parameters import flops_per_token
 from zerofit.strategy.expert_parallel import check_experts, experts_of
@@ -146,7 +147,8 @@ def test_experts_that_are_divided(family):
 def test_a_plan_traces_the_products_of_the_experts_that_are_chosen(autocast):
     """No data decides a shape: experts are multiplied together, each choice once. Of autocast they know nothing."""
     config = mixture(num_hidden_layers=4).config
-    products = [one for step in traced(config, autocast=autocast) for one in step.operations if one.kind == MATRIX]
+    steps = tracer(config, Rows("clm", 16, loss_kind="full"), dtype=torch.float32, autocast=autocast).steps(2)
+    products = [one for step in steps for one in step.operations if one.kind == MATRIX]
     attention = 12 * 4 * 32 * 16
     whole = flops_per_token(mixture(num_hidden_layers=4), 16)
     assert sum(one.flops for one in products) == (whole - attention) * 2 * 16

@@ -6,15 +6,13 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 from helpers import recipe_of
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
 from zerofit.estimate.caching_allocator import unused_bytes
-from zerofit.estimate.peak import pinned
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
-from zerofit.estimate.weights import Weight, Weights
 from zerofit.model.chunked_loss import TokenLoss
 from zerofit.recipe.errors import UserError
 from zerofit.tools.plan import parallel
@@ -24,10 +22,6 @@ ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
           "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512"]  # fmt: skip
-
-
-def weights(*sizes: int) -> Weights:
-    return Weights(tuple(Weight(f"w{place}", size) for place, size in enumerate(sizes)), layer=max(sizes))
 
 
 def zero(stage: int, **settings):
@@ -89,26 +83,6 @@ def test_z_loss_takes_memory_only_where_all_logits_are_held():
     logits = 4 * 48 * gpt2(2).vocab_size * 4
     assert peak("chunked", 1e-4) == peak("chunked", 0.0)
     assert peak("full", 1e-4) - peak("full", 0.0) == pytest.approx(2 * logits, rel=0.02)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_offloaded_inputs_cost_the_host_and_not_the_device(tied):
-    """The input of each layer waits on the host; at the loss none is on the device."""
-    config = LlamaConfig(num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4,
-                         num_key_value_heads=2, vocab_size=256, use_cache=False, tie_word_embeddings=tied)  # fmt: skip
-    rows, size = Rows("clm", 32, masked=True), 8 * 32 * 64 * 2
-    kept, offloaded = (
-        tracer(config, rows, dtype=torch.bfloat16, recomputed=True, offloaded=value) for value in (False, True)
-    )
-    for layers in (4, 9):
-        steps = offloaded.steps(8, layers)
-        assert [step.offloaded for step in steps if step.offloaded] == [size] * layers
-        assert pinned([size, size + 1]) == 3 * size
-        at_the_loss, in_full = (
-            next(step.start + step.rise for step in one if step.phase == "loss")
-            for one in (steps, kept.steps(8, layers))
-        )
-        assert in_full - at_the_loss == layers * size
 
 
 @pytest.mark.parametrize(

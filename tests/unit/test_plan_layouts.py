@@ -9,7 +9,7 @@ from helpers import ROOT
 
 from zerofit.cli import main
 from zerofit.estimate.exchanges import fully_sharded_exchanges
-from zerofit.estimate.fully_sharded import FullyShardedMemory, FullyShards, ShardedGroup, fully_sharded_states
+from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.read_model import read_planned_model
@@ -68,37 +68,17 @@ def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
 
 def test_fsdp2_may_share_weights_among_some_ranks_and_reduce_in_half():
     weights = model_of(*GPT2).weights
-
-    def gathered_again(reshards) -> tuple[int, float]:
-        fsdp = FullyShards(reshards, reduce_width=2)
-        memory = FullyShardedMemory(weights, 2, 8, fsdp)
-        memory.begin(True, True)
-        memory.shared = {("a stack", 0)}
-        memory.groups["a stack", 0] = ShardedGroup(full=80, cast=0, reduced=0, shard=0)
-        exchanges = fully_sharded_exchanges(weights, 8, 2, fsdp)
-        (reduced,) = (one for one in exchanges.backward if one.kind == REDUCE_SCATTER)
+    for reshards, among in ((4, [4]), (True, [0]), (False, [])):
+        exchanges = fully_sharded_exchanges(weights, 8, 2, FullyShards(reshards, reduce_width=2)).backward
+        (reduced,) = (one for one in exchanges if one.kind == REDUCE_SCATTER)
         assert (reduced.bytes, reduced.half) == (2 * weights.trained, True)
-        return memory.gathered, [one.among for one in exchanges.backward if one.kind == ALL_GATHER]
-
-    assert gathered_again(4) == (80 // 4, [4])
-    assert gathered_again(True)[1] == [0]
-    assert gathered_again(False)[1] == []
+        assert [one.among for one in exchanges if one.kind == ALL_GATHER] == among
 
 
 def test_plan_advises_what_is_faster_of_fsdp2_and_zero3(capsys):
-    flags = ["--gpu", "a100-80gb", "--num_gpus", "16", "--precision", "bf16", "--batch_sizes", "4"]
-    small = [
-        "plan",
-        "--task",
-        "clm",
-        "--config_name",
-        "gpt2",
-        "--train_tokenizer_vocab_size",
-        "300",
-        "--block_size",
-        "64",
-    ]
-    assert main([*small, *flags, "--strategies", "zero3,fsdp2"]) == 0
+    flags = "--task clm --config_name gpt2 --train_tokenizer_vocab_size 300 --block_size 64 --precision bf16 "
+    flags += "--gpu a100-80gb --num_gpus 16 --batch_sizes 4 --strategies zero3,fsdp2"
+    assert main(["plan", *flags.split()]) == 0
     said = capsys.readouterr().out
     assert "fsdp2 shards as much as zero3, and is predicted to make" in said
     assert "fsdp_reshard_after_forward: false in the YAML of fsdp2 fits, too" in said
@@ -171,3 +151,14 @@ def test_layouts_are_searched_and_those_that_the_model_does_not_have_are_refused
         replicas = one["layout"]["data"]
         assert one["per_device_train_batch_size"] * one["gradient_accumulation_steps"] * replicas == 16
         assert one["layout"]["pipeline"] == 1
+
+
+def test_experts_are_divided_and_not_gathered(capfd):
+    shape = "hidden_size=32,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,intermediate_size=48"
+    words = f"--model_type mixtral --config_overrides {shape},num_local_experts=4,vocab_size=64 --precision bf16"
+    words += " --gpu a100-40gb --num_gpus 2 --batch_sizes 2 --strategies ep,fsdp2"
+    found = planned(capfd, *words.split())
+    ep, fsdp2 = ({one["strategy"]: one for one in found["predictions"]}[name] for name in ("ep", "fsdp2"))
+    assert ep["components"]["weights"] == fsdp2["components"]["weights"]
+    assert ep["peak_allocated_bytes"] < fsdp2["peak_allocated_bytes"]
+    assert ep["tokens_per_s"] > 0

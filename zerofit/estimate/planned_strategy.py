@@ -37,8 +37,17 @@ class PlannedStrategy:
         return None if isinstance(self.sharding, FullyShards) else self.sharding
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether ZeRO-3 shards the weights."""
+        return self.zero is not None and int(self.zero.stage) == 3
+
+    @property
+    def divides_experts(self) -> bool:
+        return bool(getattr(self.sharding, "divided", ()))
+
+    @property
     def shards_weights(self) -> bool:
-        return isinstance(self.sharding, FullyShards) or (self.zero is not None and int(self.zero.stage) == 3)
+        return isinstance(self.sharding, FullyShards) or self.shards_parameters
 
     @property
     def optimizer_ranks(self) -> int:

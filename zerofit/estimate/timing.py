@@ -359,7 +359,7 @@ class Timing:
         """Seconds of a collective of the ranks that share layers or rows, which stand side by side, or experts: these
         are all ranks."""
         layout = resolved.layout
-        together = layout.data_size if getattr(resolved.sharding, "divided", ()) else layout.tensor * layout.sequence
+        together = layout.data_size if resolved.divides_experts else layout.tensor * layout.sequence
 
         def seconds(operation: Operation) -> float:
             exchange = Exchange(operation.kind, operation.bytes, 1, operation.half)

@@ -71,13 +71,6 @@ def svg(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def png(figure: Figure) -> bytes:
-    """A picture as PNG, for screens with two pixels to a point."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=192)
-    return file.getvalue()
-
-
 def _style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 6}
 

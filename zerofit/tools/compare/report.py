@@ -17,7 +17,7 @@ from zerofit.record.terminal import duration, rounded, screen_width, size, table
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.devices import timed_precision
 from zerofit.tools.compare.finish import Finished, agreement, finished_table
-from zerofit.tools.compare.plots import memory_plot, png, svg, throughput_plot
+from zerofit.tools.compare.plots import memory_plot, svg, throughput_plot
 from zerofit.tools.compare.results import (
     RATES,
     StrategyRow,
@@ -67,10 +67,9 @@ class ComparisonReport:
         figures = {"memory": memory_plot(self.rows, self.comparison.limit)}
         if any(row.timed for row in self.rows):
             figures["throughput"] = throughput_plot(self.rows)
-        pictures = {name: {"png": png(figure), "svg": svg(figure)} for name, figure in figures.items()}
-        for name, formats in pictures.items():
-            for ending, content in formats.items():
-                (output / f"{name}.{ending}").write_bytes(content)
+        pictures = {name: svg(figure) for name, figure in figures.items()}
+        for name, content in pictures.items():
+            (output / f"{name}.svg").write_bytes(content)
         parts = self._parts()
         (output / "report.md").write_text(printable(markdown(parts, [*pictures])), encoding="utf-8")
         (output / "report.html").write_text(html_page(parts, pictures), encoding="utf-8")
@@ -214,12 +213,8 @@ def markdown(parts: list[Part], pictures: list[str]) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def html_page(parts: list[Part], pictures: dict[str, dict[str, bytes]]) -> str:
-    """The same as one page.
-
-    Args:
-        pictures: {name: its PNG, which is shown and can be copied, and its SVG, to save}.
-    """
+def html_page(parts: list[Part], pictures: dict[str, bytes]) -> str:
+    """Return the parts as one page, with each picture, by its name, as SVG."""
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',
@@ -232,19 +227,15 @@ def html_page(parts: list[Part], pictures: dict[str, dict[str, bytes]]) -> str:
             lines.append(f"<{tag}>{_escaped(part.lstrip('# '))}</{tag}>")
         elif isinstance(part[0], tuple):
             lines.append(_html_table(part))
-            lines += [_html_figure(name, **formats) for name, formats in pictures.items()]
+            lines += [_html_image(name, base64.b64encode(content).decode()) for name, content in pictures.items()]
             pictures = {}
         else:
             lines += ["<ul>", *(f"<li>{_escaped(line)}</li>" for line in part), "</ul>"]
     return "\n".join([*lines, "</body></html>"]) + "\n"
 
 
-def _html_figure(name: str, png: bytes, svg: bytes) -> str:
-    png_text, svg_text = base64.b64encode(png).decode(), base64.b64encode(svg).decode()
-    return (
-        f'<figure><img alt="{name}" src="data:image/png;base64,{png_text}"><figcaption>{name}: a PNG to copy, '
-        f'or <a download="{name}.svg" href="data:image/svg+xml;base64,{svg_text}">SVG</a></figcaption></figure>'
-    )
+def _html_image(name: str, content: str) -> str:
+    return f'<img alt="{name}" src="data:image/svg+xml;base64,{content}">'
 
 
 def _html_table(rows: list[tuple[str, ...]]) -> str:

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards
@@ -152,12 +151,7 @@ class PlanReport:
         if recipe.torch_compile != "auto" or not model.on_gpu or self.lengths is not None:
             return []
         resolved = next(one.resolved for one in self.outcomes if best in one.predictions)
-        strategy = SimpleNamespace(
-            **{name: getattr(resolved, name) for name in ("name", "precision", "layout")},
-            shards_parameters=resolved.zero is not None and resolved.shards_weights,
-            divides_experts=bool(getattr(resolved.sharding, "divided", ())),
-        )
-        taken, what = choose(recipe, strategy, model.config, recipe.max_train_steps), "  torch_compile = auto, "
+        taken, what = choose(recipe, resolved, model.config, recipe.max_train_steps), "  torch_compile = auto, "
         if not taken.value:
             return [f"{what}which compiles nothing under {best.label}: {taken.why}"]
         recipe = recipe.draft()

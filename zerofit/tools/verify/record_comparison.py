@@ -20,9 +20,6 @@ class Difference:
     largest: dict[str, float]
     problems: tuple[str, ...]
 
-    def within(self, tolerance: float) -> bool:
-        return not self.problems and all(value <= tolerance for value in self.largest.values())  # NaN is not
-
 
 def compare_metrics(lines: list[dict[str, Any]], reference: list[dict[str, Any]], num_updates: int) -> Difference:
     """Compare the lines of updates 1 to `num_updates` with those of a reference; other lines do not count."""
