@@ -4,13 +4,14 @@ A row is one configuration of one source. `seconds` is one update; `predicted` i
 has written.
 """
 
+import contextlib
 import csv
 import math
 import statistics
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 FILE = Path(__file__).with_name("measured_rows.csv")
 LORA, OFFLOADED, DIVIDED, DENSE = "LoRA", "offload", "model parallelism", "data parallelism"
@@ -18,50 +19,13 @@ FEWEST = 5  # rows from which a range is drawn
 BOUNDS = (0.1, 0.9)  # of ten rows eight are within
 
 
-@dataclass(frozen=True)
-class MeasuredRow:
-    """One row.
+class MeasuredRow(SimpleNamespace):
+    """One row, whose attributes are the columns of the file: numbers, or texts that may be empty.
 
-    Attributes:
-        trust: A: the source prints all that a prediction needs; B: one thing is missing or rounded; C: it serves for
-            orientation.
-        network: GB/s of one GPU to other machines; empty: not printed.
-        seconds: of one update.
-        set_aside: drawn by a seed before constants were fitted: "y" if it was not fitted on.
-        predicted: seconds; 0: not predicted.
+    trust is A where the source prints all that a prediction needs, B where one thing is missing or rounded, C where it
+    serves for orientation; network: GB/s of one GPU to other machines; seconds: of one update; set_aside: "y" if the
+    row was drawn by a seed and not fitted on; predicted: seconds.
     """
-
-    id: str
-    trust: str
-    source: str
-    gpu: str
-    gpus: int
-    gpus_per_node: int
-    network: str
-    model: str
-    family: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    length: int
-    micro_batch: int
-    accumulation: int
-    precision: str
-    attention: str
-    recomputed: str
-    strategy: str
-    tensor: int
-    pipeline: int
-    virtual_stages: int
-    activation_offload: str
-    compiled: str
-    lora_r: str
-    seconds: float
-    set_aside: str
-    predicted: float
 
     @property
     def kind(self) -> str:
@@ -89,18 +53,16 @@ def kind_of(strategy: str, is_divided: bool, is_lora: bool) -> str:
 
 @cache
 def measured_rows() -> tuple[MeasuredRow, ...]:
-    kinds = {field.name: field.type for field in fields(MeasuredRow)}
+    """Return all rows of the file."""
     with FILE.open(encoding="utf-8", newline="") as file:
-        rows: list[dict[str, Any]] = [
-            {name: _value(kinds[name], text) for name, text in row.items()} for row in csv.DictReader(file)
-        ]
-    return tuple(MeasuredRow(**row) for row in rows)
+        return tuple(MeasuredRow(**{name: _value(text) for name, text in row.items()}) for row in csv.DictReader(file))
 
 
-def _value(kind: object, text: str) -> str | int | float:
-    if kind is int:
-        return int(text)
-    return float(text or 0) if kind is float else text
+def _value(text: str) -> str | int | float:
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
 
 
 @dataclass(frozen=True)

@@ -194,11 +194,6 @@ class States:
     gradients_each: bool = False
 
     @property
-    def held(self) -> int:
-        """Weights, gradients and optimizer state where the model is computed."""
-        return self.weights + self.optimizer + max(self.gradients, self.step.get("gradients", 0))
-
-    @property
     def offloaded(self) -> int:
         return sum(self.host.values())
 
@@ -229,31 +224,16 @@ def torch_states(
     )
 
 
-def deepspeed_states(
-    weights: Weights,
-    zero: Any,
-    world_size: int,
-    dtype: torch.dtype,
-    accumulates: bool,
-    on_gpu: bool,
-    keeps_layers: bool = True,
+def first_stages_states(
+    weights: Weights, zero: Any, world_size: int, dtype: torch.dtype, accumulates: bool, on_gpu: bool
 ) -> States:
-    """ZeRO of any stage.
+    """ZeRO-1 and ZeRO-2 (stage_1_and_2.py).
 
     Args:
         zero: DeepSpeed's own DeepSpeedZeroConfig of the resolved configuration: defaults are DeepSpeed's.
         accumulates: an update has more than one micro-batch.
-        keeps_layers: ZeRO-3 keeps layers between their forward and their backward pass (zero3_weights.py).
     """
-    if int(zero.stage) == 3:
-        return _third_stage(weights, zero, world_size, dtype.itemsize, on_gpu, keeps_layers)
-    return _first_stages(weights, zero, world_size, dtype.itemsize, dtype, accumulates, on_gpu)
-
-
-def _first_stages(
-    weights: Weights, zero: Any, world_size: int, width: int, dtype: torch.dtype, accumulates: bool, on_gpu: bool
-) -> States:
-    """ZeRO-1 and ZeRO-2 (stage_1_and_2.py)."""
+    width = dtype.itemsize
     groups = [FlatGroup(group, world_size) for group in weights.groups]
     shards = [group.partition for group in groups]
     shard, offload, all_kept = sum(shards), zero.offload_optimizer, kept_by_rank(groups, weights.sizes)
@@ -292,8 +272,10 @@ def _first_stages(
     )
 
 
-def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, on_gpu: bool, keeps_layers: bool) -> States:
-    """ZeRO-3 (stage3.py)."""
+def third_stage_states(
+    weights: Weights, zero: Any, world_size: int, width: int, on_gpu: bool, keeps_layers: bool
+) -> States:
+    """ZeRO-3 (stage3.py), which may keep layers between their forward and their backward pass (zero3_weights.py)."""
 
     def part_of(size: int) -> int:
         return -(-size // world_size)

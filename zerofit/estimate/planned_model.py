@@ -144,7 +144,6 @@ class PlannedModel:
             for name, parameter in self.full.named_parameters()
         )
         stacks = tuple(name for name, length in outer_lists(self.full).items() if length > 1)
-        layers = [sum(one.numel() for one in self.full.get_submodule(name)[0].parameters()) for name in stacks]
         embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
         heads = [name for name, one in self.full.named_parameters() if untied and one is outputs.weight]
@@ -163,7 +162,7 @@ class PlannedModel:
                 for module in self.full.modules()
                 if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
             )
-        return Weights(every, stacks, "".join(heads), gathered, max(layers, default=0), quantised)
+        return Weights(every, stacks, "".join(heads), gathered, quantised)
 
     @property
     def checkpoint_bytes(self) -> int:

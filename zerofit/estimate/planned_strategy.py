@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
-from zerofit.estimate.model_states import States, deepspeed_states, torch_states
+from zerofit.estimate.model_states import States, first_stages_states, third_stage_states, torch_states
 from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.traced_shares import expert_names
@@ -74,7 +74,9 @@ class PlannedStrategy:
             return fully_sharded_states(weights, sharers, trained, model.on_gpu, self.sharding)
         if self.zero is None:
             return torch_states(weights, sharers, trained, frozen, model.on_gpu, model.recipe.optim)
-        return deepspeed_states(weights, self.zero, sharers, trained, accumulates, model.on_gpu, model.keeps_layers)
+        if self.shards_parameters:
+            return third_stage_states(weights, self.zero, sharers, trained.itemsize, model.on_gpu, model.keeps_layers)
+        return first_stages_states(weights, self.zero, sharers, trained, accumulates, model.on_gpu)
 
 
 def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> PlannedStrategy:

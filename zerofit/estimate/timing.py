@@ -5,13 +5,14 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from zerofit.estimate.exchanges import (
     ADAM_BYTES,
     Exchange,
     Exchanges,
     Links,
+    MeasuredLinks,
     deepspeed_exchanges,
     fully_sharded_exchanges,
     torch_exchanges,
@@ -147,10 +148,6 @@ def _segment_time(
     return parts, count
 
 
-class AnyLinks(Protocol):
-    def seconds(self, exchange: Exchange, world_size: int, per_machine: int) -> float: ...
-
-
 @dataclass(frozen=True)
 class UpdateTime:
     """The time of an update, and what it consists of; what is hidden behind something else is in none of the parts."""
@@ -168,7 +165,7 @@ def update_time(
     passes: PassTime,
     exchanges: Exchanges,
     speeds: Speeds,
-    links: AnyLinks,
+    links: Links | MeasuredLinks,
     accumulation: int,
     world_size: int,
     per_machine: int,
@@ -264,12 +261,12 @@ class Timing:
         model: PlannedModel,
         gpus_per_node: int,
         speeds: Speeds,
-        links: AnyLinks | None,
+        links: Links | MeasuredLinks | None,
         mean_length: float | None,
         is_known: bool = True,
     ):
         self.model, self.gpus_per_node, self.speeds = model, gpus_per_node, speeds
-        self.links: AnyLinks = links or Links(math.inf, math.inf)
+        self.links = links or Links(math.inf, math.inf)
         self.rows = model.rows.shortened(mean_length) if mean_length else model.rows
         self.mean_length, self.is_known = mean_length, is_known
         self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}

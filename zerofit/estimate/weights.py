@@ -67,7 +67,6 @@ class Weights:
         stacks: names of the stacks of layers: the weights of their layer 3 are called STACK.3.SOMETHING.
         head: the name of the output embeddings' weight where no other module has it; empty: it is shared, or none.
         ends: {name: 0 of the embedding, 1 of final norm and head} where FSDP2 gathers these for themselves.
-        layer: elements of one layer, of the largest stack.
         quantised: elements of frozen matrices that are held in 4 bits.
     """
 
@@ -75,7 +74,6 @@ class Weights:
     stacks: tuple[str, ...] = ()
     head: str = ""
     ends: Mapping[str, int] = field(default_factory=dict)
-    layer: int = 0
     quantised: int = 0
 
     @cached_property
@@ -160,12 +158,7 @@ class Weights:
             rest = weight.name.removeprefix(f"{stack}.{number}.")
             return shares[f"{stack}.{min(number, most[stack])}.{rest}"]
 
-        every = tuple(replace(weight, size=share_of(weight)) for weight in self.all)
-        layers: dict[Place, int] = {}
-        for weight in every:
-            if place := self.place_of(weight.name):
-                layers[place] = layers.get(place, 0) + weight.size
-        return replace(self, all=every, layer=max(layers.values(), default=0))
+        return replace(self, all=tuple(replace(weight, size=share_of(weight)) for weight in self.all))
 
     def place_of(self, name: str) -> "Place | None":
         """Return the layer of a weight; None: it is in no layer."""

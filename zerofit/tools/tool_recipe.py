@@ -29,6 +29,7 @@ QUIET = {
     "sample_tokens": 0,
     "n_val_batch_generations": 0,
 }
+NAMES = (".*[^, ].*", "names, e.g. --strategies ddp,zero2")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -46,19 +47,16 @@ class StrategiesOptions(TaskOption):
     """Which strategies"""
 
     strategies: list[str] = option(  # noqa: RUF009
-        ["ddp", "zero2", "zero3"], "Names in accelerate_configs/, or .yaml files: zero2,zero3.", common=True
+        ["ddp", "zero2", "zero3"],
+        "Names in accelerate_configs/, or .yaml files: zero2,zero3.",
+        common=True,
+        form=NAMES,
     )
 
     @property
     def names(self) -> list[str]:
         """The strategies, each once."""
         return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if not self.names:
-            problems.append("no strategy: set --strategies, e.g. --strategies ddp,zero2")
-        return problems
 
 
 @dataclass
@@ -73,24 +71,18 @@ class BatchSizesOptions(Recipe):
     """Which micro-batches"""
 
     batch_sizes: list[str] = option(  # noqa: RUF009
-        ["auto"], "auto: find the largest micro-batch; or the micro-batches to look at: 1,8,40.", common=True
+        ["auto"],
+        "auto: find the largest micro-batch; or the micro-batches to look at: 1,8,40.",
+        common=True,
+        form=("auto|( *[1-9][0-9]* *,?)+", "auto, or sizes such as 8,16,40"),
     )
 
     @property
     def micro_batches(self) -> list[int] | None:
         """The micro-batches that were named, in order; None: auto."""
-        texts = [text for given in self.batch_sizes for text in given.split(",") if text]
-        return None if texts == ["auto"] else sorted({int(text) for text in texts})
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        try:
-            is_wrong = self.micro_batches is not None and (not self.micro_batches or self.micro_batches[0] < 1)
-        except ValueError:
-            is_wrong = True
-        if is_wrong:
-            problems.append(f"batch_sizes = {' '.join(self.batch_sizes)!r}: expected auto, or sizes such as 8,16,40")
-        return problems
+        if "auto" in self.batch_sizes:
+            return None
+        return sorted({int(text) for given in self.batch_sizes for text in given.split(",") if text})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.tasks import CAUSAL
-from zerofit.tools.tool_recipe import BatchSizesOptions, StrategiesOptions
+from zerofit.tools.tool_recipe import NAMES, BatchSizesOptions, StrategiesOptions
 
 # Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
 # guides of DGX A100, H100, H200 and B200; AWS, "Accelerated computing instances" (p4d and p4de: 400 Gbit/s of EFA, p5:
@@ -48,6 +48,7 @@ def find_machine(name: str) -> dict[str, Any]:
     raise UserError(f"machine = {name!r} is not known. {suggestion}Known are {', '.join(MACHINES)}")
 
 
+SIZE = (parse_bytes, "a size such as 80GiB, 800MiB or 24GB")
 NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
 MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
 
@@ -87,27 +88,34 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
     strategies: list[str] = option(  # noqa: RUF009
-        ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True
+        ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True, form=NAMES
     )
     lengths: list[str] | None = option(  # noqa: RUF009
         None,
         "Find the longest of these rows, 8k,16k,32k, that fit with the recipe's per_device_train_batch_size, or 1. "
         "auto: multiples of 1024 up to the model's positions.",
         common=True,
+        form=("auto|( *[1-9][0-9]*[kK]? *,?)+", "auto, or lengths in tokens, such as 8k,16k,32k (8k is 8192)"),
     )
     gpus_per_node: int = option(
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
     )
     machine: str | None = option(None, "A known machine: dgx-h100, p5.48xlarge, ...", common=True)
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
-    gpu_memory: str | None = option(None, "Of one GPU: 80GiB; else DEVICE_MEMORY_GB, or --gpu's.", common=True)
-    host_memory: str | None = option(None, "Of one machine: 1TiB; without it, it is not checked.", common=True)
+    gpu_memory: str | None = option(
+        None, "Of one GPU: 80GiB; else DEVICE_MEMORY_GB, or --gpu's.", common=True, form=SIZE
+    )
+    host_memory: str | None = option(
+        None, "Of one machine: 1TiB; without it, it is not checked.", common=True, form=SIZE
+    )
     max_batch_size: int = option(4096, "The largest micro-batch to try.", positive=True)
     max_global_batch_size: int | None = option(
         None, "Find the fastest global batch of at most this many samples.", positive=True, common=True
     )
     tokens: float | None = option(None, "Add days and GPU-hours of so many tokens: 100e9.", positive=True, common=True)
-    price: float | None = option(None, "Of a GPU-hour: --tokens adds what training costs.", positive=True, common=True)
+    price: float | None = option(
+        None, "Of a GPU-hour: --tokens adds what training costs.", positive=True, common=True, needs="tokens"
+    )
     mean_length: float | None = option(None, "Mean length of rows that are padded, for the time.", positive=True)
     architecture: str | None = option(None, "The model's shape, without its weights: a known name, or a folder.")
     num_tags: int | None = option(
@@ -139,11 +147,9 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
 
     def problems(self) -> list[str]:
         found = [problem for problem in super().problems() if not problem.startswith(NOT_NEEDED)]
-        found += [
-            f"{source}: expected a size such as {example}"
-            for text, source, example in self._sizes_of_memory()
-            if not _is_size(text)
-        ]
+        told = os.environ.get(MEMORY_VARIABLE, "1")
+        if not re.fullmatch(r"\d+(\.\d+)?", told):
+            found.append(f"{MEMORY_VARIABLE}={told} of the environment: expected GB of a device, such as 80")
         if not self.gpu and not self.device_memory:
             found.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
@@ -152,8 +158,6 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
         found += self._problems_of_lengths() if self.lengths else []
-        if self.price and not self.tokens:
-            found.append(f"price = {self.price:g} has no effect without --tokens, e.g. --tokens 100e9")
         if self.num_tags and self.task != "cls":
             found.append(f"num_tags = {self.num_tags} has no effect with --task {self.task}. Remove it")
         if self.mean_length and not self._pads:
@@ -162,17 +166,12 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
 
     @property
     def named_lengths(self) -> list[int]:
-        """The lengths that were named, ascending: 8k is 8192; empty: one of them is none."""
+        """The lengths that were named, ascending: 8k is 8192."""
         texts = [text.strip().lower() for given in self.lengths or () for text in given.split(",") if text]
-        matches = [re.fullmatch(r"(\d+)(k?)", text) for text in texts]
-        lengths = sorted({int(match[1]) * (1024 if match[2] else 1) for match in matches if match})
-        return lengths if all(matches) and min(lengths, default=0) > 1 else []
+        return sorted({int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1) for text in texts})
 
     def _problems_of_lengths(self) -> list[str]:
         given, problems = " ".join(self.lengths or ()), []
-        if self.lengths != ["auto"] and not self.named_lengths:
-            expected = "auto, or lengths of rows in tokens, such as 8k,16k,32k (8k is 8192)"
-            problems.append(f"lengths = {given!r}: expected {expected}")
         if not hasattr(self, "block_size"):
             problems.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
         elif (self.source("block_size") or "").startswith("--"):
@@ -185,16 +184,3 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
         return self.task not in CAUSAL or (
             getattr(self, "packing", "none") == "none" and not getattr(self, "data_path", None)
         )
-
-    def _sizes_of_memory(self) -> list[tuple[str, str, str]]:
-        known = [(*self.device_memory, "80GiB, 800MiB or 24GB")] if self.device_memory else []
-        return known + (
-            [(self.host_memory, f"host_memory = {self.host_memory!r}", "1TiB")] if self.host_memory else []
-        )
-
-
-def _is_size(text: str) -> bool:
-    try:
-        return parse_bytes(text) > 0
-    except ValueError:
-        return False
