@@ -282,12 +282,3 @@ def test_columns_of_training_that_other_data_lacks_are_not_asked_for():
     other = recipe.columns_in(["a", "class"])
     assert (other.text_columns, other.label_column) == (None, "class")
     assert recipe.text_columns == ["b", "a"]
-
-
-def test_a_training_recipe_knows_its_inputs():
-    recipe = parse_recipe(
-        ClsRecipe,
-        ["--config_name", "bert-base-uncased", "--tokenizer_name", "x", "--train_file", "a.csv", "--max_length", "64"],
-    )
-    assert recipe.inputs["max_length"] == 64
-    assert "block_size" not in recipe.inputs

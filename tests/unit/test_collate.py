@@ -6,14 +6,12 @@ import torch
 from transformers import BloomConfig, LlamaConfig
 
 from zerofit.data.collate import (
-    CausalCollator,
     ExampleCollator,
     PairCollator,
     multiple_for,
     round_up,
 )
 from zerofit.data.order import FILLER
-from zerofit.model.attention import packed_rows
 from zerofit.model.loss import IGNORE, loss_of_examples
 
 PAD, TYPE = 90, 7
@@ -107,23 +105,3 @@ def test_pairs(widths, multiple, expected):
     assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (5, 8 + 5, 3 * sum(expected))
     assert batch.indices == [5, 6, FILLER]
     assert batch.labels is None  # the loss is the model's own
-
-
-@pytest.mark.parametrize(("lengths", "flatten", "packed"), [
-    ((6,), False, False), ((6, 6), False, False), ((2, 4), False, True), ((6,), True, False), ((6, 6), True, True),
-])  # fmt: skip
-def test_the_host_knows_whether_rows_are_packed_as_transformers_finds_it_on_the_device(lengths, flatten, packed):
-    """The batch says what transformers would ask the device for in every forward pass; and it asks no more."""
-    from transformers import masking_utils
-
-    rows = [{"input_ids": np.arange(6), "labels": np.arange(6), "position_ids": np.concatenate(
-        [np.arange(length) for length in ((length,) if length == 6 else lengths)])} for length in lengths]  # fmt: skip
-    batch = CausalCollator(0, flatten=flatten)([(row, number) for number, row in enumerate(rows)])
-    assert batch.packed is packed
-    positions = batch.inputs["position_ids"]
-    looked = masking_utils.find_packed_sequence_indices(positions)
-    with packed_rows(batch.packed):
-        told = masking_utils.find_packed_sequence_indices(positions.to("meta"))
-        same = masking_utils.find_packed_sequence_indices(positions)
-    assert (told is None) == (looked is None)
-    assert looked is None or looked.equal(same)

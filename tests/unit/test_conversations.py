@@ -4,14 +4,13 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers import read_data, refusal, write_records
+from helpers import refusal, write_records
 
 from zerofit.data.pairs.columns import Columns, Pair, find_columns, read_keyed_conversations
 from zerofit.data.pairs.prepare import (
     PairEncoder,
     SourceFormat,
     prepare_pairs,
-    split_translation_columns,
     turn_separator,
 )
 from zerofit.data.records import BadRecord
@@ -255,19 +254,6 @@ def test_the_same_columns_in_another_role(tmp_path, prepare):
 def test_a_turn_in_parts_is_one_text(content):
     record = {"d": [{"role": "user", "content": content}, {"role": "assistant", "content": "Fine."}]}
     assert Columns("d", None, None).read(record) == [Pair(["How are you?"], "Fine.")]
-
-
-def test_records_of_translations_have_a_column_for_each_language(tmp_path, cache, prepare):
-    rows = [{"translation": {"en": f"a {n}", "de": f"ein {n}"}} for n in range(4)]
-    recipe = Seq2SeqRecipe(train_file=[str(write_records(tmp_path / "a.jsonl", rows))], cache_dir=cache)
-    table = split_translation_columns(read_data(recipe).parts["train"])
-    assert find_columns(recipe, table) == Columns(None, "en", "de")
-    back = find_columns(Seq2SeqRecipe(source_column="de", target_column="en"), table)
-    assert back.read(table[1]) == [Pair(["ein 1"], "a 1")]
-    data = prepare(
-        tmp_path / "a.jsonl", "--source_column", "de", "--target_column", "en", "--validation_split_percentage", 0
-    )
-    assert sources(data, data.train) == [f"ein {n}" for n in range(4)]
 
 
 @pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}, {"mask": True}])

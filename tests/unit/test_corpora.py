@@ -247,18 +247,6 @@ def test_an_index_is_whole_or_not_there(tokenised, tmp_path):
     assert not partial.exists()
 
 
-def test_an_index_goes_by_the_file_and_not_by_its_name(tokenised, tmp_path, monkeypatch):
-    """Else a second name would be found as made, and each rank would make it, unguarded."""
-    prefix = Path(tokenised[1])
-    monkeypatch.chdir(prefix.parent)
-    (tmp_path / "link").symlink_to(prefix.parent)
-    kept = []
-    for name in (str(prefix), prefix.name, f"./{prefix.name}.bin", str(tmp_path / "link" / prefix.name)):
-        prepared(tokenised, tmp_path / "cache", "--data_path", name)
-        kept.append(sorted(path.relative_to(tmp_path) for path in (tmp_path / "cache").rglob("*")))
-    assert kept[1:] == kept[:1] * 3
-
-
 def test_an_index_is_not_taken_for_another_corpus(tmp_path):
     """megatron-core's own cache goes by the path alone: a corpus made anew would be read with the old index."""
     prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
@@ -341,18 +329,6 @@ def test_what_a_data_worker_says_reaches_the_user(tmp_path):
     assert "Traceback" not in message
 
 
-def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
-    """Dropout of an update follows from its seed, also of the first one after a resume."""
-    prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
-    train = samples_of(prefix, 12, tmp_path)
-    for workers in (0, 1):
-        batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
-        made = iter(loader(train, batches, CausalCollator(pad_id=0), workers, pin=False))
-        before = torch.get_rng_state()
-        assert len(list(made)) == 3
-        assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("changes", "flags", "said"),
     [
@@ -366,6 +342,25 @@ def test_a_card_that_contradicts(tokenised, damaged, tmp_path, changes, flags, s
     assert said in refusal(prepared, tokenised, tmp_path, "--data_path", damaged, *more)
 
 
+@pytest.mark.parametrize(("attention", "refused"), [("sdpa", False), ("eager", True), ("flash_attention_2", True)])
+def test_masks_take_an_attention_that_heeds_them(attention, refused):
+    engine = SimpleNamespace(module=SimpleNamespace(config=PretrainedConfig(attn_implementation=attention)))
+    with pytest.raises(UserError, match="without the other") if refused else contextlib.nullcontext():
+        check_mask_support(engine)
+
+
+def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
+    """Dropout of an update follows from its seed, also of the first one after a resume."""
+    prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
+    train = samples_of(prefix, 12, tmp_path)
+    for workers in (0, 1):
+        batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, 1, 0)
+        made = iter(loader(train, batches, CausalCollator(pad_id=0), workers, pin=False))
+        before = torch.get_rng_state()
+        assert len(list(made)) == 3
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_fingerprint_is_of_what_a_tokenizer_does(tokenised, tmp_path):
     folder, _, card = tokenised
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -374,10 +369,3 @@ def test_a_fingerprint_is_of_what_a_tokenizer_does(tokenised, tmp_path):
     assert tokenizer_fingerprint(AutoTokenizer.from_pretrained(tmp_path / "stored")) == card.fingerprint
     other = train_tokenizer(["something else " * 99, "z q j " * 80], 262, "other", tmp_path)
     assert tokenizer_fingerprint(other) != card.fingerprint
-
-
-@pytest.mark.parametrize(("attention", "refused"), [("sdpa", False), ("eager", True), ("flash_attention_2", True)])
-def test_masks_take_an_attention_that_heeds_them(attention, refused):
-    engine = SimpleNamespace(module=SimpleNamespace(config=PretrainedConfig(attn_implementation=attention)))
-    with pytest.raises(UserError, match="without the other") if refused else contextlib.nullcontext():
-        check_mask_support(engine)

@@ -11,7 +11,7 @@ from transformers import T5Config
 
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import class_weights
-from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder, name_of_source, samples_of_a_pass
+from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
@@ -48,10 +48,6 @@ def test_each_source_is_read_as_a_run_on_it_alone_reads_it():
     assert not np.array_equal(whole, MixtureOrder(weights, sizes, seed=4).places(0, len(whole)))
 
 
-def test_an_epoch_ends_with_the_first_source():
-    assert samples_of_a_pass([0.5, 0.5], [100, 300]) == 200
-
-
 @pytest.mark.parametrize(("words", "expected"), [
     (["0.7", "a.jsonl", "b.jsonl", "0.3", "c.txt"], [(0.7, ["a.jsonl", "b.jsonl"]), (0.3, ["c.txt"])]),
     (["2", "a.jsonl", "1", "c.txt"], [(2.0, ["a.jsonl"]), (1.0, ["c.txt"])]),
@@ -69,13 +65,6 @@ def test_sources_as_they_are_written(words, expected):
 ])  # fmt: skip
 def test_mistakes_are_named(flags, named):
     assert named in refusal(parse_recipe, ClmRecipe, flags)
-
-
-@pytest.mark.parametrize("flags", [["--predict_file", "p.txt"], ["--evaluate_only", "--validation_file", "v.txt"]])
-def test_a_launch_without_training_takes_the_options_of_a_mixture(flags):
-    mixture = ["--train_file", "1", "a.txt", "2", "b.txt"]
-    recipe = parse_recipe(ClmRecipe, ["--model_name_or_path", "gpt2", *mixture, *flags])
-    assert not recipe.mixture
 
 
 def test_options_of_chats_need_a_source_of_chats(tmp_path, llama, prepare_causal):
@@ -179,17 +168,3 @@ def test_sources_of_several_kinds_are_refused(prepare_labelled):
     message = refusal(prepare_labelled, (1, tags), (1, texts))
     assert "train_file" in message
     assert "tags" in message
-
-
-@pytest.mark.parametrize(
-    ("files", "name"),
-    [
-        ("data/chats.v2.jsonl.gz", "chats"),
-        ("web/*.txt", "web"),
-        ("{stdlib}/*.py", "stdlib"),
-        ("a/part-0[0-9]-*.txt", "part-0"),
-        ("**/*.txt", "source"),
-    ],
-)
-def test_the_name_of_a_source_is_that_of_its_files_or_folder(files, name):
-    assert name_of_source(files) == name

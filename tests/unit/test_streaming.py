@@ -232,17 +232,6 @@ def test_a_lost_connection_neither_skips_nor_repeats(prepared, tmp_path, address
     assert Unreliable.answers > 6
 
 
-def test_a_lost_connection_is_given_up(prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_reader, "PAUSES_S", (0.01,))
-    write_shards(tmp_path / "data")
-
-    def lost(*_):
-        raise ConnectionError("gone")
-
-    monkeypatch.setattr(stream_reader, "_open", lost)
-    assert "gone" in refusal(prepared, tmp_path / "data" / "*.jsonl", streaming="6KiB", max_train_steps=9)
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -22,7 +22,7 @@ from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.training.classification import best_constant, figures_of, per_kind, report_classes
+from zerofit.training.classification import best_constant, figures_of, report_classes
 from zerofit.training.evaluation import compute
 
 WORDS = ["Licensor", "Apache", "is", "unquestionably", "here"]
@@ -89,15 +89,6 @@ def test_entities_are_those_of_seqeval():
         assert entities(tags.split()) == expected
     figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
     assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}
-
-
-def test_a_table_by_kind():
-    truth, predicted = ["B-A", "I-A", "O", "B-B", "B-A"], ["B-A", "O", "O", "B-B", None]
-    header, *kinds = [line.split() for line in per_kind([{"label": truth, "prediction": predicted}]).splitlines()]
-    assert header == ["kind", "precision", "recall", "f1", "entities", "predicted"]
-    assert [row for row in kinds if row[0] in "AB"] == [
-        ["A", "0.0000", "0.0000", "0.0000", "1", "1"], ["B", "1.0000", "1.0000", "1.0000", "1", "1"],
-    ]  # fmt: skip
 
 
 def test_a_table_of_tags_that_are_no_entities(tmp_path):
