@@ -198,7 +198,7 @@ def train_zerofit(work: Workload, laps: Laps) -> None:
     run = Run.open(Start("clm", recipe, output_folder("clm", recipe), Timeline(), Watchdog(0, None), RankRendezvous()))
     run.folder.metrics = TimedLines(run.folder.metrics.path, laps)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # an export has one
-    data = TextData(work.samples, None, tokenizer, work.options.block_size)
+    data = TextData(train=work.samples, tokenizer=tokenizer, block_size=work.options.block_size)
     run.start(data)
     model = build_model(AutoModelForCausalLM, work.config, run)
     choose_loss_and_attention(model, run)

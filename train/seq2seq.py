@@ -73,7 +73,7 @@ def main(start: Start) -> int:
         size = recipe.per_device_eval_batch_size
         figures = held_out_loss(engine, held_out_batches(engine, data.parts, collate, size), model_loss)
         if recipe.predict_with_generate:
-            batches = eval_batches(engine, data.validation.samples, collate, size)
+            batches = eval_batches(engine, data.validation, collate, size)
             figures |= evaluate_generation(engine, batches, data, run.folder, settings)
         return figures
 
@@ -81,7 +81,7 @@ def main(start: Start) -> int:
         return answer_sources(engine, data, recipe, run.folder, settings)
 
     def remarks() -> list[str]:
-        return remarks_on_texts(data.validation, settings)
+        return remarks_on_texts(data, settings)
 
     run.announce(data)
     if not recipe.trains:

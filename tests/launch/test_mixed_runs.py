@@ -82,7 +82,7 @@ def test_a_mixture_resumes_with_another_number_of_processes(llama, material, cac
     whole = resumes(tmp_path, [*flags, "--global_batch_size", "8"], "ddp", ("single", 1))
     recipe = parse_recipe(ClmRecipe, flags)
     data = prepare_causal_data(recipe, load_configuration(recipe))
-    targets = {name: part.stats.trained for name, part in data.held_out.items()}
+    targets = {name: part.stats.trained for name, part in data.sources.items()}
     for line in whole:
         if "eval_loss" in line:
             mean = sum(line[f"eval_loss_{name}"] * count for name, count in targets.items()) / sum(targets.values())

@@ -216,14 +216,14 @@ def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_pat
     path = write_records(tmp_path / "a.jsonl", [talk(n, turns=2 + n % 4) for n in range(40)])
     data = prepare(path, "--validation_split_percentage", "25")
     train, held_out = (
-        {source.split()[1] for source in sources(data, samples)} for samples in (data.train, data.validation.samples)
+        {source.split()[1] for source in sources(data, samples)} for samples in (data.train, data.validation)
     )
     assert len(held_out) == 10
     assert train | held_out == {str(n) for n in range(40)}
     assert not train & held_out
-    assert len(data.train) + len(data.validation.samples) == sum(1 + n % 4 for n in range(40))
-    assert len(data.validation.targets) == len(data.validation.samples)
-    for source, target in zip(sources(data, data.validation.samples), data.validation.targets):
+    assert len(data.train) + len(data.validation) == sum(1 + n % 4 for n in range(40))
+    assert len(data.targets) == len(data.validation)
+    for source, target in zip(sources(data, data.validation), data.targets):
         assert source.split()[1] == target.split()[1]
 
 

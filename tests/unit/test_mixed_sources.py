@@ -71,7 +71,7 @@ def test_options_of_chats_need_a_source_of_chats(tmp_path, llama, prepare_causal
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_text("\n".join(json.dumps({"text": f"Line {n}."}) for n in range(40)))
     flags = ("--train_file", "1", tmp_path / "a.txt", "1", tmp_path / "a.jsonl", "--block_size", "16")
-    assert [*prepare_causal(llama, tmp_path / "a.txt", *flags).held_out] == ["a", "a_"]
+    assert [*prepare_causal(llama, tmp_path / "a.txt", *flags).sources] == ["a", "a_"]
     words = refusal(prepare_causal, llama, tmp_path / "a.txt", *flags, "--chat_template", "instruction")
     assert "chat_template: no effect, every source is text" in words
 
@@ -84,7 +84,7 @@ def test_text_and_chats_are_mixed(tmp_path, llama, prepare_causal):
     flags = ("--chat_template", "instruction", "--packing", "none", "--document_separator", "line")
     data = prepare_causal(llama, "3", *flags, "--train_file", "3", *words, validation_split_percentage=10)
     assert [len(each) for each in data.train.sets] == [54, 36]
-    assert {name: len(part) for name, part in data.held_out.items()} == {"notes": 6, "chats": 4}
+    assert {name: len(part) for name, part in data.sources.items()} == {"notes": 6, "chats": 4}
     assert len(data.validation) == 10
     assert data.samples_per_epoch == 72  # the notes are through
     texts = [data.tokenizer.decode(data.train[index]["input_ids"]) for index in data.order.places(0, 8).tolist()]
@@ -103,10 +103,10 @@ def test_pairs_are_mixed(tmp_path, pairs_tokenizer):
     )
     data = prepare_pairs(recipe, T5Config())
     assert [len(each) for each in data.train.sets] == [36, 54]
-    assert {name: len(part) for name, part in data.held_out.items()} == {"said": 4, "asked": 6}
-    assert data.validation.targets[:4] == ["a good one"] * 4
-    assert len(data.validation.samples) == len(data.validation.targets) == 10
-    assert data.validation.trained_targets["a good one"] == 36
+    assert {name: len(part) for name, part in data.sources.items()} == {"said": 4, "asked": 6}
+    assert data.targets[:4] == ["a good one"] * 4
+    assert len(data.validation) == len(data.targets) == 10
+    assert data.trained_targets["a good one"] == 36
     assert data.samples_per_epoch == 48
     assert (data.order.places(0, 8) < 36).sum() == 6
     lengths = [len(data.train[index]["labels"]) for index in range(90)]

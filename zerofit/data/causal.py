@@ -12,7 +12,7 @@ from zerofit.data.chat.preferences import find_preferences
 from zerofit.data.chat.prepare import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
 from zerofit.data.megatron.prepare import prepare_corpora
-from zerofit.data.mixture import MixedSamples, mix, options_of_sources
+from zerofit.data.mixture import mixed, named, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
@@ -112,32 +112,8 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config, block_size
         ]:
             raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
     first = next((data for data in parts if data.is_chat), parts[0])  # whose tokenizer has a template
-    held_out = {name: data.validation for name, data in sources.items() if data.validation}
-    mixed = mix({name: data.train for name, data in sources.items()}, recipe)
-    return TextData(
-        mixed.samples,
-        MixedSamples(list(held_out.values())) if held_out else None,
-        first.tokenizer,
-        block_size,
-        _named({name: data.notes for name, data in sources.items()}) + mixed.notes,
-        _named({name: data.shown for name, data in sources.items()}),
-        is_chat=any(data.is_chat for data in parts),
-        order=mixed.order,
-        samples_per_epoch=mixed.samples_per_epoch,
-        held_out=held_out if len(held_out) > 1 else {},
-    )
-
-
-def _named(lines: dict[str, list[str]]) -> list[str]:
-    """The log's lines of all sources. Those that not all have say whose they are, behind `note      `."""
-    found = list(dict.fromkeys(line for own in lines.values() for line in own))
-    shared = [line for line in found if all(line in own for own in lines.values())]
-    return shared + [
-        f"{line[:10]}{name}: {line[10:]}" if line[:1].strip() else line
-        for name, own in lines.items()
-        for line in own
-        if line not in shared
-    ]
+    shown = named({name: data.shown for name, data in sources.items()})
+    return mixed(sources, recipe, first, shown=shown, is_chat=any(data.is_chat for data in parts))
 
 
 def _prepare_stream(
@@ -168,21 +144,12 @@ def _prepare_stream(
     train = StreamedSamples(store, total, LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0))
     data, stored = prepared[0], sum(shards.sizes) / 2**30
     train.reads_ahead = not data.is_chat  # templates
-    return TextData(
-        train,
-        held_out and held_out.validation,
-        data.tokenizer,
-        block_size,
-        [
-            *data.notes,
-            f"stream    {counted(len(shards.names), 'shard')}, {stored:,.3g} GiB, in windows of {recipe.streaming}; "
-            "`training` is one window here, and an epoch the whole run",
-        ],
-        data.shown,
-        is_chat=data.is_chat,
-        order=train,
-        samples_per_epoch=total,
+    stream = (
+        f"stream    {counted(len(shards.names), 'shard')}, {stored:,.3g} GiB, in windows of {recipe.streaming}; "
+        "`training` is one window here, and an epoch the whole run"
     )
+    validation, notes = held_out and held_out.validation, [*data.notes, stream]
+    return replace(data, train=train, validation=validation, notes=notes, order=train, samples_per_epoch=total)
 
 
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:

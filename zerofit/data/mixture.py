@@ -8,17 +8,19 @@ So the order depends neither on the processes nor on the batch, and the position
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from zerofit.data.options import DataOptions
 from zerofit.data.order import SampleOrder
-from zerofit.data.pack import DatasetStats, Sample, SampleSet
+from zerofit.data.pack import DatasetStats, Sample, SampleSet, TaskData
 from zerofit.recipe.tasks import TaskRecipe
 
 PLACES = 1 << 14  # that are laid out at a time
+Data = TypeVar("Data", bound=TaskData)
 
 
 class ChosenSources:
@@ -120,23 +122,6 @@ class MixedSamples:
         return np.concatenate([each.labels for each in self.sets])
 
 
-@dataclass
-class Mixture:
-    """The training samples of several sources, and how they follow one another.
-
-    Args:
-        samples_per_epoch: of one pass over the mixture.
-        passes: how often each source is read meanwhile.
-        notes: for the log.
-    """
-
-    samples: MixedSamples | None = None
-    order: MixtureOrder | None = None
-    samples_per_epoch: int = 0
-    passes: list[float] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, DataOptions]:
     """What to read of each source, by the source's name: it is prepared as if it were the only one.
 
@@ -169,22 +154,45 @@ def name_of_source(pattern: str) -> str:
     return "source"
 
 
-def mix(sets: Mapping[str, SampleSet], recipe: TaskRecipe) -> Mixture:
-    """The training samples of all sources, given by the source's name; none without training."""
-    if not recipe.trains:
-        return Mixture()
-    sizes = [len(samples) for samples in sets.values()]
-    given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
-    weights = (given / given.sum()).tolist()
-    total = samples_of_a_pass(weights, sizes)
-    passes = [weight * total / size for weight, size in zip(weights, sizes)]
-    notes = [
-        f"source    {name}: {weight:.1%} of the samples; an epoch of {total:,} samples reads its {size:,} "
-        f"{times:.2f} times"
-        for name, size, weight, times in zip(sets, sizes, weights, passes)
+def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = None, **changes: Any) -> Data:
+    """The data of all sources, given by the source's name, as one.
+
+    Args:
+        first: whose tokenizer and the like are taken; by default the first source.
+        changes: values of other attributes.
+    """
+    held_out = {name: data.validation for name, data in sources.items() if data.validation}
+    changes["notes"] = named({name: data.notes for name, data in sources.items()})
+    if held_out:
+        changes["validation"] = MixedSamples(list(held_out.values()))
+        changes["sources"] = held_out if len(held_out) > 1 else {}
+    if recipe.trains:
+        sizes = [len(data.train) for data in sources.values()]
+        given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
+        weights = (given / given.sum()).tolist()
+        total = samples_of_a_pass(weights, sizes)
+        passes = [weight * total / size for weight, size in zip(weights, sizes)]
+        changes["notes"] += [
+            f"source    {name}: {weight:.1%} of the samples; an epoch of {total:,} samples reads its {size:,} "
+            f"{times:.2f} times"
+            for name, size, weight, times in zip(sources, sizes, weights, passes)
+        ]
+        order = MixtureOrder(weights, sizes, recipe.seed)
+        train = MixedSamples([data.train for data in sources.values()])
+        changes |= {"train": train, "order": order, "samples_per_epoch": total, "passes": passes}
+    return replace(first or next(iter(sources.values())), **changes)
+
+
+def named(lines: dict[str, list[str]]) -> list[str]:
+    """The log's lines of all sources. Those that not all have say whose they are, behind `note      `."""
+    found = list(dict.fromkeys(line for own in lines.values() for line in own))
+    shared = [line for line in found if all(line in own for own in lines.values())]
+    return shared + [
+        f"{line[:10]}{name}: {line[10:]}" if line[:1].strip() else line
+        for name, own in lines.items()
+        for line in own
+        if line not in shared
     ]
-    order = MixtureOrder(weights, sizes, recipe.seed)
-    return Mixture(MixedSamples(list(sets.values())), order, total, passes, notes)
 
 
 def samples_of_a_pass(weights: Sequence[float], sizes: Sequence[int]) -> int:

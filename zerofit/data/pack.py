@@ -5,7 +5,7 @@ No library for tables is imported here: `zerofit plan` reads no data.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -265,48 +265,61 @@ class TokenizedDataset:
         )
 
 
-@dataclass
-class TextData:
-    """Samples of both parts, the tokenizer that made them, and notes for the log.
+@dataclass(kw_only=True)
+class TaskData:
+    """The samples that a task trains on and those held out, the tokenizer that made them, and notes for the log.
 
     Args:
-        train: None without training.
-        kind: how text became samples.
+        train, validation: None where there are none.
         order: the order of the training samples, if they have one already.
         samples_per_epoch: training samples of one pass over the data; by default all.
-        report: a table of the data; by default the statistics of both parts.
+        passes: of a mixture, how often each source is read meanwhile.
+        sources: of a mixture, the held-out samples of each source by its name.
         prompts: those of predict_file, without any other part.
-        held_out: of a mixture, the held-out samples of each source by its name.
     """
 
-    train: SampleSet | None
-    validation: SampleSet | None
+    train: SampleSet | None = None
+    validation: SampleSet | None = None
     tokenizer: PreTrainedTokenizerBase
-    block_size: int
     notes: list[str] = field(default_factory=list)
-    shown: list[str] = field(default_factory=list)  # a training sample as text
-    is_chat: bool = False
-    kind: str = ""
     order: object | None = None
     samples_per_epoch: int = 0
-    report: list[tuple[str, ...]] = field(default_factory=list)
-    prompts: SampleSet | None = None
-    held_out: dict[str, SampleSet] = field(default_factory=dict)
+    passes: list[float] = field(default_factory=list)
+    sources: dict[str, SampleSet] = field(default_factory=dict)
+    prompts: Any = None
 
     def __post_init__(self):
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
-        if not self.report:
-            parts = (self.train, self.validation, self.prompts)
-            self.report = stats_rows(*(part and part.stats for part in parts))
 
     @property
     def parts(self) -> dict[str, SampleSet]:
         """The held-out samples: of a mixture, of each source by its name."""
-        return self.held_out or ({"": self.validation} if self.validation else {})
+        return self.sources or ({"": self.validation} if self.validation else {})
 
     @property
     def num_held_out(self) -> int:
         return len(self.validation or ())
+
+    def describe(self) -> list[str | list[tuple[str, ...]]]:
+        """Lines and tables for the log."""
+        return [stats_rows(*(part and part.stats for part in (self.train, self.validation, self.prompts)))]
+
+
+@dataclass(kw_only=True)
+class TextData(TaskData):
+    """The data of the causal task.
+
+    Args:
+        shown: a training sample as text.
+        kind: how text became samples.
+        report: a table of the data; by default the statistics of both parts.
+    """
+
+    block_size: int
+    shown: list[str] = field(default_factory=list)
+    is_chat: bool = False
+    kind: str = ""
+    report: list[tuple[str, ...]] = field(default_factory=list)
 
     @property
     def longest(self) -> dict[str, int]:
@@ -314,5 +327,4 @@ class TextData:
         return {"input_ids": self.block_size}
 
     def describe(self) -> list[str | list[tuple[str, ...]]]:
-        """Lines and tables for the log."""
-        return [f"data      {self.kind}", self.report]
+        return [f"data      {self.kind}", *([self.report] if self.report else super().describe())]

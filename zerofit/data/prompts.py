@@ -90,7 +90,7 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> PairData:
         {**record, "source": tokenizer.decode(row, skip_special_tokens=True).strip()} for record, row in zip(kept, ids)
     ]
     prompts = Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens))
-    return PairData(None, None, tokenizer, widths, notes, prompts=prompts)
+    return PairData(tokenizer=tokenizer, widths=widths, notes=notes, prompts=prompts)
 
 
 def read_causal_prompts(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
@@ -131,7 +131,9 @@ def read_causal_prompts(recipe: ClmRecipe, options: DataOptions, config, block_s
         notes.append(f"warning   {cut:,} of {len(ids):,} prompts lose their beginning to max_new_tokens = {longest}")
     prompts = Prompts(ids, records, form is not None, ends, sum(cut_tokens))
     kind = f"answered with at most {longest} tokens each"
-    return TextData(None, None, tokenizer, block_size, notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts)
+    return TextData(
+        tokenizer=tokenizer, block_size=block_size, notes=notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts
+    )
 
 
 def _texts(name: str | None, source: Source) -> list[dict[str, Any]]:

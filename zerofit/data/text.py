@@ -195,7 +195,7 @@ def prepare_text(
     mean, notes = stats.tokens / stats.documents, []
     if packing == "documents" and mean < block_size / 4:
         notes.append(f"hint      documents have {mean:.0f} tokens. Lines of longer texts? --packing concatenate")
-    return TextData(sets.get("train"), sets.get("validation"), tokenizer, block_size, notes)
+    return TextData(**sets, tokenizer=tokenizer, block_size=block_size, notes=notes)
 
 
 def tokenize_texts(dataset: Dataset, tokenizer, append_eos: bool, cache: TableCache) -> Dataset:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from zerofit.data.collate import Batch, PromptCollator, multiple_for
 from zerofit.data.pack import TextData
-from zerofit.data.pairs.prepare import HeldOutPairs, PairData
+from zerofit.data.pairs.prepare import PairData
 from zerofit.data.prompts import Prompts, longest_answer
 from zerofit.model.chat import question_ids
 from zerofit.model.tokenizer import padding_token
@@ -50,12 +50,11 @@ def evaluate_generation(
 ) -> dict[str, float]:
     """BLEU and ROUGE of the generated texts against the whole targets; the main process also writes them down."""
     written, figures = _written(engine, batches, data.tokenizer, settings), dict[str, float]()
-    assert data.validation is not None, "something is held out"
     if written is not None:
         texts = [text.strip() for text, _ in written]
-        data.validation.cut = sum(is_cut for _, is_cut in written)
-        folder.write_predictions(_lines(data.validation, texts, data.tokenizer))
-        figures = compute("generation", texts, data.validation.targets)
+        data.cut = sum(is_cut for _, is_cut in written)
+        folder.write_predictions(_lines(data, texts))
+        figures = compute("generation", texts, data.targets)
     figures = engine.from_main(figures)
     return {f"eval_{name}": value for name, value in figures.items()}
 
@@ -168,21 +167,22 @@ def cut_texts(cut: int, count: int, option: str, settings: dict[str, Any]) -> li
     return [f"note      {cut:,} of {count:,} generated texts are cut at {option} = {settings['max_new_tokens']}"]
 
 
-def trivial_answers(held_out: HeldOutPairs) -> list[str]:
+def trivial_answers(data: PairData) -> list[str]:
     """For the log: what one and the same answer reaches, the target that training has most often."""
-    if not held_out.trained_targets:
+    if not data.trained_targets:
         return []
-    ((answer, _),) = held_out.trained_targets.most_common(1)
+    ((answer, _),) = data.trained_targets.most_common(1)
     usual = answer if len(answer) < SHOWN else f"{answer[:SHOWN]}..."
-    figures = compute("generation", [answer] * len(held_out.targets), held_out.targets)
+    figures = compute("generation", [answer] * len(data.targets), data.targets)
     return [
         f"baseline    always {usual!r}: " + ", ".join(f"{name} {decimals(value)}" for name, value in figures.items())
     ]
 
 
-def _lines(held_out: HeldOutPairs, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
-    for index, (target, text) in enumerate(zip(held_out.targets, texts)):
-        source = str(tokenizer.decode(held_out.samples[index]["input_ids"], skip_special_tokens=True)).strip()
+def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
+    assert data.validation is not None, "something is held out"
+    for index, (target, text) in enumerate(zip(data.targets, texts)):
+        source = str(data.tokenizer.decode(data.validation[index]["input_ids"], skip_special_tokens=True)).strip()
         yield {"source": source, "target": target, "prediction": text}
 
 
@@ -197,12 +197,12 @@ def answer_sources(
     return predict_texts(engine, batches, data.tokenizer, data.prompts, folder, settings)
 
 
-def remarks_on_texts(held_out: HeldOutPairs | None, settings: dict[str, Any]) -> list[str]:
+def remarks_on_texts(data: PairData, settings: dict[str, Any]) -> list[str]:
     """Lines for the log, below the held-out figures: what one and the same answer reaches, and what was cut."""
-    if held_out is None:
+    if data.validation is None:
         return []
-    cut = cut_texts(held_out.cut, len(held_out.targets), "val_max_target_length", settings)
-    return [*trivial_answers(held_out), *cut]
+    cut = cut_texts(data.cut, len(data.targets), "val_max_target_length", settings)
+    return [*trivial_answers(data), *cut]
 
 
 def shown(run: Any, recipe: Seq2SeqRecipe) -> list[str]:

@@ -96,7 +96,7 @@ def prepare_chat(
     if not compares and recipe.packing != "none":
         filler = padding_token(tokenizer)
         packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
-    return TextData(packed.get("train"), packed.get("validation"), tokenizer, block_size, notes, shown, is_chat=True)
+    return TextData(**packed, tokenizer=tokenizer, block_size=block_size, notes=notes, shown=shown, is_chat=True)
 
 
 def unread_note(columns: list[str], keys: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, re
 from zerofit.data.labelled.samples import Example, ExampleData, HeldOut, encode_parts
 from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words
 from zerofit.data.lengths import choose_length
-from zerofit.data.mixture import MixedSamples, mix, options_of_sources
+from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, limit_parts, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
@@ -261,26 +261,15 @@ def _readers(
 
 def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
     """The data of several sources with the same labels, by the source's name."""
-    first = next(iter(sources.values()))
-    notes = list(dict.fromkeys(note for data in sources.values() for note in data.notes))
     held_out = []
     for suffix in dict.fromkeys(part.suffix for data in sources.values() for part in data.held_out):
         parts = {name: part for name, data in sources.items() for part in data.held_out if part.suffix == suffix}
         own = {name: part.samples for name, part in parts.items()}
         texts = ConcatDataset([part.texts for part in parts.values()])
         held_out.append(HeldOut(MixedSamples(list(own.values())), texts, suffix, own))
-    mixture = mix({name: data.train for name, data in sources.items()}, recipe)
-    if recipe.trains:
-        notes += [*mixture.notes, *_labels_of_one_source(first.labels, sources)]
-    return replace(
-        first,
-        train=mixture.samples,
-        held_out=held_out,
-        notes=notes,
-        order=mixture.order,
-        samples_per_epoch=mixture.samples_per_epoch,
-        passes=mixture.passes,
-    )
+    data = mixed(sources, recipe, held_out=held_out)
+    data.notes += _labels_of_one_source(data.labels, sources) if recipe.trains else []
+    return data
 
 
 def _labels_of_one_source(labels: Labels, sources: dict[str, ExampleData]) -> list[str]:

@@ -7,13 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
-from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PARTS, DataOptions
-from zerofit.data.order import Order
-from zerofit.data.pack import SampleSet, TokenizedDataset, stats_rows
+from zerofit.data.pack import SampleSet, TaskData, TokenizedDataset, stats_rows
 from zerofit.data.records import Part, limit_parts
 from zerofit.data.tables import IDS, TableCache, fingerprint, identity, kept_columns
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
@@ -48,30 +46,18 @@ class HeldOut:
     sources: dict[str, LabelledSamples] = field(default_factory=dict)
 
 
-@dataclass
-class ExampleData:
-    """Samples of all parts (no `train` without training), the labels, and the tokenizer that made them.
+@dataclass(kw_only=True)
+class ExampleData(TaskData):
+    """The data of classification and regression: samples of all parts, and the labels.
 
     Args:
-        order: of the training samples, of a mixture.
-        samples_per_epoch: training samples of one pass over the data; by default all.
-        passes: of a mixture, how often each source is read meanwhile.
         to_answer: whether the records are those of predict_file, whose labels are not used.
     """
 
-    train: SampleSet | None
     held_out: list[HeldOut]
     labels: Labels
-    tokenizer: PreTrainedTokenizerBase
     max_length: int
-    notes: list[str] = field(default_factory=list)
-    order: Order | None = None
-    samples_per_epoch: int = 0
-    passes: list[float] = field(default_factory=list)
     to_answer: bool = False
-
-    def __post_init__(self):
-        self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
 
     @property
     def longest(self) -> dict[str, Any]:
@@ -124,7 +110,9 @@ def encode_parts(
     for name in held_out:
         if name in parts:
             held.append(HeldOut(sets[name], _kept(parts[name]), name.removeprefix("validation")))
-    return ExampleData(sets.get("train"), held, labels, tokenizer, length, notes)
+    return ExampleData(
+        train=sets.get("train"), held_out=held, labels=labels, tokenizer=tokenizer, max_length=length, notes=notes
+    )
 
 
 def _kept(part: Part) -> Dataset:

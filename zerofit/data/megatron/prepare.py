@@ -47,10 +47,10 @@ def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callab
     train, validation = build(blend, total, held_out, rows, eod, resets, root)
     order = FixedOrder(len(train)) if recipe.trains else None
     return TextData(
-        train,
-        validation,
-        tokenizer,
-        block_size,
+        train=train,
+        validation=validation,
+        tokenizer=tokenizer,
+        block_size=block_size,
         notes=notes,
         kind=kind(recipe.split, resets, block_size),
         order=order,

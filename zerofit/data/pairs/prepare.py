@@ -2,16 +2,13 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from datasets import Dataset, Features, Value
-from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.lengths import choose_length, report_data_loss
-from zerofit.data.mixture import MixedSamples, mix, options_of_sources
+from zerofit.data.mixture import mixed, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
-from zerofit.data.order import Order
-from zerofit.data.pack import SampleSet, TokenizedDataset, stats_rows
+from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns, read_keyed_conversations
 from zerofit.data.records import Part, limit_parts, read_parts
 from zerofit.data.sources import read_source
@@ -56,63 +53,28 @@ class SourceFormat:
         return cls(recipe.source_prefix, separator, max_length)
 
 
-@dataclass
-class HeldOutPairs:
-    """The held-out samples, the full target of each as text, and the targets of the training data.
+@dataclass(kw_only=True)
+class PairData(TaskData):
+    """The data of the task of sources and targets.
+
+    Args:
+        widths: the longest source and target, in tokens.
+        targets: the full target of each held-out sample as text.
+        trained_targets: the targets of the training data.
 
     Attributes:
         cut: number of texts of the latest evaluation that were cut at their longest length.
     """
 
-    samples: SampleSet
-    targets: list[str]
+    widths: tuple[int, int]
+    targets: list[str] = field(default_factory=list)
     trained_targets: Counter[str] = field(default_factory=Counter)
     cut: int = 0
-
-
-@dataclass
-class PairData:
-    """Samples of both parts, and the tokenizer that made them; no `train` without training.
-
-    Args:
-        widths: the longest source and target, in tokens.
-        order: of the training samples, of a mixture.
-        samples_per_epoch: training samples of one pass over the data; by default all.
-        held_out: of a mixture, the held-out samples of each source by its name.
-        prompts: those of predict_file, without any other part.
-    """
-
-    train: TokenizedDataset | MixedSamples | None
-    validation: HeldOutPairs | None
-    tokenizer: PreTrainedTokenizerBase
-    widths: tuple[int, int]
-    notes: list[str] = field(default_factory=list)
-    order: Order | None = None
-    samples_per_epoch: int = 0
-    held_out: dict[str, SampleSet] = field(default_factory=dict)
-    prompts: Any = None
-
-    def __post_init__(self):
-        self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
-
-    @property
-    def parts(self) -> dict[str, SampleSet]:
-        """The held-out samples: of a mixture, of each source by its name."""
-        return self.held_out or ({"": self.validation.samples} if self.validation else {})
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self.validation.samples) if self.validation else 0
 
     @property
     def longest(self) -> dict[str, int]:
         """How many tokens a training sample may have, by column."""
         return dict(zip(("input_ids", "labels"), self.widths))
-
-    def describe(self) -> list[str | list[tuple[str, ...]]]:
-        """Lines and tables for the log."""
-        parts = (self.train, self.validation and self.validation.samples, self.prompts)
-        return [stats_rows(*(part and part.stats for part in parts))]
 
 
 def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
@@ -129,28 +91,11 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
             name: _prepare_source(recipe, own, config, widths)
             for name, own in options_of_sources(options, recipe).items()
         }
-    return _mixed(recipe, sources) if recipe.mixture else sources[""]
-
-
-def _mixed(recipe: Seq2SeqRecipe, sources: dict[str, PairData]) -> PairData:
-    first = next(iter(sources.values()))
-    notes = list(dict.fromkeys(note for data in sources.values() for note in data.notes))
-    held_out = {name: data.validation for name, data in sources.items() if data.validation}
-    parts, validation = held_out.values(), None
-    if parts:
-        trained = sum((part.trained_targets for part in parts), Counter())
-        targets = [target for part in parts for target in part.targets]
-        validation = HeldOutPairs(MixedSamples([part.samples for part in parts]), targets, trained)
-    mixed = mix({name: data.train for name, data in sources.items()}, recipe)
-    return replace(
-        first,
-        train=mixed.samples,
-        validation=validation,
-        notes=notes + mixed.notes,
-        order=mixed.order,
-        samples_per_epoch=mixed.samples_per_epoch,
-        held_out={name: part.samples for name, part in held_out.items()} if len(held_out) > 1 else {},
-    )
+    if not recipe.mixture:
+        return sources[""]
+    trained = sum((data.trained_targets for data in sources.values()), Counter())
+    targets = [target for data in sources.values() for target in data.targets]
+    return mixed(sources, recipe, targets=targets, trained_targets=trained)
 
 
 def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]) -> PairData:
@@ -175,14 +120,12 @@ def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths:
     ]
     for name, table in tables.items():
         notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
-    sets = {}
-    for name, table in tables.items():
-        sets[name] = TokenizedDataset(table, COLUMNS)
-    validation = None
+    samples = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
+    data = PairData(**samples, tokenizer=tokenizer, widths=widths, notes=notes)
     if "validation" in tables:
-        trained = Counter(tables["train"]["target"][:] if "train" in tables else ())
-        validation = HeldOutPairs(sets["validation"], tables["validation"]["target"][:], trained)
-    return PairData(sets.get("train"), validation, tokenizer, widths, notes)
+        data.targets = tables["validation"]["target"][:]
+        data.trained_targets = Counter(tables["train"]["target"][:] if "train" in tables else ())
+    return data
 
 
 def check_languages(recipe: Seq2SeqRecipe, tokenizer, columns: Columns) -> None:
