@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from zerofit.data.causal import _named
+from zerofit.data.mixture import named
 from zerofit.record.terminal import columns_of, decimals, on_screen, say, say_aside, table
 
 TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is what vLLM's --lora-modules takes"
@@ -70,8 +70,8 @@ def test_small_figures_keep_their_digits(value, shown):
 
 def test_a_line_of_one_source_says_which():
     lines = {"books": ["note      2 are empty", "same"], "web": ["note      7 are empty", "same", "  a row"]}
-    assert _named(lines) == ["same", "note      books: 2 are empty", "note      web: 7 are empty", "  a row"]
-    assert _named({"one": ["note      x"], "two": ["note      x"]}) == ["note      x"]
+    assert named(lines) == ["same", "note      books: 2 are empty", "note      web: 7 are empty", "  a row"]
+    assert named({"one": ["note      x"], "two": ["note      x"]}) == ["note      x"]
 
 
 WIDE = [
