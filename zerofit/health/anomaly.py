@@ -92,7 +92,7 @@ class AnomalyDetector:
         return None
 
     def _bound(self, name: str) -> float:
-        """The largest value that is no spike."""
+        """Return the largest value that is not a spike."""
         past = self.history.get(name, ())
         if len(past) < ENOUGH or not self.threshold:
             return math.inf
@@ -106,7 +106,7 @@ class AnomalyDetector:
         return middle, max(1.4826 * statistics.median(abs(each - middle) for each in past), FLOOR[name])
 
     def _spike(self, figures: dict[str, float]) -> str:
-        """Of an update that was refused: which figure is too large, and beside what."""
+        """Describe a refused update: which of its figures is too large, and what its median was."""
         name = "loss" if figures["loss"] > self._bound("loss") or self.clipped else "grad_norm"
         value, (middle, scale) = figures[name], self._noise(name)
         return (

@@ -50,7 +50,7 @@ def recorded(folder: str, since: float) -> dict[int, str]:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts and containers: no code is run."""
+    """Unpickles numbers, texts and containers only, so that no code is run."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"a record holds no {module}.{name}")
@@ -67,7 +67,7 @@ def read_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
 
 
 def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: Sequence[str] = ()) -> list[str]:
-    """Lines that name the collective each group waits in, and the ranks that have not come to it; empty: none waits.
+    """Return lines that name the collective each group waits in, and the ranks that have not come to it.
 
     Args:
         machines: in words; each has as many of the world's ranks as any other.
@@ -126,5 +126,5 @@ def _number(entry: dict[str, Any]) -> int:
 
 
 def _listed(ranks: list[int]) -> str:
-    """0, 1, 3: at most eight."""
+    """Join ranks to a text, at most eight of them."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

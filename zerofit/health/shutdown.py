@@ -136,8 +136,8 @@ def _read(reader: int) -> None:
 
 
 def _stop_listening() -> None:
-    """In a forked process. The data loader's workers end with their rank, and not with a signal that all processes of
-    a job get; who is forked while a run starts is often ended by SIGTERM, and must not ignore it."""
+    """Give signals their usual effect in a forked process. The data loader's workers end with their rank, and not with
+    a signal that all processes of a job get; who is forked as a run starts may be ended by SIGTERM."""
     signal.set_wakeup_fd(-1)
     for number in _HEARD if len(_RECEIVERS) == 1 else ():
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -170,8 +170,8 @@ class StartingRank:
         leave(code)
 
     def _code_of_sigterm(self) -> int:
-        """143 where another rank has ended before: then the launcher ends the others with this signal, and the cause
-        is elsewhere. Ranks but the first wait for it to look around."""
+        """Return 143 where another rank has ended before: then the launcher ends the others with this signal, and the
+        cause is elsewhere. Ranks but the first wait for it to look around."""
         until = time.monotonic() + LOOK_AROUND_S
         while ranks_are_alive():
             if self._rank == 0 or time.monotonic() > until:

@@ -107,7 +107,7 @@ class Watchdog:
         self._send(stop_requested=signal_name)
 
     def record_collectives(self, folder: Path, world_size: int, backend: str, machines: list[str]) -> None:
-        """There is a process group: from now on this rank writes down where it stands in its collectives when the
+        """Let this rank, which has a process group now, write down where it stands in its collectives when the
         watchdog asks for it, from a thread, since the main thread waits.
 
         Args:
@@ -123,7 +123,7 @@ class Watchdog:
         self._send(flight=records, world_size=world_size, backend=backend, machines=machines)
 
     def waits_for(self) -> list[str]:
-        """Lines on the collective that this rank has failed in; its record is written."""
+        """Write this rank's record, and return lines on the collective that it has failed in."""
         if self._flight is None:
             return []
         flight.write_record(self._flight, self.rank)
@@ -137,7 +137,7 @@ class Watchdog:
                 flight.write_record(folder, self.rank)
 
     def leave(self) -> None:
-        """The rank leaves in order: the watchdog process ends and says nothing."""
+        """End the watchdog process without a word, since the rank leaves in order."""
         if self._child is None or os.getpid() != self._pid:
             return
         self._child.kill()

@@ -40,7 +40,7 @@ ADVICE = (
 
 
 class Sample(NamedTuple):
-    """Memory at one moment, in bytes; None where this system does not say."""
+    """The memory of rank and host at one moment, in bytes; None where this system does not say."""
 
     resident: int | None = None  # of the rank
     total: int | None = None  # of the host
@@ -79,7 +79,7 @@ class RankMessages(NamedTuple):
 
     @property
     def others(self) -> str:
-        """The other machines; of many the first eight."""
+        """The other machines in words, at most eight of them."""
         others = [machine for machine in self.machines if machine != self.machine]
         return ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
 
@@ -192,7 +192,7 @@ def crash_report(messages: RankMessages, status: int | None, samples: list[Sampl
 
 
 def say(text: str) -> None:
-    """One write, so that the messages of several ranks do not mix."""
+    """Print a text in one write, so that the messages of several ranks do not mix."""
     if text:
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}\n".encode())
@@ -258,7 +258,7 @@ class Watch:
         say("\n  waiting  ".join([report, *self.waiting()]) if report else "")
 
     def waiting(self) -> list[str]:
-        """Lines on the collectives that ranks wait in, by the records that there are of this launch."""
+        """Return lines on the collectives that ranks wait in, by the records that there are of this launch."""
         known = self.messages
         records = flight.read_records(known.flight, self.began) if known.flight else {}
         return flight.describe(records, known.world_size, known.machines)

@@ -91,18 +91,18 @@ class RestartingAgent(AskingAgent):
         return not refused
 
     def _count(self, failed: bool) -> int:
-        """Failures so far, of all machines."""
+        """Count the failures so far, of all machines."""
         if self.group is not None:
             return self.group.failures(failed)
         self._failures += failed
         return self._failures
 
     def restarts_left(self, allowed: int) -> int:
-        """Ranks read the number of restarts, which has to be the same on all machines."""
+        """Return how many restarts are left: the same number on all machines, since ranks read it."""
         return max(0, allowed - self._count(False))
 
     def waits_for_others(self) -> bool:
-        """A group waits for other launchers in MachineGroup.settle, as long as they are alive."""
+        """Return False for several machines: MachineGroup.settle waits, as long as the others are alive."""
         return self.group is None
 
 

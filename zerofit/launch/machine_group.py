@@ -176,7 +176,7 @@ class MachineGroup:
             time.sleep(BEAT_S / 4)
 
     def _keys(self, key: str, store: Any = None) -> list[str]:
-        """Those of the machines' keys that are set."""
+        """Return those of the machines' keys that are set."""
         keys = [key.format(number) for number in range(self.count)]
         return [key for key in keys if (store or self._store).check([key])]
 
@@ -188,7 +188,7 @@ class MachineGroup:
             return
 
     def _next_rendezvous(self) -> Rendezvous:
-        """The machines come to it before the next start of the processes."""
+        """Return the rendezvous of the machines before the next start of their processes."""
         store = PrefixStore(f"machines{self.round}", self._store)
         again = self._replaces or self.round > 0
         return Rendezvous(store, "machine", self.number, self.count, limit_s=self.limit_s, again=again)

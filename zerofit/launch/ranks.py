@@ -28,7 +28,7 @@ ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore 
 
 
 class RankRendezvous:
-    """This rank's part; nothing happens where all ranks are on one machine."""
+    """This rank's part in the rendezvous of all; nothing happens where all ranks are on one machine."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
         def number(name: str, default: int) -> int:
@@ -103,7 +103,7 @@ class RankRendezvous:
             store.set(key, json.dumps(problems))
 
     def named(self, text: str) -> str:
-        """A text with addresses of machines, which are named."""
+        """Return a text with the names of machines in place of their addresses."""
         machines = [] if self.rendezvous is None else self.rendezvous.machines.values()
 
         def name(found: re.Match[str]) -> str:

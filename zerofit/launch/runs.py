@@ -143,8 +143,8 @@ class RunningLaunch:
         return (self.output / "checkpoints" / "latest").is_dir()
 
     def kill(self) -> None:
-        """SIGKILL for every process of the launch. Returns when all are gone; signals that would end this process wait
-        until then."""
+        """Kill every process of the launch. Returns when all are gone; signals that would end this process wait until
+        then."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             quiet, dying, until = 0, set[psutil.Process](), time.monotonic() + 60

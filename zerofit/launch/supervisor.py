@@ -20,8 +20,8 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2): ranks whose launcher was killed get thi
 
 
 class Supervisor:
-    """The frame of everything that `zerofit launch` does: it removes the code of the launch before at once, and keeps
-    mistakes and signals on record. Only machine 0 keeps the record.
+    """Starts a launch and waits for it. It removes the exit code of the launch before at once, and keeps mistakes and
+    signals on record. Only machine 0 keeps the record.
 
     Args:
         exit_code: of the run.
