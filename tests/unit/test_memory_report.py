@@ -215,17 +215,3 @@ def test_host_memory_beside_a_device_and_before_there_is_an_engine(tiny_run, mon
     assert "--save_async false" in message
     assert "--host_memory" in message
     assert message.endswith("--gpu_memory 81920MiB")
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "lora", "sizes"),
-    [
-        (None, "fp32", False, (400, 400, 800)), (None, "bf16", False, (400, 400, 800)),
-        (None, "bf16", True, (200, 0, 0)), (1, "bf16", False, (200, 200, 300)),
-        (2, "bf16", False, (200, 50, 300)), (3, "bf16", False, (50, 50, 300)), (3, "fp32", True, (100, 0, 0)),
-        ("fsdp2", "bf16", False, (100, 100, 200)), ("fsdp2", "bf16", True, (50, 0, 0)),
-    ],
-)  # fmt: skip
-def test_the_states_of_a_rank_by_the_number_of_parameters(stage, precision, lora, sizes):
-    found = state_setup(strategy_of(stage, precision), ClmRecipe(lora=lora), 100).held()
-    assert found == sizes

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from helpers import ROOT, environment
+from torch.distributed.flight_recorder import fr_trace
 
 from zerofit.health import flight
 from zerofit.health import watchdog_process as watch
@@ -325,7 +326,7 @@ time.sleep(60)
 """
 
 
-def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_path):
+def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_path, capsys, caplog):
     (tmp_path / "files.json").write_text("{}")
     program = HANGING.format(root=str(ROOT))
     ranks = [
@@ -337,9 +338,8 @@ def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_
     expected = ("gloo:all_reduce of [[7]], number 2 in group pair: rank 0 on machine 0 (a) waits, rank 1 on "
                 "machine 1 (b) has not come to it")  # fmt: skip
     assert any(expected in text for text in said), said
-    analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", tmp_path / "flight", "-p", "rank_"]
-    done = subprocess.run(analyzer, capture_output=True, text=True, env=environment(), timeout=60)
-    assert "missing ranks: {1}" in done.stdout + done.stderr, "torch reads it as well: docs/trouble.md"
+    fr_trace.main([str(tmp_path / "flight"), "-p", "rank_"])
+    assert "missing ranks: {1}" in capsys.readouterr().out + caplog.text, "torch reads it as well: docs/trouble.md"
 
 
 def of_nccl(*states: str) -> list[dict]:
