@@ -389,7 +389,7 @@ def cut_after(run: Path, update: int) -> None:
     for folder in (run / "checkpoints").glob("update_*"):
         if folder.name > f"update_{update:08}":
             shutil.rmtree(folder)
-    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "model", ignore_errors=True)
 
 
 def on_a_terminal(command: list, columns: int = 80, **how) -> tuple[int, str]:
