@@ -29,9 +29,9 @@ from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.evaluation import eval_batches, held_out_batches, held_out_loss
 from zerofit.training.generation import (
     FIGURES,
-    answer_sources,
     evaluate_generation,
     generation_settings,
+    predict_texts,
     remarks_on_texts,
     shown,
 )
@@ -78,7 +78,7 @@ def main(start: Start) -> int:
         return figures
 
     def predict() -> list[str]:
-        return answer_sources(engine, data, recipe, run.folder, settings)
+        return predict_texts(engine, data, recipe.per_device_eval_batch_size, run.folder, settings)
 
     def remarks() -> list[str]:
         return remarks_on_texts(data, settings)

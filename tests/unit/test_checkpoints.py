@@ -111,6 +111,6 @@ def test_what_a_killed_run_left_half_goes_and_what_comes_again_goes(tmp_path):
     for update in (2, 4, 6):
         write(checkpoints, update, best=update == 6)
     checkpoints.partial(8).mkdir()
-    checkpoints.drop_after(4)
+    checkpoints.drop(lambda update: update > 4)
     assert sorted(path.name for path in checkpoints.path.iterdir()) == ["latest", "update_00000002", "update_00000004"]
     assert checkpoints.latest.resolve().name == "update_00000004"

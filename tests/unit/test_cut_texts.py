@@ -1,6 +1,7 @@
 """Generated texts that reach the longest length before their end: counted, and how long texts may be."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,9 +33,12 @@ def said(capsys, model, settings, tokenizer, count=3):
     prompts = Prompts([[5, 6, 7]] * count, [{}] * count, is_chat=True)
     batch = batches([(prompts[number], number) for number in range(count)])
     written = []
-    engine = SimpleNamespace(module=model, generate=model, gather_objects=lambda rows: [rows])
+    device = torch.device("cpu")
+    engine = SimpleNamespace(module=model, generate=model, gather_objects=lambda rows: [rows], device=device)
     folder = SimpleNamespace(write_predictions=lambda lines: written.extend(lines))
-    assert predict_texts(engine, iter([batch]), tokenizer, prompts, folder, settings) == ["predictions.jsonl"]
+    data = SimpleNamespace(prompts=prompts, tokenizer=tokenizer)
+    with patch("zerofit.training.generation.eval_batches", lambda *_: iter([batch])):
+        assert predict_texts(engine, data, count, folder, settings) == ["predictions.jsonl"]
     assert len(written) == count
     return capsys.readouterr().out
 

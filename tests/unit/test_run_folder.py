@@ -73,7 +73,7 @@ def plan(path: Path, *flags: str) -> list[str]:
 
 def restart(path: Path, updates: int = 0, resumed_from: Path | None = None) -> None:
     """What a launch does to the folder, once its plan is made."""
-    CheckpointDirectory(path / "checkpoints").drop_after(updates if resumed_from == path else -1)
+    CheckpointDirectory(path / "checkpoints").drop(lambda update: resumed_from != path or update > updates)
     RunFolder(path).start(recipe(), 8, {"num_processes": 2}, {}, updates, resumed_from)
 
 

@@ -84,7 +84,7 @@ class CheckpointDirectory:
             if is_best:
                 self._point(self.best, folder)
             self._newest = update
-            self._drop()
+            self._drop_old()
         for call in self.finished:
             call(folder)
 
@@ -97,7 +97,7 @@ class CheckpointDirectory:
         finally:
             with self._lock, contextlib.suppress(OSError):
                 self._read.remove(folder.name)
-                self._drop()
+                self._drop_old()
 
     def take_in(self, partial: Path, name: str) -> None:
         """Give a whole checkpoint, brought from elsewhere, its name, and let `latest` point to the newest."""
@@ -107,11 +107,6 @@ class CheckpointDirectory:
         partial.rename(self.path / name)
         sync(self.path)
         self._point(self.latest, next(self.resumable()))
-
-    def abandon(self, update: int) -> None:
-        """Take away what a failed save has left."""
-        with contextlib.suppress(OSError):
-            remove(self.partial(update))
 
     def folders(self) -> list[Path]:
         """The checkpoints, the newest first. Whether they are whole is not looked at."""
@@ -127,15 +122,8 @@ class CheckpointDirectory:
         """The newest checkpoint, if it is of a later update than this one."""
         return next((folder for folder in self.folders() if _update(folder) > update), None)
 
-    def drop_after(self, update: int) -> None:
-        """Remove the checkpoints of updates that come again, and what a killed run has left half."""
-        self._drop_where(lambda other: other > update)
-
-    def drop_up_to(self, update: int) -> None:
-        """Remove the checkpoints of this update and of earlier ones, and what a killed run has left half."""
-        self._drop_where(lambda other: other <= update)
-
-    def _drop_where(self, is_dropped: Callable[[int], bool]) -> None:
+    def drop(self, is_dropped: Callable[[int], bool]) -> None:
+        """Remove the checkpoints of some updates, as the caller says, and what a killed run has left half."""
         for path in self.path.glob("*.partial"):
             if UPDATE.fullmatch(path.stem) or TEMPORARY.fullmatch(path.name):
                 remove(path)
@@ -152,7 +140,7 @@ class CheckpointDirectory:
         """Let `best` point to the checkpoint of this update."""
         self._point(self.best, self.folder(update))
 
-    def _drop(self) -> None:
+    def _drop_old(self) -> None:
         """Remove what is too old. Models of later updates than the newest are of a launch that left no state: they
         stay until their updates come again, and do not count."""
         folders = [folder for folder in self.folders() if _update(folder) <= self._newest]

@@ -111,12 +111,12 @@ class CheckpointManager:
         """
         self.folder.lock()
         if self._resumes_its_own_folder:
-            self.directory.drop_after(self.state.updates)
+            self.directory.drop(lambda update: update > self.state.updates)
         elif self._starts_over and not self.recipe.overwrite_output_dir:
-            self.directory.drop_up_to(self.state.updates)
+            self.directory.drop(lambda update: update <= self.state.updates)
         else:
             refuse_to_clear(self.folder, self.recipe.overwrite_output_dir)
-            self.directory.drop_after(-1)
+            self.directory.drop(lambda update: True)
 
     @property
     def _resumes_its_own_folder(self) -> bool:
@@ -210,12 +210,7 @@ class CheckpointManager:
     @property
     def saved_latest(self) -> bool:
         """True if the state of the latest update is in a checkpoint."""
-        return self._saved_update == self.state.updates and not self.last_failed
-
-    @property
-    def last_failed(self) -> bool:
-        """True if the last save that has ended has failed; known on all ranks."""
-        return self.writer.last_failed
+        return self._saved_update == self.state.updates and not self.writer.last_failed
 
     def is_due_by_clock(self) -> bool:
         return bool(self._interval_s) and time.time() >= self._saved_at + self._interval_s
@@ -231,7 +226,8 @@ class CheckpointManager:
         if why == LEAVING and self.state.updates == self._saved_update:
             return
         # Opened now: the next evaluation puts others in their place.
-        predictions = [path.open("rb") for path in self._predictions()] if held_out else []
+        files = self.folder.path.glob("predictions*.jsonl") if held_out and self._engine.is_main else ()
+        predictions = [path.open("rb") for path in files]
 
         def fill(folder: Path, weights: Weights) -> None:
             try:
@@ -258,9 +254,6 @@ class CheckpointManager:
         if with_state:
             self._saved_at = time.time()
             self._saved_update = self.state.updates
-
-    def _predictions(self) -> list[Path]:
-        return list(self.folder.path.glob("predictions*.jsonl")) if self._engine.is_main else []
 
     def wait(self) -> bool:
         """Wait for the checkpoint that is being written. Returns whether it failed."""

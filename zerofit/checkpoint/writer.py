@@ -7,6 +7,7 @@ model alone is; one weight after another is gathered for a moment, to check what
 Ranks meet there and in `wait` only: before the next save, where one has failed, and at the end.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from zerofit.checkpoint.shards import (
 from zerofit.model.export import Weights
 from zerofit.model.parameters import true_numel
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, is_of_the_disk, is_there
+from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, is_of_the_disk, is_there, remove
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
@@ -306,7 +307,8 @@ class _Save:
         self._thread.join()
         failure = failure or self.failure
         if failure:
-            self.checkpoints.abandon(self.update)
+            with contextlib.suppress(OSError):
+                remove(self.checkpoints.partial(self.update))
         return failure
 
     def record(self) -> dict[str, Any]:

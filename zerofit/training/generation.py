@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from zerofit.data.collate import Batch, PromptCollator, multiple_for
 from zerofit.data.pack import TextData
 from zerofit.data.pairs.prepare import PairData
-from zerofit.data.prompts import Prompts, longest_answer
+from zerofit.data.prompts import longest_answer
 from zerofit.model.chat import question_ids
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
@@ -91,49 +91,33 @@ def continue_prompts(engine: Engine, data: TextData, recipe: ClmRecipe, folder: 
     """Write predictions.jsonl: how a causal model continues each prompt of predict_file, or answers it in a chat.
     Returns the files."""
     prompts: Any = data.prompts
-    collate = PromptCollator(
-        padding_token(data.tokenizer), left=True, multiple=multiple_for(engine.device, engine.module.config)
-    )
-    batches = eval_batches(engine, prompts, collate, recipe.per_device_eval_batch_size)
-    settings = writing_settings(recipe, engine.module.config, data.tokenizer, prompts.ends)
-    return predict_texts(engine, batches, data.tokenizer, prompts, folder, settings)
-
-
-def writing_settings(
-    recipe: ClmRecipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, ends: list[int]
-) -> dict[str, Any]:
-    """Settings of generation where a causal model continues a text: the likeliest token each time.
-
-    Args:
-        ends: tokens at which writing ends, beside those of the model and its tokenizer.
-    """
-    longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
+    config, tokenizer = engine.module.config, data.tokenizer
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = sorted({token for token in [*own, tokenizer.eos_token_id, *ends] if token is not None})
-    return {
-        "max_new_tokens": longest,
+    ends = sorted({token for token in [*own, tokenizer.eos_token_id, *prompts.ends] if token is not None})
+    settings = {  # the likeliest token each time
+        "max_new_tokens": longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config),
         "do_sample": False,
         "num_beams": 1,
         "eos_token_id": ends or None,
         "pad_token_id": padding_token(tokenizer),
     }
+    return predict_texts(engine, data, recipe.per_device_eval_batch_size, folder, settings)
 
 
 @torch.no_grad()
 def predict_texts(
-    engine: Engine,
-    batches: Iterator[Batch],
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-    folder: RunFolder,
-    settings: dict[str, Any],
+    engine: Engine, data: TextData | PairData, batch_size: int, folder: RunFolder, settings: dict[str, Any]
 ) -> list[str]:
-    """Write predictions.jsonl: what the model writes for each prompt or source. Returns the files."""
-    written = _written(engine, batches, tokenizer, settings)
+    """Write predictions.jsonl: what the model writes for each prompt or source of predict_file. Returns the files."""
+    prompts: Any = data.prompts
+    config, in_pairs = engine.module.config, engine.module.config.is_encoder_decoder
+    pad, multiple = padding_token(data.tokenizer), multiple_for(engine.device, config)
+    batches = eval_batches(engine, prompts, PromptCollator(pad, left=not in_pairs, multiple=multiple), batch_size)
+    written = _written(engine, batches, data.tokenizer, settings)
     if written is None:
         return []
     texts = [text.strip() if prompts.is_chat else text for text, _ in written]
-    option = "val_max_target_length" if engine.module.config.is_encoder_decoder else "max_new_tokens"
+    option = "val_max_target_length" if in_pairs else "max_new_tokens"
     say(*cut_texts(sum(is_cut for _, is_cut in written), len(written), option, settings))
     folder.write_predictions({**record, "prediction": text} for record, text in zip(prompts.records, texts))
     return ["predictions.jsonl"]
@@ -184,17 +168,6 @@ def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
     for index, (target, text) in enumerate(zip(data.targets, texts)):
         source = str(data.tokenizer.decode(data.validation[index]["input_ids"], skip_special_tokens=True)).strip()
         yield {"source": source, "target": target, "prediction": text}
-
-
-def answer_sources(
-    engine: Engine, data: PairData, recipe: Seq2SeqRecipe, folder: RunFolder, settings: dict[str, Any]
-) -> list[str]:
-    """Write predictions.jsonl: the text for each source of predict_file. Returns the files."""
-    collate = PromptCollator(
-        padding_token(data.tokenizer), left=False, multiple=multiple_for(engine.device, engine.module.config)
-    )
-    batches = eval_batches(engine, data.prompts, collate, recipe.per_device_eval_batch_size)
-    return predict_texts(engine, batches, data.tokenizer, data.prompts, folder, settings)
 
 
 def remarks_on_texts(data: PairData, settings: dict[str, Any]) -> list[str]:
