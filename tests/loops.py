@@ -45,6 +45,7 @@ def bare_run(recipe, engine, length, **parts: Any) -> Run:
         watchdog=SimpleNamespace(phase=lambda *_, **__: None),
         profiler=None,
         _kept_is_checked=True,
+        measurement=None,
         _stop_reason=StopReason.NONE,
         _checkpoint_failed=False,
     )

@@ -2,7 +2,7 @@
 
 The environment variable ZEROFIT_MEASURE names a JSON file, {"steps": 5, "memory_limit": 25769803776}: how many updates
 are timed, and how many bytes of its device each rank may use (null: all). The run's answer is a line of answers.jsonl
-beside that file. Scripts know nothing of it: their run gives them the longest rows, over and over.
+beside that file. Scripts know nothing of it: `Run` gives their loop the longest rows, over and over.
 """
 
 import json
@@ -11,12 +11,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from zerofit.data.collate import Batch
 from zerofit.data.pack import Sample
@@ -26,156 +27,151 @@ from zerofit.record.jsonl import add_line
 from zerofit.record.meters import MemoryMeter
 from zerofit.strategy.devices import synchronise
 from zerofit.strategy.engine import Bounds, Outcome
-from zerofit.training.run import MEASURED, Run
 from zerofit.training.stream import Totals, Update, counts_of
 
-VARIABLE = MEASURED
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
+
+VARIABLE = "ZEROFIT_MEASURE"
 ANSWERS = "answers.jsonl"
 WARM_UP = 2  # updates before the timed ones; the first also makes the optimizer's state
 
 
-class MeasuredRun(Run):
-    """Repeats the longest rows of a run's data, times its updates and writes down what they took."""
+def measurement_from_environment() -> "Measurement | None":
+    """The measurement that this process was started for; None: an ordinary run."""
+    file = os.environ.get(VARIABLE)
+    return Measurement(Path(file)) if file else None
 
-    is_measured = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        request = Path(os.environ[VARIABLE])
+class Measurement:
+    """Repeats the longest rows of a run's data, times its updates and writes down what they took.
+
+    Args:
+        request: the JSON file.
+    """
+
+    def __init__(self, request: Path):
         about = json.loads(request.read_text(encoding="utf-8"))
         self.steps, self.limit, self.answers = about["steps"], about["memory_limit"], request.with_name(ANSWERS)
+        self.rank, self.device = int(os.environ.get("RANK", "0")), torch.device("cpu")
         self.done = 0  # updates
-        self.timed: list[float] = []  # their seconds
-        self.latest = {"loss": 0.0, "grad_norm": 0.0}  # figures of the latest update
+        self.seconds: list[float] = []
+        self.figures = {"loss": 0.0, "grad_norm": 0.0}  # of the latest update
 
-    def samples_per_epoch(self, data: Any) -> int:
-        """At least one global batch, for small data is repeated."""
-        return max(int(data.samples_per_epoch), self.strategy.batches.global_batch)
+    def samples(self, num_samples: int, global_batch: int) -> int:
+        """The samples that the run's length is made of: at least one global batch, for small data is repeated."""
+        return max(num_samples, global_batch)
 
-    def start(self, data: Any) -> None:
-        """Start the process group, and limit the device's memory of this rank before there is a model.
+    def limit_memory(self, accelerator: Accelerator) -> None:
+        """Limit the device's memory of this rank. All ranks call it together, before there is a model.
 
         Raises:
             UserError: the device has less.
         """
-        super().start(data)
+        self.device = accelerator.device
         if self.limit is None or self.device.type == "cpu":
             return
         torch.accelerator.get_memory_info()  # which makes this rank's context
-        self.accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
         ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
         limit_device(self.device, self.limit, ranks)
 
-    def _updates(self, evaluate: Callable[[], dict[str, float]] | None) -> Iterator[Update]:
+    def updates(self, run: "Run", evaluate: Callable[[], dict[str, float]] | None) -> Iterator[Update]:
         """Updates on this rank's longest rows, until enough of them were timed. At the end an evaluation is timed,
         where something is held out, and the answer is written."""
-        if self.is_main:
+        if self.rank == 0:
             add_line(self.answers, {"event": "begins"})
-        engine, schedule = self.engine, self.schedule
+        engine, schedule = run.engine, run.schedule
         assert schedule is not None, "a run that trains has one"
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        sizes, layout, self.load = self.strategy.batches, engine.layout, [os.getloadavg()[0]]
+        run.folder.path.mkdir(parents=True, exist_ok=True)
+        sizes, layout, self.load = run.strategy.batches, engine.layout, [os.getloadavg()[0]]
         rows, to_warm_up, totals = sizes.micro_batch, WARM_UP, Totals(0, 0, 0)
-        engine.phase = lambda phase: self.enter(phase, self.done + 1)
+        self.scaled = run.strategy.precision == "fp16"
+        engine.phase = lambda phase: run.enter(phase, self.done + 1)
         engine.model.train()
         MemoryMeter(engine.device).reset()
         if simulated := getattr(torch.get_device_module(engine.device), "peak_host_bytes", None):
             simulated(reset=True)
-        while len(self.timed) < self.steps:
+        while len(self.seconds) < self.steps:
             start = rows * sizes.accumulation * (self.done * layout.data_size + layout.data_rank)
-            batches = [longest_rows(self, rows, start + rows * place) for place in range(sizes.accumulation)]
+            batches = [longest_rows(run, rows, start + rows * place) for place in range(sizes.accumulation)]
             began = time.perf_counter()
             totals = Totals(*engine.sum_over_replicas(counts_of(batches)))
-            for counter in self.counters:
+            for counter in run.counters:
                 counter.begin(totals.targets, totals.tokens)
-            number = min(self.done + 1, self.num_updates)
+            number = min(self.done + 1, run.num_updates)
             engine.set_learning_rate(schedule(number - 1))
             yield Update(number, batches, totals, layout.data_size / (totals.targets or 1.0))
             synchronise(engine.device)
             self.done += 1
-            if not math.isfinite(self.latest["grad_norm"]):
+            if not math.isfinite(self.figures["grad_norm"]):
                 continue  # fp16 is still looking for its loss scale: no step was taken
             if to_warm_up:
                 to_warm_up -= 1
             else:
-                self.timed.append(time.perf_counter() - began)
-        self._answer(totals, evaluate)
+                self.seconds.append(time.perf_counter() - began)
+        self._answer(run, totals, evaluate)
 
-    @property
     def bounds(self) -> Bounds:
         """Only what is no number is refused."""
-        return Bounds(may_overflow=self.strategy.precision == "fp16")
+        return Bounds(may_overflow=self.scaled)
 
-    def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
+    def log(self, update: Update, outcome: Outcome) -> None:
         """Take the figures of an update.
 
         Raises:
             UserError: the update was refused.
         """
-        self.latest = {"loss": outcome.loss_sum / (update.totals.targets or 1.0), "grad_norm": outcome.grad_norm}
+        self.figures = {"loss": outcome.loss_sum / (update.totals.targets or 1.0), "grad_norm": outcome.grad_norm}
         if outcome.refused:
-            raise UserError(f"loss is {self.latest['loss']:g}, grad_norm {self.latest['grad_norm']:g} in the trial")
+            raise UserError(f"loss is {self.figures['loss']:g}, grad_norm {self.figures['grad_norm']:g} in the trial")
 
-    def _answer(self, totals: Totals, evaluate: Callable[[], dict[str, float]] | None) -> None:
+    def _answer(self, run: "Run", totals: Totals, evaluate: Callable[[], dict[str, float]] | None) -> None:
         self.load.append(os.getloadavg()[0])
-        engine, evaluation = self.engine, {}
-        if evaluate is not None and self.data.num_held_out:
+        engine, evaluation = run.engine, {}
+        if evaluate is not None and run.data.num_held_out:
             evaluate()  # warms up
-            self.begin_evaluation(self.done)
-            took = self.end_evaluation(evaluate(), self.data.num_held_out)
+            run.begin_evaluation(self.done)
+            took = run.end_evaluation(evaluate(), run.data.num_held_out)
             evaluation = {
                 "evaluation_seconds": took.seconds,
                 "evaluation_samples_per_s": took.samples_per_s,
-                "evaluation_samples": self.data.num_held_out,
+                "evaluation_samples": run.data.num_held_out,
             }
         peaks = measured_peaks(engine.device)
         ranks = [dict(zip(peaks, map(int, rank))) for rank in engine.per_rank([*peaks.values()])]
-        typical, samples = statistics.median(self.timed), self.data.train
+        typical, samples = statistics.median(self.seconds), run.data.train
         answer = {
             "event": "fits",
             "ranks": ranks,
-            "seconds": self.timed,
+            "seconds": self.seconds,
             "load": self.load,
             "cores": os.cpu_count(),
-            "samples_per_s": self.strategy.batches.global_batch / typical,
+            "samples_per_s": run.strategy.batches.global_batch / typical,
             "tokens_per_s": totals.tokens / typical,
-            "loss": self.latest["loss"],
+            "loss": self.figures["loss"],
             **evaluation,
             "about": {
-                "longest": self.data.longest,
+                "longest": run.data.longest,
                 "mean_sample": samples.stats.mean_length,
                 "num_samples": len(samples),
-                "accumulation": self.strategy.batches.accumulation,
-                "precision": self.strategy.precision,
-                "parameters": self.parameters,
+                "accumulation": run.strategy.batches.accumulation,
+                "precision": run.strategy.precision,
+                "parameters": run.parameters,
             },
         }
-        if self.is_main:
+        if self.rank == 0:
             add_line(self.answers, answer)
 
-    def should_evaluate(self, update: Update) -> bool:
-        return False
-
-    def should_save(self, update: Update) -> bool:
-        return False
-
-    def explain(self, error: Exception) -> int | None:
+    def explain(self, error: Exception, phase: str) -> int | None:
         """Report memory that ran out, to who asked and at the terminal. Returns the exit code; None: another error."""
-        where, phase = is_out_of_memory(error), self.watchdog.at[0]
+        where = is_out_of_memory(error)
         if where is None:
-            return super().explain(error)
-        where = where if hasattr(self, "accelerator") and self.device.type != "cpu" else "host"
-        rank = self.strategy.layout.rank
-        add_line(self.answers, {"event": "out_of_memory", "where": where, "phase": phase, "rank": rank})
-        print(f"out of memory: rank {rank}, {phase}: {error}", file=sys.stderr, flush=True)
+            return None
+        where = where if self.device.type != "cpu" else "host"
+        add_line(self.answers, {"event": "out_of_memory", "where": where, "phase": phase, "rank": self.rank})
+        print(f"out of memory: rank {self.rank}, {phase}: {error}", file=sys.stderr, flush=True)
         return EXIT_OUT_OF_MEMORY
-
-    def export(self, remarks: Callable[[], list[str]] = list) -> None:
-        """Nothing is exported."""
-
-    def finish(self) -> int:
-        self.engine.close()
-        return 0
 
 
 def measured_peaks(device: torch.device) -> dict[str, int]:
@@ -219,7 +215,7 @@ def limit_device(device: torch.device, limit: int, ranks: int) -> None:
     module.set_per_process_memory_fraction(limit / total)
 
 
-def longest_rows(run: Run, size: int, start: int) -> Batch:
+def longest_rows(run: "Run", size: int, start: int) -> Batch:
     """A batch of the samples `start`, `start` + 1 and so on (after the last comes the first), each stretched."""
     samples, longest = run.data.train, run.data.longest
     indices = [(start + place) % len(samples) for place in range(size)]

@@ -53,7 +53,7 @@ def measure_reference(
 
     They are kept with the prepared data. A launch after this one finds them there, all or those that were done.
     """
-    if run.is_measured:
+    if run.measurement:
         return
     recipe: Any = run.recipe  # a DpoRecipe
     origin = _origin(engine.whole.config, recipe, "float8" if recipe.float8 else run.strategy.precision)

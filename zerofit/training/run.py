@@ -46,6 +46,7 @@ from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
 from zerofit.training.export import answer, export, finish
+from zerofit.training.measurement import VARIABLE, measurement_from_environment
 from zerofit.training.opening import open_record
 from zerofit.training.prepare import LONG, prepare_activations, start_processes
 from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, dropout_seed, micro_batches, run_length
@@ -54,7 +55,6 @@ from zerofit.training.summary import about_the_run
 if TYPE_CHECKING:
     from zerofit.training.entry import Start
 
-MEASURED = "ZEROFIT_MEASURE"  # the variable that asks for a measured run
 PATIENCE = {"save": 4.0}  # times watchdog_minutes, of the loop's phases
 
 
@@ -77,14 +77,13 @@ class Run:
         stop: why training ended.
     """
 
-    is_measured = False  # True: a few updates of the longest rows in place of the training, for `zerofit compare`
-
     def __init__(self, config: RunConfiguration, start: "Start", stored: Any, mirror: Mirror | None) -> None:
         self.config, self.stored, self.mirror = config, stored, mirror
         self.recipe: TaskRecipe = config.recipe
         self.strategy: Strategy = config.strategy
         self.folder: RunFolder = config.folder
         self.task, self.timeline, self.watchdog, self.ranks = config.task, start.timeline, start.watchdog, start.ranks
+        self.measurement = measurement_from_environment() if self.recipe.trains else None  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.facts = RunFacts(self.task, self.recipe, self.strategy)
@@ -125,26 +124,21 @@ class Run:
         """
         stored, mirror, task = None, None, start.task
         start.timeline.mark("imports")
-        kind: type[Run] = cls
         if not start.recipe.trains:
             from zerofit.training.stored_model import StoredModel
 
             stored = StoredModel.open(task, start.recipe)
-        elif MEASURED in os.environ:
-            from zerofit.training.measurement import MeasuredRun
-
-            kind = MeasuredRun
-        elif start.recipe.mirror:
+        elif start.recipe.mirror and not os.environ.get(VARIABLE):
             start.watchdog.phase("mirror", patience=math.inf)
             folder = RunFolder(start.output_folder)
             opened = start.ranks.first_on_rank_0("mirror", lambda: open_mirror(start.recipe, folder))
             mirror, notes = opened or (None, [])
             say(*notes)
-        run = kind(resolve(task, start.recipe if stored is None else stored.recipe), start, stored, mirror)
+        run = cls(resolve(task, start.recipe if stored is None else stored.recipe), start, stored, mirror)
         if run.is_main:
             run.folder.lock()
         repository = run.recipe.push_to_hub
-        if repository and run.recipe.trains and not kind.is_measured:
+        if repository and run.recipe.trains and run.measurement is None:
             run.watchdog.phase("hub", patience=math.inf)
             run.hub = run.ranks.first_on_rank_0("hub", partial(HubRepository.open, repository))
         EXIT.explain = run.explain
@@ -186,17 +180,18 @@ class Run:
         self.timeline.mark("data")
         self.by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
         if recipe.trains:
-            self.length = run_length(recipe, self.samples_per_epoch(data), self.strategy.batches, self.by_tokens)
+            num_samples = data.samples_per_epoch
+            if self.measurement:
+                num_samples = self.measurement.samples(num_samples, self.strategy.batches.global_batch)
+            self.length = run_length(recipe, num_samples, self.strategy.batches, self.by_tokens)
             if warmup := getattr(recipe, "block_size_warmup", None):
                 stated = recipe.source("block_size_warmup")
                 self.growth = growing_blocks(warmup, stated, data.block_size, data.is_chat)
         self.accelerator, notes = start_processes(self)
         self.notes += notes
+        if self.measurement:
+            self.measurement.limit_memory(self.accelerator)
         self.timeline.mark("process group")
-
-    def samples_per_epoch(self, data: Any) -> int:
-        """The samples that the run's length is made of."""
-        return int(data.samples_per_epoch)
 
     @property
     def num_updates(self) -> int:
@@ -213,7 +208,7 @@ class Run:
     @property
     def stopped(self) -> bool:
         """Whether training stopped before its end (or was only measured), and nothing is exported."""
-        return self.stop.reason is not StopReason.NONE or self.is_measured
+        return self.stop.reason is not StopReason.NONE or self.measurement is not None
 
     def say(self, *lines: str) -> None:
         """Print lines, on the main process."""
@@ -295,9 +290,9 @@ class Run:
         """
         self.data, self.collate, self.figures, self.unit = data, collate, tuple(figures), unit
         self.counters = [counter] if counter is not None else self.counters
-        yield from self._updates(evaluate_first)
-
-    def _updates(self, evaluate_first: Callable[[], dict[str, float]] | None) -> Iterator[Update]:
+        if self.measurement:
+            yield from self.measurement.updates(self, evaluate_first)
+            return
         open_record(self)
         state, recipe, schedule = self.state, self.recipe, self.schedule
         assert schedule is not None, "a run that trains has one"
@@ -349,6 +344,8 @@ class Run:
     def bounds(self) -> Bounds:
         """What this update may be at most (see AnomalyDetector), and what this rank tells the others with it. The next
         update's micro-batches are loaded meanwhile, since the device is still at work on this one's."""
+        if self.measurement:
+            return self.measurement.bounds()
         if self._passes_over:
             return Bounds()
         self.within("data")
@@ -369,6 +366,9 @@ class Run:
     def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
         """Take down what became of an update: metrics.jsonl, the terminal, the trackers. Of one that was refused, do
         what `on_anomaly` says: stop, skip it, or rewind to the last checkpoint. `own`: figures of the script's own."""
+        if self.measurement:
+            self.measurement.log(update, outcome)
+            return
         number, state, totals, figures = update.number, self.state, update.totals, dict[str, Any]()
         own_figures: dict[str, Any] = {}
         seconds_of_ranks: tuple[RankSeconds, ...] = ()
@@ -441,7 +441,7 @@ class Run:
         is_due = self.length.is_last(update.number) or self.length.is_due(
             "steps" if steps else "epoch", steps, update.number
         )
-        if self._abandoned or not self.data.num_held_out or not is_due:
+        if self._abandoned or self.measurement or not self.data.num_held_out or not is_due:
             return False
         self.begin_evaluation(update.number)
         return True
@@ -466,7 +466,7 @@ class Run:
     def should_save(self, update: Update) -> bool:
         """Whether a checkpoint is due after this update: by the recipe, by the clock, since the run is about to stop,
         or because its weights are the best so far."""
-        if self._abandoned:
+        if self._abandoned or self.measurement:
             return False
         return bool(self._why_save(update.number) or (self._is_best and self.best.keeps))
 
@@ -557,6 +557,8 @@ class Run:
     def explain(self, error: Exception) -> int | None:
         """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: another error."""
         watchdog = self.watchdog
+        if self.measurement and (code := self.measurement.explain(error, watchdog.at[0])) is not None:
+            return code
         return explain_failure(error, watchdog.at, self.facts, named=self.ranks.named, waits_for=watchdog.waits_for)
 
     # ------------------------------------------------------------------------------------------------------ afterwards
@@ -564,10 +566,14 @@ class Run:
     def export(self, remarks: Callable[[], list[str]] = list) -> None:
         """Write model/, which `from_pretrained` loads, draw the curve, and say what came of the run (`remarks`: lines
         below the held-out figures, on the main process); of one that stopped early, where it is."""
-        export(self, remarks)
+        if not self.measurement:
+            export(self, remarks)
 
     def finish(self) -> int:
         """Say where everything lies, and leave the process group. Returns the exit code."""
+        if self.measurement:
+            self.engine.close()
+            return 0
         return finish(self)
 
     def answer(
