@@ -108,24 +108,18 @@ def test_the_best_checkpoint_is_kept(trained):
     AutoModelForSequenceClassification.from_pretrained(output / "checkpoints" / "best" / "model")
 
 
-LAYOUTS = ("ddp", 2), ("zero1", 2), ("zero2_offload", 2), ("zero3_offload", 2)
-LONGER = [pytest.param(*layout, marks=pytest.mark.long) for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), *LONGER])
-def test_evaluation_alone_gives_the_figures_of_the_run(trained, tmp_path, strategy, processes):
-    """With the run's own recipe, most of which is about training."""
+def test_evaluation_alone_gives_the_figures_of_the_run(trained, tmp_path):
+    """With the run's own recipe, most of which is about training. (Under every strategy: test_agreement.py.)"""
     lines, output = trained
     flags = ("--config", output / "recipe.yaml", "--model_name_or_path", output, "--evaluate_only")
-    (line,) = launch(tmp_path / "again", *flags, strategy=strategy, processes=processes, task="cls")
+    (line,) = launch(tmp_path / "again", *flags, task="cls")
     figures = {name: value for name, value in lines[-1].items() if name.startswith("eval_")}
     assert len(figures) == 5
     assert {name: line[name] for name in figures} == pytest.approx(figures, abs=1e-6)
     assert alike(predictions(tmp_path / "again"), predictions(output))
 
 
-@pytest.mark.parametrize(("strategy", "processes"), [("zero3", 2), *LONGER])
-def test_predictions_without_labels_are_those_of_the_run(trained, cache, tmp_path, strategy, processes):
+def test_predictions_without_labels_are_those_of_the_run(trained, cache, tmp_path):
     """The run's held-out sentences as GLUE's test.tsv has them; 2 processes and batches of 50 divide them unevenly."""
     _, output = trained
     expected = predictions(output)
@@ -134,7 +128,7 @@ def test_predictions_without_labels_are_those_of_the_run(trained, cache, tmp_pat
     completed(
         tmp_path / "answers", "--model_name_or_path", output / "model", "--task_name", "sst2", "--max_length", "160",
         "--per_device_eval_batch_size", "50", "--predict_file", tmp_path / "test.tsv", "--cache_dir", cache,
-        strategy=strategy, processes=processes, task="cls",
+        strategy="zero3", processes=2, task="cls",
     )  # fmt: skip
     found = predictions(tmp_path / "answers")
     assert not any("label" in row for row in found)
