@@ -37,9 +37,10 @@ from zerofit.data.turns import (
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.tasks import ClmRecipe
 
-QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question")}
+QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question", "query")}
 ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
 INPUTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt")
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
@@ -295,7 +296,7 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
 
 def _form_of(kind: str, recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
     names = table.column_names
-    extra = {"system": "system" if "system" in names else None, "system_prompt": recipe.system_prompt}
+    extra = {"system": match_columns(SYSTEMS, names), "system_prompt": recipe.system_prompt}
     if kind == "messages":
         lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
         packed = [name for name in DIALOGUES if name in text_columns(table)]
