@@ -36,7 +36,7 @@ def form_of(record: dict, **options) -> Form | None:
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
         ({"system_prompt": "s", "question": "x", "response": "y"}, {},
          Form("prompt", "question", "response", system="system_prompt", plain=True)),  # OpenOrca
-        ({"type": "t", "query": "x", "response": "y"}, {}, Form("prompt", "query", "response", plain=True)),  # MetaMath
+        ({"type": "t", "query": "x", "response": "y"}, {}, Form("prompt", "query", "response", plain=True)),
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
         ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
          Form("messages", "conversations", system_prompt="s")),
