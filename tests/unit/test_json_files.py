@@ -92,8 +92,7 @@ def test_columns_of_agents_records_need_no_package(tmp_path, cache, columns):
 
 @pytest.mark.parametrize("index", [None, "names", "filtered", "numbers"])
 @pytest.mark.parametrize("orient", [None, "records", "split", "index", "columns", "table"])
-@pytest.mark.parametrize("options", [{}, {"indent": 2}])
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz"])
+@pytest.mark.parametrize(("name", "options"), [("a.json", {"indent": 2}), ("a.jsonl", {}), ("a.json.gz", {})])
 def test_what_pandas_writes_as_json_is_read(tmp_path, cache, orient, index, options, name):
     frame = pd.DataFrame({"text": [f"text {n}" for n in range(8)], "label": ["0", "01"] * 4, "n": [*range(8)]})
     if index == "names":

@@ -1,6 +1,6 @@
 """The records of predict_file as token ids: prompts and, for encoder-decoders, sources."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -10,15 +10,7 @@ from zerofit.data.chat.instructions import find_form
 from zerofit.data.chat.prepare import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
-from zerofit.data.pairs.columns import find_columns, read_keyed_conversations
-from zerofit.data.pairs.prepare import (
-    PairData,
-    PairEncoder,
-    SourceFormat,
-    check_languages,
-    chosen_widths,
-    split_translation_columns,
-)
+from zerofit.data.pairs.prepare import PairData, chosen_widths, open_pairs
 from zerofit.data.records import read_parts
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.data.sources import Source, read_source
@@ -26,7 +18,6 @@ from zerofit.data.tables import kept_columns
 from zerofit.data.text import text_column
 from zerofit.model.chat import install_template, unread_keys
 from zerofit.model.configuration import usable_positions
-from zerofit.model.languages import check_marked, describe_languages, set_languages
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
@@ -69,22 +60,12 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> PairData:
     Raises:
         UserError: no column of sources is found, a text is empty.
     """
-    options = DataOptions.of(recipe)
-    source = read_source(options, sample_by=lambda files: "line", reader=read_keyed_conversations)
-    source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
-    parts, notes = read_parts(source, {PREDICT: columns}, options)
-    histories = [pair.source for (pair,) in parts[PREDICT].contents()]
-    tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
     widths = chosen_widths(recipe, config)
-    form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
-    form = replace(form, prefix=set_languages(tokenizer, recipe.source_lang, recipe.target_lang, form.prefix))
-    check_languages(recipe, tokenizer, columns)
-    check_marked(tokenizer, form.prefix, (turns[0] for turns in histories))
-    ids, cut_tokens = PairEncoder(tokenizer, form, widths[1]).sources(histories)
+    parts, _, encoder, notes = open_pairs(recipe, DataOptions.of(recipe), config, widths)
+    tokenizer = encoder.tokenizer
+    ids, cut_tokens = encoder.sources([pair.source for (pair,) in parts[PREDICT].contents()])
     if cut := sum(map(bool, cut_tokens)):
-        notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {form.max_length}")
-    notes[:0] = [f"data      {columns.describe}", *describe_languages(tokenizer)]
+        notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {widths[0]}")
     kept = kept_columns(parts[PREDICT].records, "source", "prediction")
     read = [
         {**record, "source": tokenizer.decode(row, skip_special_tokens=True).strip()} for record, row in zip(kept, ids)

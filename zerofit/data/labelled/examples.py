@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from datasets import ClassLabel, Dataset, Value
 from torch.utils.data import ConcatDataset
 
 from zerofit.data.labelled.choices import Choices, find_choices, labels_of_choices
-from zerofit.data.labelled.label_report import class_counts, label_report
+from zerofit.data.labelled.label_report import label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
 from zerofit.data.labelled.samples import Example, ExampleData, HeldOut, encode_parts
 from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words
@@ -267,26 +266,7 @@ def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
         own = {name: part.samples for name, part in parts.items()}
         texts = ConcatDataset([part.texts for part in parts.values()])
         held_out.append(HeldOut(MixedSamples(list(own.values())), texts, suffix, own))
-    data = mixed(sources, recipe, held_out=held_out)
-    data.notes += _labels_of_one_source(data.labels, sources) if recipe.trains else []
-    return data
-
-
-def _labels_of_one_source(labels: Labels, sources: dict[str, ExampleData]) -> list[str]:
-    """Notes about classes that only one of the sources has: they may be others' under another name."""
-    if labels.names is None or labels.choices:
-        return []
-    present = {
-        name: {labels.names[place] for place in np.flatnonzero(class_counts(labels, [data.train.labels]))}
-        for name, data in sources.items()
-    }
-    notes = []
-    for name, own in present.items():
-        alone = sorted(own - set().union(*(names for other, names in present.items() if other != name)))
-        if alone:
-            shown = ", ".join(alone[:10]) + ", ..." * (len(alone) > 10)
-            notes.append(f"note      labels that only {name} has: {shown}")
-    return notes
+    return mixed(sources, recipe, held_out=held_out)
 
 
 def _prepare_unlabelled(

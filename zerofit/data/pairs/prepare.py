@@ -99,36 +99,41 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
 
 
 def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]) -> PairData:
-    source = read_source(options, reader=read_keyed_conversations)
-    source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
-    columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
-    parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
-    train = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, identity(train.table), pairs=True)
-    form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
-    form = replace(form, prefix=set_languages(tokenizer, recipe.source_lang, recipe.target_lang, form.prefix))
-    check_languages(recipe, tokenizer, columns)
-    sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
-    check_marked(tokenizer, form.prefix, sources)
-    encoder = PairEncoder(tokenizer, form, widths[1])
+    parts, columns, encoder, notes = open_pairs(recipe, options, config, widths)
     tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
     tables = limit_parts(tables, options)
-    notes[:0] = [
-        f"data      {source.as_written(columns).describe}",
-        *describe_languages(tokenizer),
-        *_missing_prefix(config, form.prefix),
-    ]
     for name, table in tables.items():
         notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
     samples = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
-    data = PairData(**samples, tokenizer=tokenizer, widths=widths, notes=notes)
+    data = PairData(**samples, tokenizer=encoder.tokenizer, widths=widths, notes=notes)
     if "validation" in tables:
         data.targets = tables["validation"]["target"][:]
         data.trained_targets = Counter(tables["train"]["target"][:] if "train" in tables else ())
     return data
 
 
-def check_languages(recipe: Seq2SeqRecipe, tokenizer, columns: Columns) -> None:
+def open_pairs(
+    recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]
+) -> tuple[dict[str, Part], Columns, "PairEncoder", list[str]]:
+    """(the records of each part, their columns, what makes token ids of them, notes)."""
+    sample_by = (lambda files: "line") if recipe.predict_file else None
+    source = read_source(options, sample_by=sample_by, reader=read_keyed_conversations)
+    source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
+    columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
+    parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
+    first = next(iter(parts.values()))
+    tokenizer = get_tokenizer(options.tokenizer, config, first.texts, identity(first.table), pairs=True)
+    form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
+    form = replace(form, prefix=set_languages(tokenizer, recipe.source_lang, recipe.target_lang, form.prefix))
+    _check_languages(recipe, tokenizer, columns)
+    sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
+    check_marked(tokenizer, form.prefix, sources)
+    described = [f"data      {source.as_written(columns).describe}", *describe_languages(tokenizer)]
+    notes = described + _missing_prefix(config, form.prefix) + notes
+    return parts, columns, PairEncoder(tokenizer, form, widths[1]), notes
+
+
+def _check_languages(recipe: Seq2SeqRecipe, tokenizer, columns: Columns) -> None:
     """Raises UserError if source_lang and target_lang name neither a token of the tokenizer nor a column."""
     for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
         code = getattr(recipe, option)
