@@ -118,7 +118,7 @@ class EarlierRuns:
         return (self.own if is_this_run else self.named) or {}
 
     def compiled(self, plan: "ResumePlan") -> bool | str | None:
-        """What of the model was compiled in the run that a plan resumes; None: it resumes none."""
+        """The part of the model that was compiled in the run that a plan resumes; None: it resumes none."""
         recorded = self.own if "auto" in plan.sources else self.named
         if not plan.sources or recorded is None:
             return None

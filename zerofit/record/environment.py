@@ -92,7 +92,7 @@ def untried_versions() -> list[str]:
 
 
 def _is_within(needed: Requirement) -> bool:
-    """Whether the installed version is one of these; a package that is not installed is for its import to tell."""
+    """Return True if the installed version is one of these, or none is: that is for its import to tell."""
     try:
         return needed.specifier.contains(version(needed.name), prereleases=True)
     except PackageNotFoundError:

@@ -314,7 +314,7 @@ def check_folder_of(output: Path, file: str, what: str) -> None:
 
 
 def evident_differences(recipe: Recipe, recorded: dict[str, Any]) -> list[str]:
-    """Those of options that this run's strategy cannot change any more: it fills in what is left open."""
+    """The differing options that a recipe states: those that it leaves open are filled in by the strategy later."""
     left_open = {name for name, value in recipe.to_dict().items() if value is None}
     differing = differing_options(identity(recipe, recorded.get("global_batch_size")), recorded)
     return [text for text in differing if text.split()[0] not in left_open]

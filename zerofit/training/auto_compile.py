@@ -1,4 +1,4 @@
-"""What `--torch_compile auto` takes: decided once, from the recipe and the kind of the machine, never from a clock."""
+"""Decides what `--torch_compile auto` compiles: once, from the recipe and the kind of machine, never from a clock."""
 
 import math
 import os
@@ -23,7 +23,7 @@ THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 class Compilation(NamedTuple):
-    """What of a model is compiled ("blocks", "model", False), and why that, for the log and the record."""
+    """The part of a model that is compiled ("blocks", "model", False), and the reason, for the log and the record."""
 
     value: bool | str
     why: str
@@ -37,7 +37,7 @@ def choose(
     missing: str | None = None,
     before: bool | str | None = None,
 ) -> Compilation:
-    """What "auto" takes for training on CUDA devices.
+    """Choose what `--torch_compile auto` compiles for training on CUDA devices.
 
     Args:
         config: the model's configuration; None: it has no experts.
@@ -73,7 +73,7 @@ def choose(
 
 
 def widths_of(recipe: Any) -> int:
-    """How many widths the rows of a run may have on a GPU: 1 of packed ones and of a corpus."""
+    """Count the widths that the rows of a run may have on a GPU: 1 if they are packed or of a corpus."""
     is_packed = getattr(recipe, "packing", "none") != "none" and not getattr(recipe, "preference_loss", None)
     if is_packed or getattr(recipe, "data_path", None):
         return 1

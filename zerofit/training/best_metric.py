@@ -1,4 +1,4 @@
-"""Which evaluation was the best so far, and whether it is time to stop."""
+"""Keeps the best evaluation so far, and tells when it is time to stop."""
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ class BestMetricTracker:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether patience has run out."""
+        """True if patience has run out."""
         return self.patience is not None and self.best.worse_in_a_row >= self.patience
 
 

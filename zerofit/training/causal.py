@@ -1,4 +1,4 @@
-"""What the scripts of causal models (clm.py, dpo.py, distill.py) have in common."""
+"""Steps that the scripts of causal models (clm.py, dpo.py, distill.py) have in common."""
 
 from typing import Any
 

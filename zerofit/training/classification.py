@@ -34,8 +34,8 @@ MAX_ROWS, MAX_PICTURED = 20, 60  # classes of a table, and of a picture
 
 
 def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, list[str], list[str | None]]:
-    """What classifies: (the Auto class of transformers, the names of its weights that are drawn anew, notes for the
-    log). The configuration gets the labels.
+    """Choose the head of the model. The configuration gets the labels. Returns (the Auto class of transformers, the
+    names of its weights that are drawn anew, notes for the log).
 
     Raises:
         UserError: there is no such head for this kind of model; the pretrained head has another number of labels.

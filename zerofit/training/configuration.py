@@ -32,7 +32,7 @@ from zerofit.strategy.strategy import Strategy
 
 @dataclass(frozen=True)
 class RunConfiguration:
-    """What a run is. Nothing in it changes any more; `recipe.source(option)` says who set an option.
+    """The configuration of a run. Nothing in it changes any more; `recipe.source(option)` says who set an option.
 
     Args:
         recipe: every option with the value that holds; frozen.

@@ -84,7 +84,7 @@ def mean_losses(engine: Engine, own: Mapping[str, tuple[torch.Tensor, float]]) -
 
 
 def gather_by_index(engine: Engine, rows: dict[int, Any]) -> list[Any] | None:
-    """What all ranks together found for each example, in the order of the examples, on the main process.
+    """Gather what the ranks found for each example, in the order of the examples, on the main process.
 
     Args:
         rows: {index of an example: what this rank found}; FILLER is ignored.

@@ -1,4 +1,4 @@
-"""What a run leaves behind: model/, the curve, the record, and what is said at its end."""
+"""Writes what a run leaves behind (model/, the curve, the record), and says how it ended."""
 
 import math
 import shutil

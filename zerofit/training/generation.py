@@ -27,7 +27,7 @@ SHOWN = 40  # characters of a trivial answer
 
 
 def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int], stored: GenerationConfig) -> dict[str, Any]:
-    """What the search is told; the rest is the model's own generation configuration.
+    """Settings of the search; the rest is the model's own generation configuration.
 
     Args:
         stored: that configuration. A launch without training takes the length from it, unless its recipe says one.

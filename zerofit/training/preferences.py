@@ -111,7 +111,7 @@ def _stored(file: Path, count: int) -> np.ndarray:
 
 
 def _origin(config: Any, recipe: ClmRecipe, precision: str) -> str:
-    """What the model before training depends on."""
+    """A text of all that the reference model depends on: its log-probabilities are stored under it."""
     name = recipe.model_name_or_path
     weights = recipe.seed if name is None else weights_key(name)
     return f"{weights} {precision} {recipe.quantised} {torch.__version__} {config.to_json_string()}"

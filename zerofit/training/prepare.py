@@ -1,4 +1,4 @@
-"""What stands between a resolved recipe and a model that is trained: the process group, weights, LoRA, activations."""
+"""Prepares the model of a resolved recipe for training: the process group, weights, LoRA, activations."""
 
 import functools
 import logging
@@ -138,7 +138,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
 
 
 def is_of_a_new_head(report: str) -> bool:
-    """Whether transformers reports on loaded weights, and nothing is missing but a head, which is to be trained."""
+    """Return True if a report of transformers on loaded weights says no more than that the head is to be trained."""
     rows = [[cell.strip() for cell in STYLE.sub("", line).split("|")] for line in report.splitlines() if "|" in line]
     missing = [name for name, state, *_ in rows if state == "MISSING"]
     spoilt = any(state in ("MISMATCH", "CONVERSION") for _, state, *_ in rows)

@@ -207,7 +207,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether training stopped before its end (or was only measured), and nothing is exported."""
+        """True if training stopped before its end (or was only measured), and nothing is exported."""
         return self.stop.reason is not StopReason.NONE or self.measurement is not None
 
     def say(self, *lines: str) -> None:
@@ -436,7 +436,7 @@ class Run:
         )
 
     def should_evaluate(self, update: Update) -> bool:
-        """Whether an evaluation is due after this update. If so, its time begins."""
+        """Return True if an evaluation is due after this update. If so, its time begins."""
         steps = self.recipe.eval_steps
         is_due = self.length.is_last(update.number) or self.length.is_due(
             "steps" if steps else "epoch", steps, update.number
@@ -464,8 +464,8 @@ class Run:
         )
 
     def should_save(self, update: Update) -> bool:
-        """Whether a checkpoint is due after this update: by the recipe, by the clock, since the run is about to stop,
-        or because its weights are the best so far."""
+        """Return True if a checkpoint is due after this update: by the recipe, by the clock, since the run is about
+        to stop, or because its weights are the best so far."""
         if self._abandoned or self.measurement:
             return False
         return bool(self._why_save(update.number) or (self._is_best and self.best.keeps))
@@ -484,7 +484,7 @@ class Run:
         self._evaluation_began = time.perf_counter()
 
     def end_evaluation(self, figures: dict[str, float], num_samples: int) -> EvaluationTime:
-        """How long the evaluation took on the slowest rank, generation and predictions.jsonl included."""
+        """Seconds of the evaluation on the slowest rank, generation and predictions.jsonl included."""
         synchronise(self.engine.device)
         own = time.perf_counter() - self._evaluation_began
         seconds = max(of_rank for (of_rank,) in self.engine.per_rank([own]))
@@ -536,7 +536,7 @@ class Run:
         return LEAVING if self._stop_reason else CLOCK if self._checkpoint_is_due else None
 
     def _reason_to_stop(self, update: int) -> StopReason:
-        """What ends the run before its last update, if anything; the same on all ranks."""
+        """The reason to end the run before its last update, or NONE; the same on all ranks."""
         if self._checkpoint_failed:
             self.checkpoints.wait()
         if self.length.is_last(update):
@@ -550,7 +550,7 @@ class Run:
         self.watchdog.phase(phase, update or None, patience=PATIENCE.get(phase, 1.0))
 
     def within(self, phase: str) -> None:
-        """The same within an update, whose parts have a clock: forward, backward, data, update."""
+        """Tell the watchdog and the clock which part of an update begins: forward, backward, data, update."""
         self.clock.phase(phase)
         self.enter(phase, self.state.updates + 1)
 

@@ -30,7 +30,7 @@ NAMED_WITH = "adapter_config.json"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What is evaluated, or answers the records of a file.
+    """A trained model or adapter that is evaluated, or answers the records of a file.
 
     Args:
         recipe: it names the model that is loaded: of a run its model/, of an adapter its base.
@@ -143,7 +143,7 @@ def refuse_a_training_run(folder: RunFolder) -> None:
 
 
 def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
-    """The same model may be asked the same again; answers of another, or to other data, stay (UserError)."""
+    """Raises UserError where answers of another model, or to other data, would be replaced."""
     if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
         return  # nothing was answered
     asked = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))

@@ -1,4 +1,4 @@
-"""How long a run is, and its training data as the loop takes it: this rank's micro-batches, update after update."""
+"""The length of a run, and its training data as the loop takes it: this rank's micro-batches, update after update."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class RunLength:
         return self.consumed(updates) / self.num_samples
 
     def ends_an_epoch(self, update: int) -> bool:
-        """Whether some epoch was completed by this update (counted from 1)."""
+        """Return True if an epoch was completed by this update (counted from 1)."""
         return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
 
     @property

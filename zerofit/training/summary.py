@@ -1,4 +1,4 @@
-"""What is said of the model before a run, and at its end: what came of it, or why it stopped early."""
+"""Lines for the log: the model and the data before a run, its outcome, or why it stopped early."""
 
 import statistics
 from pathlib import Path
@@ -70,7 +70,7 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
 def why_stopped(
     stop: "Stop", num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
 ) -> list[str]:
-    """What a person has to know of a run that stopped before its `num_updates` updates were made."""
+    """Lines on a run that stopped before its `num_updates` updates were made: why, and what to do."""
     by = f"stopped     by {stop.reason.text} after update {state.updates:,} of {num_updates:,}"
     if stop.anomaly is not None:
         return _after_anomaly(by, stop.anomaly, checkpoints.folder.anomalies.path, on_anomaly)
@@ -82,7 +82,7 @@ def why_stopped(
 
 
 def incomplete(missing: list[str], folder: RunFolder, checkpoints: CheckpointManager, stopped: bool) -> list[str]:
-    """What a person has to know of a run that could not write all that it was to leave.
+    """Lines on a run that could not write all that it was to leave.
 
     Args:
         stopped: before its end; why and where it resumes has been said.
@@ -117,7 +117,7 @@ def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> li
 
 
 def compiled() -> str:
-    """How often torch.compile compiled, as torch counts it on this process, and what broke a graph into several."""
+    """A line on how often torch.compile compiled in this process, and what broke a graph into several."""
     number, breaks = compiled_graphs()
     if not number:
         return "compiled    nothing: torch's compiler has failed (above). --torch_compile false leaves it out"
@@ -137,7 +137,7 @@ def summary(
     best: BestMetricTracker,
     remarks: list[str],
 ) -> list[str]:
-    """What came of a run that reached its end.
+    """Lines on the outcome of a run that reached its end.
 
     Args:
         made: updates of this launch.
