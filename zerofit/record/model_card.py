@@ -80,7 +80,7 @@ def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:
     """Lines of Python that load the model; none for an adapter whose frozen weights nobody has."""
     if is_adapter and not base:
         return []
-    from_transformers = f"from transformers import {'AutoConfig, ' * is_adapter}{auto_class}, AutoTokenizer"
+    from_transformers = f"from transformers import {'AutoConfig, ' if is_adapter else ''}{auto_class}, AutoTokenizer"
     model = [f"model = {auto_class}.from_pretrained(path)"]
     if is_adapter:
         model = [

@@ -36,26 +36,6 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
     return [recipe.report_to]
 
 
-def tracker_options(tracker: str, name: str, folder: Path, id: str | None, updates: int) -> dict[str, Any]:
-    """The options that accelerate hands to a tracker as it starts.
-
-    Args:
-        id: of the run there that goes on; None: it is new.
-        updates: that are done.
-    """
-    options: dict[str, Any] = {
-        "wandb": {"name": name, "dir": str(folder)},
-        "swanlab": {"name": name, "log_dir": str(folder / "swanlog")},
-        "clearml": {"task_name": name, "reuse_last_task_id": False},
-        "aim": {"experiment": name},
-        "mlflow": {"run_name": name},
-        "dvclive": {"dir": str(folder / "dvclive"), "resume": updates > 0},
-        "trackio": {"name": name, "resume": "allow" if updates else "never", "embed": False},
-        "tensorboard": {"purge_step": updates + 1} if updates else {},
-    }
-    return options.get(tracker, {}) | (RESUMED[tracker][1](id) if id and tracker in RESUMED else {})
-
-
 def start_trackers(
     accelerator, trackers: Sequence[str], recipe: TrackingOptions, folder: RunFolder, task: str, state
 ) -> list[str]:
@@ -73,15 +53,27 @@ def start_trackers(
     if "wandb" in trackers and not (os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or _has_login()):
         os.environ["WANDB_MODE"] = "offline"
         notes.append(f"wandb: no login found, so the run is kept in {folder.path}/wandb; `wandb sync` sends it later")
-    options = {
-        each: tracker_options(each, name, folder.path, state.tracker_ids.get(each), state.updates) for each in trackers
+    goes_on, path = state.updates > 0, folder.path
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"name": name, "dir": str(path)},
+        "swanlab": {"name": name, "log_dir": str(path / "swanlog")},
+        "clearml": {"task_name": name, "reuse_last_task_id": False},
+        "aim": {"experiment": name},
+        "mlflow": {"run_name": name},
+        "dvclive": {"dir": str(path / "dvclive"), "resume": goes_on},
+        "trackio": {"name": name, "resume": "allow" if goes_on else "never", "embed": False},
+        "tensorboard": {"purge_step": state.updates + 1} if goes_on else {},
     }
+    for tracker in RESUMED.keys() & state.tracker_ids:
+        options[tracker] = options.get(tracker, {}) | RESUMED[tracker][1](state.tracker_ids[tracker])
     config = {
         option: value if isinstance(value, (str, int, float, bool)) else str(value)
         for option, value in recipe.to_publish().items()
     }
     try:
-        accelerator.init_trackers(project, config=config, init_kwargs=options)
+        accelerator.init_trackers(
+            project, config=config, init_kwargs={each: options.get(each, {}) for each in trackers}
+        )
     except Exception as error:  # each has its own: no login, no server, another version
         raise UserError(
             f"report_to = {recipe.report_to!r}: {', '.join(trackers)} did not start: {first_line(error)}. Log in to "

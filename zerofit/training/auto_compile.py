@@ -11,6 +11,7 @@ from zerofit.data.collate import GPU_MULTIPLE, round_up
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTHS
 from zerofit.model.compilation import GRAPHS, failing_compiler
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import kind_of
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.machines import everyones
@@ -69,7 +70,7 @@ def choose(
     if before:
         return Compilation(before, "so was the run that it resumes")
     length = "of" if num_updates is None else f"{num_updates:,} updates in"
-    return Compilation("blocks", f"{length} {strategy.precision}, rows of {widths} width{'s' * (widths > 1)}")
+    return Compilation("blocks", f"{length} {strategy.precision}, rows of {counted(widths, 'width')}")
 
 
 def widths_of(recipe: Any) -> int:
