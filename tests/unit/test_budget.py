@@ -19,7 +19,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/data": 7645,  # 6,000
     "zerofit/strategy": 5_591,  # 4,800
     "zerofit/estimate": 4_974,  # 4,700
-    "zerofit/record": 1_658,  # 4,300 with health and checkpoint
+    "zerofit/record": 1_650,  # 4,300 with health and checkpoint
     "zerofit/health": 1_514,
     "zerofit/checkpoint": 1_925,
     "zerofit/training": 3_579,  # 2,000
