@@ -46,13 +46,6 @@ ACCELERATE = {"ACCELERATE_DYNAMO_BACKEND": "NO"}
 
 
 @pytest.mark.parametrize(("error", "last"), LAST)
-def test_at_a_terminal_the_message_comes_below_the_traceback_of_accelerate(tmp_path, error, last):
-    lines = lines_of(tmp_path, error, True, **ACCELERATE)
-    assert any(line.startswith("subprocess.CalledProcessError: Command") for line in lines)
-    assert [line for line in lines if line][-1] == last
-
-
-@pytest.mark.parametrize(("error", "last"), LAST)
 @pytest.mark.parametrize("on_screen", [True, False])
 def test_of_several_processes_torchruns_summary_has_it(tmp_path, error, last, on_screen):
     file = tmp_path / "error.json"
