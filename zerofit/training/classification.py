@@ -246,7 +246,7 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
         matrix = confusion(rows, labels.names)
         lines += [
             f"classes     of {len(rows):,} held-out {what}{part.suffix.replace('_', ' ')}",
-            per_class(matrix, labels.names, what),
+            _recognized(labels.names, ("class", what), np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)),
         ]
         if len(labels.names) <= MAX_PICTURED:
             with folder.new_file(f"confusion{part.suffix}.png", "wb") as file:
@@ -270,11 +270,6 @@ def confusion(rows: list[dict[str, Any]], names: tuple[str, ...]) -> np.ndarray:
     for row in rows:
         matrix[numbers[row["label"]], numbers[row["prediction"]]] += 1
     return matrix
-
-
-def per_class(matrix: np.ndarray, names: tuple[str, ...], what: str = "examples") -> str:
-    """The table of classes of examples, or of words."""
-    return _recognized(names, ("class", what), np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
 
 
 def per_kind(rows: list[dict[str, Any]]) -> str:
