@@ -34,17 +34,14 @@ def test_a_cpu_has_no_known_peak():
 PEAKS = """
 import torch
 from zerofit.record.meters import MemoryMeter
-
 meter = MemoryMeter(torch.device("cpu"))
 meter.reset()
-peaks = [meter.peak_bytes()]
-block = torch.ones(2**29 // 4)
-peaks.append(meter.peak_bytes())
+before, block = meter.peak_bytes(), torch.ones(2**29 // 4)
+with_block = meter.peak_bytes()
 del block
-peaks.append(meter.peak_bytes())
+after = meter.peak_bytes()
 meter.reset()
-peaks.append(meter.peak_bytes())
-print(*peaks)
+print(before, with_block, after, meter.peak_bytes())
 """
 
 
