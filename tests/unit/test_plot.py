@@ -18,17 +18,13 @@ def test_the_curves_of_a_run(monkeypatch, tmp_path, updates):
     assert (tmp_path / "loss.png").stat().st_size > 10000
     upper, middle, lower, right = figures[-1].axes
     labels = {line.get_label(): line for line in upper.get_lines()}
-    assert ("training, smoothed" in labels) == (updates == 300), "of a few updates each is a point"
     assert list(labels["training, each update"].get_ydata()) == [line["loss"] for line in lines[:-1]]
     assert list(labels["held out"].get_ydata()) == [2.0] * updates
     for axes in (upper, middle, lower):
         marked = [next(iter(line.get_xdata())) for line in axes.get_lines() if line.get_linestyle() == "--"]
         assert marked == resumed, "each resume is marked"
-    assert ("resumed" in labels) == bool(resumed)
     assert list(middle.get_lines()[0].get_ydata()) == [0.5] * updates
-    assert (lower.get_ylabel(), right.get_ylabel()) == ("learning rate", "grad norm")
     assert right.get_yscale() == ("linear" if updates == 1 else "log")
-    assert all(tick == int(tick) for tick in lower.get_xticks())
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
