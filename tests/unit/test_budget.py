@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_725,  # 1,300
     "zerofit/tools": 11_681,  # 10,600
     "benchmarks": 2_045,  # 1,800
-    "tests": 29_063,  # 21,500
+    "tests": 29_020,  # 21,500
 }
 
 
