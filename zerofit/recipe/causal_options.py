@@ -1,11 +1,11 @@
 """Options of causal language modelling: text, corpora, chats, pairs of answers, a teacher, streams, and samples."""
 
-import math
 import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Clash, Recipe
 from zerofit.recipe.batch_options import GROWTH
+from zerofit.recipe.data_options import WEIGHTS, problems_of_weights, weighted
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes, parse_number
 from zerofit.recipe.paths import is_weight
@@ -99,11 +99,10 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
     @property
     def blend(self) -> list[tuple[float | None, str]]:
         """(weight, prefix) of each corpus; all weights are None where none was given."""
-        words = self.data_path or []
-        weights = [parse_number(word) for word in words]
-        if len(words) % 2 or any(weight is None for weight in weights[::2]):
-            return [(None, word) for word in words]
-        return list(zip(weights[::2], words[1::2]))
+        sources = weighted(self.data_path)
+        return [(weight, name) for weight, names in sources for name in names] or [
+            (None, name) for name in self.data_path or []
+        ]
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -114,7 +113,11 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
                 f"split = {self.split!r}: expected proportions of training, evaluation and test, the first above 0, "
                 "such as 949,50,1"
             )
-        return problems + self._problems_of_the_blend()
+        problems += problems_of_weights("data_path", self.data_path)
+        stray = [names[1] for _, names in weighted(self.data_path) if len(names) > 1]
+        if stray:
+            problems.append(f"data_path: {stray[0]} stands where a weight was expected. {WEIGHTS}")
+        return problems if all(self.data_path) else [*problems, "data_path: a corpus has no name"]
 
     def _split_is_sound(self) -> bool:
         if not re.fullmatch(r"[\d.]+([,/][\d.]+){0,2}", self.split.replace(" ", "")):
@@ -122,24 +125,6 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
         proportions = [parse_number(text) for text in re.split("[,/]", self.split)]
         training, evaluation = proportions[0], sum(proportions[1:2]) if None not in proportions else None
         return None not in proportions and (training > 0 or (not self.trains and evaluation > 0))
-
-    def _problems_of_the_blend(self) -> list[str]:
-        shown = f"data_path = {' '.join(self.data_path)}"
-        blend = self.blend
-        misplaced = [prefix for weight, prefix in blend if weight is None and parse_number(prefix) is not None]
-        if misplaced:
-            return [
-                f"{shown}: {misplaced[0]} stands where a corpus was expected. Write WEIGHT CORPUS WEIGHT CORPUS ..., "
-                "with a weight before each, or only corpora"
-            ]
-        weights = [weight for weight, _ in blend if weight is not None]
-        if any(weight < 0 or not math.isfinite(weight) for weight in weights):
-            return [f"{shown}: a weight must be a number above 0"]
-        if weights and not sum(weights):
-            return [f"{shown}: the weights add up to 0. Give at least one corpus a weight above 0"]
-        if 0 in weights:
-            return [f"{shown}: a corpus of weight 0 would not be read. Remove it"]
-        return [] if all(prefix for _, prefix in blend) else [f"{shown}: a corpus has no name"]
 
 
 @dataclass

@@ -119,6 +119,32 @@ class SourceOptions(Recipe):
         return problems
 
 
+WEIGHTS = "Write WEIGHT SOURCE WEIGHT SOURCE ..."
+
+
+def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
+    """(weight, names) of the words WEIGHT NAMES WEIGHT NAMES ...; empty without a weight."""
+    sources: list[tuple[float, list[str]]] = []
+    for word in words or []:
+        if is_weight(word):
+            sources.append((float(word), []))
+        elif sources:
+            sources[-1][1].append(word)
+    return sources
+
+
+def problems_of_weights(option: str, words: list[str]) -> list[str]:
+    """What is wrong with the words WEIGHT NAMES WEIGHT NAMES ... of an option."""
+    shown, sources, problems = f"{option} = {' '.join(words)}", weighted(words), []
+    if sources and not is_weight(words[0]):
+        problems.append(f"{shown}: {words[0]} stands before any weight. {WEIGHTS}")
+    if not all(names for _, names in sources):
+        problems.append(f"{shown}: a weight has no source. {WEIGHTS}")
+    if any(weight == 0 for weight, _ in sources):
+        problems.append(f"{shown}: a source of weight 0 would not be read. Remove it")
+    return problems
+
+
 @dataclass
 class MixtureOptions(Recipe):
     """Mixtures of sources (train_file: WEIGHT FILES WEIGHT FILES ...)"""
@@ -126,30 +152,15 @@ class MixtureOptions(Recipe):
     @property
     def mixture(self) -> list[tuple[float, list[str]]]:
         """(weight, files) of each source. Empty: all files are one source."""
-        words = self.train_file or []
-        if not any(map(is_weight, words)):
-            return []
-        sources: list[tuple[float, list[str]]] = []
-        for word in words:
-            if is_weight(word):
-                sources.append((float(word), []))
-            elif sources:
-                sources[-1][1].append(word)
-        return sources
+        return weighted(self.train_file)
 
     def problems(self) -> list[str]:
-        problems, words, sources = super().problems(), self.train_file or [], self.mixture
-        shown = f"train_file = {' '.join(words)}"
+        problems, sources = super().problems(), self.mixture
         if not sources:
             return problems
-        if not is_weight(words[0]):
-            problems.append(f"{shown}: {words[0]} stands before any weight. Write WEIGHT FILES WEIGHT FILES ...")
-        if not all(files for _, files in sources):
-            problems.append(f"{shown}: a weight has no file. Write WEIGHT FILES WEIGHT FILES ...")
-        if any(weight == 0 for weight, _ in sources):
-            problems.append(f"{shown}: a source of weight 0 would not be read. Remove it")
+        problems += problems_of_weights("train_file", self.train_file)
         if len(sources) == 1:
-            problems.append(f"{shown}: a mixture of one source. Name a second one, or leave the weight out")
+            problems.append("train_file: a mixture of one source. Name a second one, or leave the weight out")
         if self.train_tokenizer_vocab_size:
             problems.append("train_tokenizer_vocab_size and a mixture: not supported. Leave one of the two out")
         return problems

@@ -99,7 +99,7 @@ def is_address(name: str) -> bool:
 
 def is_weight(word: str) -> bool:
     """Whether a word of train_file is the weight of the files after it, and no file."""
-    return bool(re.fullmatch(r"\d+(\.\d*)?|\.\d+", word)) and not os.path.exists(word)
+    return bool(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", word)) and not os.path.exists(word)
 
 
 def is_missing_folder(name: str) -> bool:
