@@ -1,5 +1,6 @@
 """Options of causal language modelling: text, corpora, chats, pairs of answers, a teacher, streams, and samples."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from zerofit.recipe.base import Clash, Recipe
 from zerofit.recipe.batch_options import GROWTH
 from zerofit.recipe.data_options import WEIGHTS, problems_of_weights, weighted
 from zerofit.recipe.fields import option
-from zerofit.recipe.parsing import parse_bytes, parse_number
+from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import is_weight
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
@@ -70,6 +71,12 @@ class TextOptions(Recipe):
     )
 
 
+def has_documents(split: str) -> bool:
+    """Whether up to three proportions give training or evaluation documents."""
+    parts = [float(part) for part in re.split("[,/]", split)]
+    return len(parts) <= 3 and min(parts) >= 0 and 0 < sum(parts[:2]) < math.inf
+
+
 @dataclass
 class CorpusOptions(Recipe, phase="data", needs="data_path"):
     """Corpora in Megatron's format"""
@@ -81,7 +88,11 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
         why="a corpus is already tokenized, and --split divides it",
         needs="!streaming !tokens_per_batch !preference_loss",
     )
-    split: str = option("969,30,1", "Proportions of the documents for training, evaluation and test.")
+    split: str = option(
+        "969,30,1",
+        "Proportions of the documents for training, evaluation and test.",
+        form=(has_documents, "proportions of training, evaluation and test, such as 949,50,1"),
+    )
     reset_position_ids: bool = option(
         False, "Restart position ids after each end-of-document token.", shapes_input=True
     )
@@ -108,23 +119,13 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
         problems = super().problems()
         if not self.data_path:
             return problems
-        if not self._split_is_sound():
-            problems.append(
-                f"split = {self.split!r}: expected proportions of training, evaluation and test, the first above 0, "
-                "such as 949,50,1"
-            )
+        if self.trains and not float(re.split("[,/]", self.split)[0]):
+            problems.append(f"split = {self.split!r} leaves training no documents")
         problems += problems_of_weights("data_path", self.data_path)
         stray = [names[1] for _, names in weighted(self.data_path) if len(names) > 1]
         if stray:
             problems.append(f"data_path: {stray[0]} stands where a weight was expected. {WEIGHTS}")
         return problems if all(self.data_path) else [*problems, "data_path: a corpus has no name"]
-
-    def _split_is_sound(self) -> bool:
-        if not re.fullmatch(r"[\d.]+([,/][\d.]+){0,2}", self.split.replace(" ", "")):
-            return False
-        proportions = [parse_number(text) for text in re.split("[,/]", self.split)]
-        training, evaluation = proportions[0], sum(proportions[1:2]) if None not in proportions else None
-        return None not in proportions and (training > 0 or (not self.trains and evaluation > 0))
 
 
 @dataclass

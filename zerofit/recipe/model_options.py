@@ -35,7 +35,10 @@ class ModelOptions(Recipe):
         excludes="model_name_or_path",
     )
     config_overrides: str | None = option(
-        None, "Changes to the model's configuration, such as n_layer=4,n_embd=256.", follows=FROM_SCRATCH
+        None,
+        "Changes to the model's configuration, such as n_layer=4,n_embd=256.",
+        follows=FROM_SCRATCH,
+        form=("([^=,]+=[^=,]*,?)*", "name=value,name=value, ..., e.g. n_layer=4,n_embd=256"),
     )
     tokenizer_name: str | None = option(
         None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True, follows=FROM_SCRATCH
@@ -124,17 +127,7 @@ class ModelOptions(Recipe):
             problems.append(
                 "no tokenizer: a model from scratch needs tokenizer_name, or train_tokenizer_vocab_size to train one"
             )
-        problems.extend(_bad_overrides(self.config_overrides))
         return problems
-
-
-def _bad_overrides(overrides: str | None) -> list[str]:
-    parts = [part for part in (overrides or "").split(",") if part]
-    return [
-        f"config_overrides: {part!r} is not of the form name=value, e.g. n_layer=4,n_embd=256"
-        for part in parts
-        if part.count("=") != 1
-    ]
 
 
 # {option: what adapter_config.json calls it}

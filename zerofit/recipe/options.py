@@ -6,7 +6,7 @@ Those of batches, of the model and of the data are in batch_options.py, model_op
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import Clash, Recipe
+from zerofit.recipe.base import Recipe
 from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
@@ -16,6 +16,7 @@ from zerofit.recipe.paths import is_address
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
 # All trackers of accelerate 1.15.
 TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
+HELD_OUT = "validation_split_percentage|validation_file|dataset_name|data_path"  # one of them, to evaluate on
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adafactor")
 
 
@@ -184,34 +185,15 @@ class EvaluationOptions(Recipe, phase="train"):
         identity=False,
     )
     early_stopping_patience: int | None = option(
-        None, "Stop after this many evaluations in a row without an improvement.", positive=True
+        None, "Stop after this many evaluations in a row without an improvement.", positive=True, needs=HELD_OUT
     )
     load_best_model_at_end: bool | None = option(
         None,
         "Export the best weights to model/ instead of the last; by default on with early stopping.",
         aliases=("load_best_model",),
         identity=False,
+        needs=HELD_OUT,
     )
-
-    @property
-    def holds_nothing_out(self) -> bool:
-        """Whether nothing is there to evaluate on, as the options say; False, too, where only the data tell."""
-        known = self.train_file or (self.dataset_name or "").startswith("stdlib-")  # type: ignore[attr-defined]
-        holds_out = self.validation_file or self.validation_split_percentage  # type: ignore[attr-defined]
-        return bool(self.trains and known and not holds_out)
-
-    def clashes(self) -> list[Clash]:
-        names = ("early_stopping_patience", "load_best_model_at_end") if self.holds_nothing_out else ()
-        return super().clashes() + [
-            Clash(
-                name,
-                ["validation_split_percentage"],
-                f"{name} = {getattr(self, name)}: nothing is held out (validation_split_percentage = 0), so no figure "
-                "tells which evaluation is the best. Name a validation_file",
-            )
-            for name in names
-            if getattr(self, name)
-        ]
 
 
 @dataclass

@@ -107,6 +107,12 @@ class LabelOptions(Recipe):
         return problems
 
 
+def is_class_weight(word: str) -> bool:
+    """Whether a word is "balanced", or NAME=WEIGHT with a weight above 0."""
+    name, _, weight = word.rpartition("=")
+    return word == BALANCED or (bool(name) and 0 < float(weight) < math.inf)
+
+
 @dataclass
 class ClassLossOptions(Recipe, phase="train"):
     """The loss of classes"""
@@ -115,6 +121,7 @@ class ClassLossOptions(Recipe, phase="train"):
         None,
         "What an example weighs in the loss, by its class: balanced (all classes weigh the same in the whole training "
         "set), or NAME=WEIGHT for some classes; the others weigh 1.",
+        form=(is_class_weight, f"{BALANCED}, or words NAME=WEIGHT, each weight above 0"),
     )
     focal_gamma: float = option(
         0.0, "Focal loss: multiply the loss of an example by (1 - p)^X, p being its class's probability.", minimum=0
@@ -140,16 +147,9 @@ class ClassLossOptions(Recipe, phase="train"):
         return {name: parse_number(weight) for name, _, weight in pairs}
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.class_weights and self.class_weights != [BALANCED]:
-            wrong = [
-                name for name, weight in self.weight_of_class.items() if not (name and 0 < (weight or 0) < math.inf)
-            ]
-            if wrong or len(self.weight_of_class) < len(self.class_weights):
-                problems.append(
-                    f"class_weights = {' '.join(self.class_weights)}: expected {BALANCED}, or words NAME=WEIGHT, each "
-                    "class once and each weight above 0"
-                )
+        problems, words = super().problems(), self.class_weights or []
+        if len(self.weight_of_class) < len(words) or (BALANCED in words and len(words) > 1):
+            problems.append(f"class_weights = {' '.join(words)}: name each class once, or say {BALANCED} alone")
         return problems
 
 
