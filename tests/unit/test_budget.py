@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_930,  # 2,700
+    "zerofit/recipe": 3_902,  # 2,700
     "zerofit/model": 6_197,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7645,  # 6,000
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_725,  # 1,300
     "zerofit/tools": 11_681,  # 10,600
     "benchmarks": 2_045,  # 1,800
-    "tests": 29_020,  # 21,500
+    "tests": 28_927,  # 21,500
 }
 
 
