@@ -33,7 +33,6 @@ import yaml
 from provenance import provenance
 
 from zerofit.launch.runs import LaunchedRun
-from zerofit.record.terminal import table
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.compare.trial import peak_of, run_trial
@@ -296,23 +295,9 @@ def chosen(half: str) -> list[Configuration]:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-class Measurements:
-    """A file for each measured configuration: {micro-batch: peak bytes}."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def add(self, configuration: Configuration, peaks: dict[str, int]) -> None:
-        file = self._file(configuration)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(peaks) + "\n")
-
-    def of(self, configuration: Configuration) -> dict[int, int]:
-        file = self._file(configuration)
-        return {int(size): peak for size, peak in json.loads(file.read_text()).items()} if file.is_file() else {}
-
-    def _file(self, configuration: Configuration) -> Path:
-        return self.folder / "device" / f"{configuration.file_name}.json"
+def measured(configuration: Configuration, output: Path) -> Path:
+    """The file of a configuration's measurements: {micro-batch: peak bytes}."""
+    return output / "measured" / "device" / f"{configuration.file_name}.json"
 
 
 def measure(configuration: Configuration, output: Path) -> dict[str, int]:
@@ -385,60 +370,24 @@ class Predictor:
         return size
 
 
-def compare(configuration: Configuration, peaks: dict[int, int]) -> dict:
-    """Predictions beside measurements of one configuration."""
-    predictor, (small, size, larger) = Predictor(configuration), configuration.tried
-    predicted = {tried: predictor.peak(tried) for tried in (small, size)}
-    limit = (peaks[size] + peaks[larger]) / 2
-    return {
-        "configuration": configuration.name,
-        "measured": {tried: peaks[tried] for tried in predicted},
-        "predicted": {tried: peak.allocated for tried, peak in predicted.items()},
-        "phase": {tried: peak.phase for tried, peak in predicted.items()},
-        "components": {tried: peak.components for tried, peak in predicted.items()},
-        "error": {tried: peak.allocated / peaks[tried] - 1 for tried, peak in predicted.items()},
-        "largest": size,
-        "predicted_largest": predictor.largest(limit, size),
-    }
+def compare(configuration: Configuration, peaks: dict[str, int]) -> tuple[str, list[float], int]:
+    """(a row of docs/measurements/plan.md, the errors, by how much the largest micro-batch is missed)."""
+    predictor, cells, errors = Predictor(configuration), [], []
+    small, size, larger = configuration.tried
+    for tried in (small, size):
+        predicted, peak = predictor.peak(tried).allocated, peaks[str(tried)]
+        errors.append(predicted / peak - 1)
+        cells.append(f"{tried}: {predicted / MIB:.1f} / {peak / MIB:.1f}, {100 * errors[-1]:+.1f} %")
+    found = predictor.largest((peaks[str(size)] + peaks[str(larger)]) / 2, size)
+    more = ", ".join(word.removeprefix("--").replace("_", " ") for word in configuration.more if word != "--packing")
+    about = (configuration.model, configuration.strategy, configuration.precision)
+    sizes = f"{configuration.length} x {configuration.accumulation}"
+    return f"| {' | '.join((*about, sizes, more, *cells, f'{found} of {size}'))} |", errors, abs(found - size)
 
 
-def tabulate(results: list[dict], configurations: list[Configuration]) -> list[list[str]]:
-    rows = [
-        [
-            *"model strategy precision tokens micro-batches".split(),
-            "",
-            "micro-batch",
-            "predicted, MiB",
-            "measured, MiB",
-            "error",
-            "phase",
-            "largest",
-        ]
-    ]
-    for result, one in zip(results, configurations, strict=True):
-        more = ", ".join(word.removeprefix("--").replace("_", " ") for word in one.more if word != "--packing")
-        about = [one.model, one.strategy, one.precision, str(one.length), str(one.accumulation), more]
-        for size, measured in result["measured"].items():
-            last = size == one.sizes[-1]
-            found = f"{result['predicted_largest']} of {result['largest']}" if last else ""
-            rows.append(
-                [
-                    *about,
-                    str(size),
-                    f"{result['predicted'][size] / MIB:.2f}",
-                    f"{measured / MIB:.2f}",
-                    f"{100 * result['error'][size]:+.1f} %",
-                    result["phase"][size],
-                    found,
-                ]
-            )
-            about = [""] * len(about)
-    return rows
-
-
-def summarise(results: list[dict]) -> str:
-    errors = [abs(error) for result in results for error in result["error"].values()]
-    steps = [abs(result["predicted_largest"] - result["largest"]) for result in results]
+def summarise(results: list[tuple[str, list[float], int]]) -> str:
+    errors = [abs(error) for _, several, _ in results for error in several]
+    steps = [missed for *_, missed in results]
     return (
         f"{len(results)} configurations, {len(errors)} peaks: median error {100 * statistics.median(errors):.2f} %, "
         f"worst {100 * max(errors):.1f} %; the largest micro-batch exact in {steps.count(0)}, within one step in "
@@ -453,25 +402,25 @@ def main() -> None:
     parser.add_argument("--only", default="", help="words that a configuration's name must have")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "plan-accuracy")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    measurements = Measurements(options.output / "measured")
     half = options.half or ("all" if options.what == "measure" else "first")
     configurations = [each for each in chosen(half) if all(word in each.name for word in options.only.split())]
-    if options.what == "measure":
-        for number, configuration in enumerate(configurations, 1):
-            if measurements.of(configuration):
-                continue
-            print(f"{number} of {len(configurations)}: {configuration.name}", flush=True)
-            try:
-                measurements.add(configuration, measure(configuration, options.output))
-            except RuntimeError as error:
-                print(f"  failed: {error}", flush=True)
-        return
-    configurations = [each for each in configurations if measurements.of(each)]
-    results = [compare(each, measurements.of(each)) for each in configurations]
-    (options.output / f"{half}.json").write_text(json.dumps(results, indent=2) + "\n")
-    source = provenance("measured by `measure`", "torch", "accelerate", "deepspeed", "transformers")
-    print(table(tabulate(results, configurations)), "", summarise(results), "", source, sep="\n")
+    for number, configuration in enumerate(configurations if options.what == "measure" else (), 1):
+        file = measured(configuration, options.output)
+        if file.is_file():
+            continue
+        print(f"{number} of {len(configurations)}: {configuration.name}", flush=True)
+        try:
+            found = measure(configuration, options.output)
+        except RuntimeError as error:
+            print(f"  failed: {error}", flush=True)
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(found) + "\n")
+    if options.what == "table":
+        files = {each: measured(each, options.output) for each in configurations}
+        results = [compare(each, json.loads(file.read_text())) for each, file in files.items() if file.is_file()]
+        source = provenance("measured by `measure`", "torch", "accelerate", "deepspeed", "transformers")
+        print(*(row for row, *_ in results), "", summarise(results), "", source, sep="\n")
 
 
 if __name__ == "__main__":

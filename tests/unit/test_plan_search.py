@@ -61,7 +61,17 @@ def test_the_search_finds_what_trying_everything_finds(seed, monkeypatch):
 
 
 def test_the_winner_is_a_recipe_a_pair_and_a_command(capsys, tmp_path):
-    flags = ["--machine", "dgx-a100", "--strategies", "zero3", "--search", "--write", str(tmp_path)]
+    flags = [
+        "--machine",
+        "dgx-a100",
+        "--strategies",
+        "zero3",
+        "--search",
+        "--write",
+        str(tmp_path),
+        "--max_batch_size",
+        "2",
+    ]
     assert main(["plan", *RECIPE, *flags, "--top", "2"]) == 0
     said = capsys.readouterr().out
     script = next(tmp_path.glob("*.sh"))

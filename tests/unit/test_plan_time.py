@@ -14,7 +14,8 @@ from zerofit.estimate.exchanges import (
     Exchanges,
     Links,
     MeasuredLinks,
-    deepspeed_exchanges,
+    first_stages_exchanges,
+    third_stage_exchanges,
     torch_exchanges,
 )
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, KINDS, MATRIX, REDUCE_SCATTER
@@ -80,14 +81,14 @@ def test_volumes_are_those_of_the_papers():
     assert sums(ddp.last_backward) == {ALL_REDUCE: 4 * size}
     assert not ddp.backward + ddp.forward + ddp.step
     assert torch_exchanges(weights, 1, on_gpu=True).last_backward == []
-    first, second = (deepspeed_exchanges(weights, zero(stage), 8, 2, True) for stage in (1, 2))
+    first, second = (first_stages_exchanges(weights, zero(stage), 8, 2, True) for stage in (1, 2))
     assert sums(first.last_backward) == sums(second.backward) == {ALL_REDUCE: 2 * size}
     assert sums(first.step) == sums(second.step) == {ALL_GATHER: 2 * size}
-    kept = deepspeed_exchanges(weights, zero(3, stage3_param_persistence_threshold=0), 8, 2, True)
+    kept = third_stage_exchanges(weights, zero(3, stage3_param_persistence_threshold=0), 8, 2, True)
     assert sums(kept.forward) == {ALL_GATHER: 2 * size}
     assert sums(kept.backward) == {ALL_GATHER: 0, REDUCE_SCATTER: 2 * size}
     released = zero(3, stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
-    assert sums(deepspeed_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
+    assert sums(third_stage_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
 
 
 def test_an_update_hides_what_runs_beside_it_and_no_more():

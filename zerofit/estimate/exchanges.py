@@ -223,23 +223,12 @@ def fully_sharded_exchanges(
     )
 
 
-def deepspeed_exchanges(
-    weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool, keeps_layers: bool = True
-) -> Exchanges:
-    """ZeRO of any stage.
+def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
+    """ZeRO-1 and ZeRO-2.
 
     Args:
         width: bytes of an element of weights and gradients.
-        keeps_layers: ZeRO-3 keeps layers between their forward and their backward pass (zero3_weights.py).
     """
-    if int(zero.stage) == 3:
-        found = _third_stage(weights, zero, world_size, width, keeps_layers)
-    else:
-        found = _first_stages(weights, zero, world_size, width, accumulates)
-    return replace(found, tensors=sum(weight.trained for weight in weights.all))
-
-
-def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
     trained, shard, half = weights.trained, weights.trained / world_size, width < 4
     size = width * trained
     buckets = max(1, math.ceil(trained / int(zero.reduce_bucket_size)))
@@ -252,6 +241,7 @@ def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accu
         "last_backward": [] if in_each else reduced,
         "step": [Exchange(ALL_GATHER, size, gathers, half)],
         "hidden": bool(zero.overlap_comm),
+        "tensors": len(weights.sizes),
         "micro_moved": 6 * size,  # into the bucket, divided, and out of it
     }
     if offload_device(zero.offload_optimizer) != "none":
@@ -263,7 +253,8 @@ def _first_stages(weights: Weights, zero: Any, world_size: int, width: int, accu
     return Exchanges(step_moved=moved * shard, **common)
 
 
-def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
+def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
+    """ZeRO-3, which may keep layers between their forward and their backward pass (zero3_weights.py)."""
     threshold, half = int(zero.param_persistence_threshold), width < 4
     total, trained_shard = sum(one.size for one in weights.all if one.size > threshold), weights.trained / world_size
     count = sum(weight.size > threshold for weight in weights.all)
@@ -283,6 +274,7 @@ def _third_stage(weights: Weights, zero: Any, world_size: int, width: int, keeps
         "backward": [regathered, Exchange(REDUCE_SCATTER, width * weights.trained, buckets, half)],
         "step": [Exchange(ALL_GATHER, width * persistent, 1, half)] if persistent else [],
         "hidden": zero.overlap_comm is not False,  # by default it is on in this stage
+        "tensors": len(weights.sizes),
         "up": fetched,
         "micro_moved": 2 * width * total * (1 + again) + 6 * width * weights.trained,
     }

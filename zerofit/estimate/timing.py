@@ -13,8 +13,9 @@ from zerofit.estimate.exchanges import (
     Exchanges,
     Links,
     MeasuredLinks,
-    deepspeed_exchanges,
+    first_stages_exchanges,
     fully_sharded_exchanges,
+    third_stage_exchanges,
     torch_exchanges,
     with_muon,
 )
@@ -377,19 +378,14 @@ class Timing:
 
     def exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
         weights, world_size = self.model.weights_of(resolved.layout), resolved.layout.shard_size
+        width = DTYPES[resolved.precision].itemsize
         if isinstance(resolved.sharding, FullyShards):
-            width, replicas = DTYPES[resolved.precision].itemsize, resolved.layout.replicas
-            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding, replicas)
+            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding, resolved.layout.replicas)
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.model.on_gpu, self.model.recipe.optim)
-        return deepspeed_exchanges(
-            weights,
-            resolved.zero,
-            world_size,
-            DTYPES[resolved.precision].itemsize,
-            accumulates,
-            self.model.keeps_layers,
-        )
+        if resolved.shards_parameters:
+            return third_stage_exchanges(weights, resolved.zero, world_size, width, self.model.keeps_layers)
+        return first_stages_exchanges(weights, resolved.zero, world_size, width, accumulates)
 
     @property
     def flops_per_token(self) -> float:

@@ -88,12 +88,8 @@ def main(argv: list[str] | None = None) -> int:
             lambda done, count: say_now(f"remedies: {done} of {count} groups of layouts"),
         )
     scripts = write_pairs(report.rows[: options.top], folder, options, recipe) if folder else []
-    found = json.dumps(report.to_json(), indent=2)
-    if options.json == "-":
-        print(found)
+    if _writes_json(report.to_json(), options.json):
         return 0
-    if options.json:
-        Path(options.json).write_text(found + "\n", encoding="utf-8")
     said = {
         "model": report.describe_model(),
         "machine": f"{budget.num_gpus} x {options.gpu or 'GPU'}, {size(budget.device)} each",
@@ -106,6 +102,15 @@ def main(argv: list[str] | None = None) -> int:
     say(report.for_terminal(options.top, width, options.tokens))
     say(*(f"written   {script}" for script in scripts))
     return 0
+
+
+def _writes_json(content: object, file: str | None) -> bool:
+    """Write predictions to --json FILE; return whether that is the standard output, which has nothing else then."""
+    if file and file != "-":
+        Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    elif file:
+        print(json.dumps(content, indent=2))
+    return file == "-"
 
 
 def prepare(options: PlanOptions) -> tuple[Planner, list[str], Callable, list[LayoutOutcome], str]:
@@ -148,12 +153,8 @@ def _search(
     (best, prediction), *_ = found
     file = write_recipe(folder, best.planner.recipe, recipe)
     (script,) = write_pairs([prediction], folder, best.planner.recipe, recipe, file)
-    if options.json:
-        content = [{**one.to_dict(), "options": combination.options} for combination, one in found]
-        text = json.dumps(content, indent=2)
-        print(text) if options.json == "-" else Path(options.json).write_text(text + "\n", encoding="utf-8")
-        if options.json == "-":
-            return 0
+    if _writes_json([{**one.to_dict(), "options": combination.options} for combination, one in found], options.json):
+        return 0
     report = PlanReport([], planner)
     say(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
     head = ("strategy", "batch", "memory", "s/update", "tokens/s", "with")

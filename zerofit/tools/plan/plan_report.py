@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.measured_rows import Comparable, comparable, kind_of, model_of
+from zerofit.estimate.measured_rows import comparable, kind_of, model_of
 from zerofit.model.configuration import usable_positions
 from zerofit.record.terminal import rounded, size, table, wrapped
 from zerofit.strategy.fsdp import RESHARDS
@@ -36,20 +36,6 @@ class PlanReport:
     planner: Planner
     lengths: list[int] | None = None
     is_named: bool = False
-
-    def comparable(self, prediction: Prediction) -> Comparable | None:
-        """Published rows like a prediction; None: there are none, or no GPU was named."""
-        recipe, rows, weights = self.planner.recipe, self.planner.model.rows, self.planner.model.weights
-        if not recipe.gpu:
-            return None
-        return comparable(
-            _kind(prediction, recipe.lora),
-            recipe.gpu,
-            weights.trained + weights.frozen,
-            rows.length,
-            rows.length * prediction.micro_batch,
-            prediction.layout.world_size,
-        )
 
     @property
     def best(self) -> list[Prediction]:
@@ -188,10 +174,16 @@ class PlanReport:
 
     def trust(self, best: Prediction) -> list[str]:
         """How far published seconds were from predictions of this kind."""
-        kind, gpu = _kind(best, self.planner.recipe.lora), self.planner.recipe.gpu
-        if not gpu or gpu == CPU:
+        recipe, layout, model = self.planner.recipe, best.layout, self.planner.model
+        if not recipe.gpu or recipe.gpu == CPU:
             return []
-        found = self.comparable(best)
+        gpu, is_divided = recipe.gpu, layout.tensor * layout.pipeline * layout.sequence > 1
+        kind, parameters = (
+            kind_of(best.strategy, is_divided, recipe.lora),
+            model.weights.trained + model.weights.frozen,
+        )
+        length = model.rows.length
+        found = comparable(kind, gpu, parameters, length, length * best.micro_batch, layout.world_size)
         if found is None:
             return [f"  nothing comparable has been measured: {kind} on {gpu}"]
         seconds = best.speed.time.seconds
@@ -287,7 +279,6 @@ class PlanReport:
                 one.label: [{**found.to_dict(), "options": options} for options, found in one.remedies]
                 for one in self.misfits
             },
-            "comparable": {one.label: _measured(self.comparable(one)) for one in best if one.is_timed},
             "checkpoint_bytes": self.planner.model.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,
             "trained_parameters": weights.trained,
@@ -304,11 +295,6 @@ def refusals(outcomes: list[LayoutOutcome]) -> list[str]:
     return [f"{', '.join(labels)}: {reason}" for reason, labels in reasons.values()]
 
 
-def _kind(prediction: Prediction, is_lora: bool) -> str:
-    layout = prediction.layout
-    return kind_of(prediction.strategy, layout.tensor * layout.pipeline * layout.sequence > 1, is_lora)
-
-
 def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
     """Those that need the same in the same time are together; the first one of each stands for them."""
     groups: dict[tuple, list[Prediction]] = {}
@@ -320,13 +306,6 @@ def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
 def _needs(one: Prediction) -> tuple:
     seconds = one.speed.time.seconds if one.speed else None
     return one.size, one.accumulation, one.peak.needed, one.host_bytes, one.disk_bytes, seconds, one.degrees
-
-
-def _measured(found: Comparable | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    nearest = [{"id": row.id, "seconds": row.seconds, "predicted": row.predicted} for row in found.nearest]
-    return {"low": found.low, "high": found.high, "rows": found.count, "nearest": nearest}
 
 
 def _place(one: Prediction) -> dict[str, Any]:
