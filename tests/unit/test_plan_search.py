@@ -61,18 +61,8 @@ def test_the_search_finds_what_trying_everything_finds(seed, monkeypatch):
 
 
 def test_the_winner_is_a_recipe_a_pair_and_a_command(capsys, tmp_path):
-    flags = [
-        "--machine",
-        "dgx-a100",
-        "--strategies",
-        "zero3",
-        "--search",
-        "--write",
-        str(tmp_path),
-        "--max_batch_size",
-        "2",
-    ]
-    assert main(["plan", *RECIPE, *flags, "--top", "2"]) == 0
+    flags = "--machine dgx-a100 --strategies zero3 --search --max_batch_size 2 --top 2 --write".split()
+    assert main(["plan", *RECIPE, *flags, str(tmp_path)]) == 0
     said = capsys.readouterr().out
     script = next(tmp_path.glob("*.sh"))
     assert str(script) in said

@@ -177,12 +177,9 @@ class PlanReport:
         recipe, layout, model = self.planner.recipe, best.layout, self.planner.model
         if not recipe.gpu or recipe.gpu == CPU:
             return []
-        gpu, is_divided = recipe.gpu, layout.tensor * layout.pipeline * layout.sequence > 1
-        kind, parameters = (
-            kind_of(best.strategy, is_divided, recipe.lora),
-            model.weights.trained + model.weights.frozen,
-        )
-        length = model.rows.length
+        gpu, length, parameters = recipe.gpu, model.rows.length, model.weights.trained + model.weights.frozen
+        is_divided = layout.tensor * layout.pipeline * layout.sequence > 1
+        kind = kind_of(best.strategy, is_divided, recipe.lora)
         found = comparable(kind, gpu, parameters, length, length * best.micro_batch, layout.world_size)
         if found is None:
             return [f"  nothing comparable has been measured: {kind} on {gpu}"]
