@@ -59,13 +59,13 @@ def shortage(strategy=None, recipe=None, **changes) -> Shortage:
     strategy = strategy or strategy_of()
     setup = state_setup(strategy, recipe, 2 * GIB)
     changes = {"layers": 24, "layer_inputs": GIB, "logits": 6 * GIB, "local_processes": 4, "phase": "backward",
-               "on_host": False, "rest": 32 * GIB, **changes}  # fmt: skip
+               "on_host": False, "held": setup.held(), "rest": 32 * GIB, **changes}  # fmt: skip
     return Shortage(recipe=recipe, strategy=strategy, setup=setup, **changes)
 
 
 def options(s: Shortage) -> dict[str, float]:
     """{option: GiB saved}."""
-    return {remedy.option: (remedy.saves or 0) / GIB for remedy in remedies(s)}
+    return {remedy.option: remedy.saves / GIB for remedy in remedies(s)}
 
 
 def pair(name: str) -> str:

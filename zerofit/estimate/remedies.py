@@ -36,9 +36,6 @@ class StateBytes(NamedTuple):
     optimizer: int = 0
 
 
-NOTHING_YET = StateBytes()
-
-
 @dataclass(frozen=True)
 class StateSetup:
     """The quantities that a rank's model states follow from (Rajbhandari et al. 2020, ZeRO, table 1).
@@ -96,15 +93,15 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
     zero = strategy.deepspeed["zero_optimization"] if strategy.deepspeed else {}
     sections = (zero.get(f"offload_{part}") or {} for part in ("optimizer", "param"))
     return StateSetup(
-        trained // split,
-        frozen // split,
-        trained_width,
-        NF4_BYTES if recipe.quantised else width,
-        (kept + (AVERAGE_BYTES * trained if recipe.ema_decay else 0)) // split,
-        with_deepspeed,
-        strategy.stage,
-        layout.shard_size,
-        sum(section.get("device", "none") != "none" for section in sections),
+        trained=trained // split,
+        frozen=frozen // split,
+        trained_width=trained_width,
+        frozen_width=NF4_BYTES if recipe.quantised else width,
+        kept=(kept + (AVERAGE_BYTES * trained if recipe.ema_decay else 0)) // split,
+        has_master=with_deepspeed,
+        stage=strategy.stage,
+        ranks=layout.shard_size,
+        offloads=sum(section.get("device", "none") != "none" for section in sections),
     )
 
 
@@ -128,7 +125,7 @@ class Shortage:
     setup: StateSetup
     phase: str
     on_host: bool | None
-    held: StateBytes = NOTHING_YET
+    held: StateBytes
     rest: int = 0
     layers: int = 0
     layer_inputs: int = 0
@@ -150,20 +147,20 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to do: the option with its value, what it does, and the bytes a rank that it saves (None: unknown)."""
+    """One thing to do: the option with its value, what it does, and the bytes per rank that it saves."""
 
     option: str
     what: str
-    saves: int | None = None
+    saves: int
 
 
 def remedies(s: Shortage) -> list[Remedy]:
-    """Return at most five, the largest saving first, those of unknown size last. What is in force already is not
-    among them; nor is what saves host memory beside a device: the watchdog's advice has that."""
+    """Return at most five, the largest saving first. What is in force already is not among them; nor is what saves
+    host memory beside a device: the watchdog's advice has that."""
     found = [] if s.on_host else [*_of_passes(s), *_of_states(s)]
     least = NEGLIGIBLE * max(s.rest, s.states())
-    found = [each for each in found if each.saves is None or each.saves > least]
-    return sorted(found, key=lambda each: -1 if each.saves is None else each.saves, reverse=True)[:MAX_REMEDIES]
+    found = [each for each in found if each.saves > least]
+    return sorted(found, key=lambda each: each.saves, reverse=True)[:MAX_REMEDIES]
 
 
 def _of_passes(s: Shortage) -> list[Remedy]:
@@ -184,7 +181,7 @@ def _of_passes(s: Shortage) -> list[Remedy]:
     which: Any = recipe.gradient_checkpointing
     if which is not True and s.layers > 1:
         bodies = max(0, s.rest - s.logits)
-        saves = None if which == "selective" else bodies - s.layer_inputs - bodies // s.layers  # one layer in full
+        saves = bodies - s.layer_inputs - bodies // s.layers  # one layer in full
         option = "--gradient_checkpointing full" if which else "--gradient_checkpointing"
         found.append(Remedy(option, "activations are recomputed: slower", saves))
     if s.logits:
@@ -201,7 +198,7 @@ def _of_states(s: Shortage) -> list[Remedy]:
     half = s.strategy.precision != "fp32"
 
     def add(option: str, what: str, then: StateSetup) -> None:
-        found.append(Remedy(option, what, s.states() - s.states(then) if now.trained + now.frozen else None))
+        found.append(Remedy(option, what, s.states() - s.states(then)))
 
     top = 2 if recipe.quantised else 3  # quantised weights cannot be sharded
     candidates = set()

@@ -57,8 +57,7 @@ def explain(error: BaseException, phase: str, update: int | None, facts: RunFact
         first = f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
         lines = [f"{first}({facts.strategy.name}, {facts.strategy.precision})", *_amounts(error, found, facts)]
         if helpful := remedies(found):
-            shown = [f"about {size(remedy.saves)}" if remedy.saves else "unknown" for remedy in helpful]
-            rows = [f"  {saved:>12}  {each.option}  ({each.what})" for saved, each in zip(shown, helpful)]
+            rows = [f"  {f'about {size(each.saves)}':>12}  {each.option}  ({each.what})" for each in helpful]
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
         elif found.on_host:
             lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
