@@ -114,7 +114,6 @@ class Records:
     """The records of a source and which of their columns are read. What the labels are is not known yet.
 
     Args:
-        held_out: the names of possible held-out parts.
         texts: columns of texts or of words; of multiple choice there are `choices`.
         of_words: the label is a list of tags, one of each word.
         of_sets: the label is a list of labels.
@@ -123,7 +122,6 @@ class Records:
 
     options: DataOptions
     source: Source
-    held_out: tuple[str, ...]
     texts: tuple[str, ...] = ()
     label: str = ""
     of_words: bool = False
@@ -181,7 +179,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
             labels = readers[0].labels
         prepared = []
         for each, (parts, notes) in zip(sources, read):
-            prepared.append(encode_parts(each.options, config, parts, each.held_out, labels, length))
+            prepared.append(encode_parts(each.options, config, parts, labels, length))
             prepared[-1].notes[:0] = [f"data      {each.describe}", *labels.notes, *notes]
     names = options_of_sources(options, recipe)
     data = _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
@@ -192,16 +190,16 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
 
 
 def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Records:
-    source, held_out = _read(options, recipe.task_name)
+    source = _read(options, recipe.task_name)
     recipe = recipe.columns_in(source.first.column_names)
     if task is None and (choices := find_choices(recipe, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
-        return Records(options, source, held_out, choices=choices)
+        return Records(options, source, choices=choices)
     if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
         names = _names(source.first.features[label].feature)
-        return Records(options, source, held_out, (words,), label, of_words=True, class_names=names)
+        return Records(options, source, (words,), label, of_words=True, class_names=names)
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
     if of_sets := holds_lists(feature):
@@ -209,7 +207,7 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Rec
         refuse_flags(source.first[label][:], source.where("train"))
     class_names = task.labels if task else _names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
-    return Records(options, source, held_out, texts, label, of_sets=of_sets, class_names=class_names)
+    return Records(options, source, texts, label, of_sets=of_sets, class_names=class_names)
 
 
 def _names(feature: Any) -> tuple[str, ...] | None:
@@ -289,16 +287,16 @@ def _prepare_unlabelled(
             columns = LabelledColumns(texts, None, in_model_order(labels, config))
             source.parts = {PREDICT: _as_text(table, texts)}
         parts, notes = read_parts(source, {PREDICT: columns}, options)
-        data = encode_parts(options, config, parts, (PREDICT,), columns.labels, length)
+        data = encode_parts(options, config, parts, columns.labels, length)
     data.notes[:0] = [f"data      texts {' and '.join(source.written.get(name, name) for name in texts)}", *notes]
     if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
-    data.held_out, data.to_answer = [replace(data.held_out[0], suffix="")], True
+    data.to_answer = True
     return data
 
 
-def _read(options: DataOptions, task_name: str | None) -> tuple[Source, tuple[str, ...]]:
-    """(the tables, the names of possible held-out parts)."""
+def _read(options: DataOptions, task_name: str | None) -> Source:
+    """The tables of records, those of GLUE as its task is published."""
     held_out = {"validation": HELD_OUT}
     if task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
@@ -306,7 +304,7 @@ def _read(options: DataOptions, task_name: str | None) -> tuple[Source, tuple[st
     header = GLUE[task_name].header if task_name and source.files else ()
     if header and not set(header) & set(source.first.column_names):
         source = read_source(options, held_out, header=header)
-    return source, tuple(held_out)
+    return source
 
 
 def _columns(

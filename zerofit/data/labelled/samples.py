@@ -10,7 +10,7 @@ from datasets import Dataset, Features, List, Value
 
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.options import PARTS, PREDICT, DataOptions
 from zerofit.data.pack import SampleSet, TaskData, TokenizedDataset, stats_rows
 from zerofit.data.records import Part, limit_parts
 from zerofit.data.tables import IDS, TableCache, fingerprint, identity, kept_columns
@@ -81,14 +81,8 @@ class ExampleData(TaskData):
         return round(self.train.stats.mean_length / np.size(self.train[0].get("sizes", 0)))
 
 
-def encode_parts(
-    options: DataOptions, config, parts: dict[str, Part], held_out: tuple[str, ...], labels: Labels, length: int
-) -> ExampleData:
-    """The samples of all parts, whose readers return an Example; notes say which texts are truncated.
-
-    Args:
-        held_out: the names of the held-out parts.
-    """
+def encode_parts(options: DataOptions, config, parts: dict[str, Part], labels: Labels, length: int) -> ExampleData:
+    """The samples of all parts, whose readers return an Example; notes say which texts are truncated."""
     parts = limit_parts(parts, options)
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.tokenizer, config, train.texts, identity(train.table), pairs=True)
@@ -106,10 +100,10 @@ def encode_parts(
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())
         notes += report_data_loss(False, cut, len(part), what, longest, "max_length", config, stops=False)
-    held = []
-    for name in held_out:
-        if name in parts:
-            held.append(HeldOut(sets[name], _kept(parts[name]), name.removeprefix("validation")))
+    suffixes = {
+        name: name.removeprefix("validation").removeprefix(PREDICT) for name in sorted(parts.keys() - {"train"})
+    }
+    held = [HeldOut(sets[name], _kept(parts[name]), suffix) for name, suffix in suffixes.items()]
     return ExampleData(
         train=sets.get("train"), held_out=held, labels=labels, tokenizer=tokenizer, max_length=length, notes=notes
     )
