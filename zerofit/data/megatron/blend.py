@@ -249,9 +249,3 @@ def _dataset(blend: Blend, part: int, weights, count: int, ends: _TokenizerStub,
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
         builder = core.builder.BlendedMegatronDatasetBuilder(core.gpt.GPTDataset, sizes, lambda: True, config)
         return builder.build()[part]
-
-
-def epochs(blend: Blend, num_samples: int) -> list[float]:
-    """How often a run of `num_samples` passes over the training part of each corpus."""
-    counts = [blend.samples(corpus, TRAINING) for corpus in blend.corpora]
-    return [num_samples * proportion / count if count else 0.0 for proportion, count in zip(blend.proportions, counts)]

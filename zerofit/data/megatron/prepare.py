@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build, epochs
+from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build
 from zerofit.data.megatron.corpus import INDICES, Corpus, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, samples_of_run
 from zerofit.data.pack import TextData
@@ -125,25 +125,11 @@ def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer) -
 def report(blend: Blend, total: int, validation) -> list[tuple[str, ...]]:
     """The table before training: one row per corpus, its size and the number of epochs of the run."""
     head = ("corpus", "share", "documents", "tokens", "training", "evaluation", "test", "epochs")
-    rows, passes = [], epochs(blend, total)
-    for corpus, proportion, times in zip(blend.corpora, blend.proportions, passes):
-        samples = [f"{blend.samples(corpus, part):,}" for part in (TRAINING, HELD_OUT, TEST)]
-        rows.append(
-            (
-                corpus.prefix,
-                f"{proportion:.1%}",
-                f"{corpus.documents:,}",
-                f"{corpus.tokens:,}",
-                *samples,
-                f"{times:.3g}",
-            )
-        )
-    if len(rows) > 1:
-        samples = [f"{blend.samples_per_epoch(part):,}" for part in (TRAINING, HELD_OUT, TEST)]
-        documents, tokens = (
-            sum(getattr(corpus, name) for corpus in blend.corpora) for name in ("documents", "tokens")
-        )
-        rows.append(("together", "100%", f"{documents:,}", f"{tokens:,}", *samples, ""))
+    rows = []
+    for corpus, proportion in zip(blend.corpora, blend.proportions):
+        samples = [blend.samples(corpus, part) for part in (TRAINING, HELD_OUT, TEST)]
+        times = total * proportion / samples[0] if samples[0] else 0.0
+        counts = [f"{count:,}" for count in (corpus.documents, corpus.tokens, *samples)]
+        rows.append((corpus.prefix, f"{proportion:.1%}", *counts, f"{times:.3g}"))
     used = f"{len(validation):,}" if validation is not None else "0"
-    rows.append(("of the run", "", "", "", f"{total:,}", used, "0", ""))
-    return [head, *rows]
+    return [head, *rows, ("of the run", "", "", "", f"{total:,}", used, "0", "")]
