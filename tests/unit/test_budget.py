@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_902,  # 2,700
     "zerofit/model": 6_197,  # 4,700
     "zerofit/compat": 724,  # 600
-    "zerofit/data": 7645,  # 6,000
+    "zerofit/data": 7617,  # 6,000
     "zerofit/strategy": 5_591,  # 4,800
     "zerofit/estimate": 4971,  # 4,700
     "zerofit/record": 1_650,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_725,  # 1,300
     "zerofit/tools": 11_681,  # 10,600
     "benchmarks": 2_045,  # 1,800
-    "tests": 28_927,  # 21,500
+    "tests": 28926,  # 21,500
 }
 
 
