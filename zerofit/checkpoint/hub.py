@@ -1,9 +1,8 @@
 """Pushes a run's model/ to a repository of the Hugging Face hub, at its end.
 
-huggingface_hub does it, in a thread of the main process, so that a hub which does not answer cannot hold the run.
+huggingface_hub does it, in a thread of its own, so that a hub which does not answer cannot hold the run.
 """
 
-import threading
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -48,18 +47,12 @@ class HubRepository:
 
     def finish(self, folder: Path) -> list[str]:
         """Push the run's model/. Returns lines for the log. Never fails."""
-        errors: list[Exception] = []
-
-        def push() -> None:
-            try:
-                self._api.upload_folder(repo_id=self.name, folder_path=folder, commit_message="trained")
-            except Exception as error:  # of the connection or the hub; none may end the training
-                errors.append(error)
-
-        thread = threading.Thread(target=push, name="hub", daemon=True)
-        thread.start()
-        thread.join(FINISH_S)
-        if errors or thread.is_alive():
-            said = [f"warning   {self.name} cannot be pushed to ({reason(error)})" for error in errors]
-            return [*said, f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
+        pushed = self._api.upload_folder(
+            repo_id=self.name, folder_path=folder, commit_message="trained", run_as_future=True
+        )
+        try:
+            pushed.result(FINISH_S)
+        except Exception as error:  # of the connection or the hub, or it took too long; none may end the training
+            said = f"warning   {self.name} cannot be pushed to ({reason(error)})"
+            return [said, f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
         return [f"hub         {self._api.endpoint}/{self.name}"]
