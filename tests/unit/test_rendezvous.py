@@ -32,12 +32,13 @@ def members(monkeypatch):
     """Runs members of a rendezvous, as threads, each on its own machine: what each has seen at the end."""
     monkeypatch.setattr(rendezvous, "KNOWN_S", 5.0)
 
-    def run(*acts, count: int | None = None, limit_s: float = 30.0) -> list:
+    def run(*acts, count: int | None = None, numbers=None, limit_s: float = 30.0) -> list:
         store = HashStore()
         store.set_timeout(timedelta(seconds=5))
 
-        def work(number: int):
-            return acts[number](
+        def work(place: int):
+            number = place if numbers is None else numbers[place]
+            return acts[place](
                 Rendezvous(PrefixStore("test", store), "rank", number, count or len(acts), limit_s=limit_s)
             )
 
@@ -82,10 +83,11 @@ def test_one_that_stops_tells_all_others_why(members, place):
         ((comes,), {"count": 2}, "rank 1, which has never come"),
         ((comes, falls_silent), {}, "rank 1 on host"),
         ((falls_silent, comes), {}, "rank 0 on host"),
+        ((comes, comes, comes), {"numbers": (0, 1, 1), "limit_s": 30.0}, "rank 1 is there twice"),
     ],
 )
-def test_who_is_missing_is_named(members, acts, how, named):
-    for act, end in zip(acts, members(*acts, limit_s=0.3, **how)):
+def test_who_is_missing_or_there_twice_is_named(members, acts, how, named):
+    for act, end in zip(acts, members(*acts, **{"limit_s": 0.3, **how})):
         if act is comes:
             assert named in end.report()
             assert "--machine_rank" in end.report()

@@ -51,7 +51,7 @@ class RankRendezvous:
         """Come to the rendezvous, and give signs of life from now on.
 
         Raises:
-            UserError: machine 0 cannot be reached.
+            UserError: machine 0 cannot be reached; another rank has the same number.
         """
         if self.is_open:
             rendezvous = self._come(self.limit_s)

@@ -86,7 +86,17 @@ class Rendezvous:
         self._beats = Heartbeats(store)
 
     def come(self) -> None:
-        """Say that this member is there."""
+        """Say that this member is there.
+
+        Raises:
+            Ended: another has the same number.
+        """
+        if self.store.add(f"{self.number}/came", 1) > 1 and not self.again:
+            first = self._described(self.number)
+            self._end(
+                f"{self.kind} {self.number} is there twice: {first}, and on host {platform.node()}. Give each machine "
+                "its own number (--machine_rank; torchrun: --node_rank)"
+            )
         self.store.set(f"{self.number}/machine", json.dumps(_this_machine(self.machine)))
 
     def ready(self) -> None:
@@ -155,10 +165,12 @@ class Rendezvous:
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
             "look at the output of the one that is silent"
         )
-        end = Ended(message, EXIT_FAILED if is_lost else EXIT_USER_ERROR)
-        self.store.compare_set("end", "", json.dumps({"message": message, "code": end.code, "machine": None}))
-        self._leave(len(missing))
-        raise end
+        self._end(message, len(missing), EXIT_FAILED if is_lost else EXIT_USER_ERROR)
+
+    def _end(self, message: str, missing: int = 0, code: int = EXIT_USER_ERROR) -> None:
+        self.store.compare_set("end", "", json.dumps({"message": message, "code": code, "machine": None}))
+        self._leave(missing)
+        raise Ended(message, code)
 
     def _has_come(self, number: int) -> bool:
         return bool(self.store.check([f"{number}/machine"]))
