@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_737,  # 1,300
     "zerofit/tools": 11_681,  # 10,600
     "benchmarks": 2_045,  # 1,800
-    "tests": 28926,  # 21,500
+    "tests": 28923,  # 21,500
 }
 
 

@@ -225,8 +225,7 @@ PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
     ],
 )
 def test_the_cause(status, last, kills, words, for_memory):
-    samples, now = [last._replace(oom_kills=last.oom_kills), last], last._replace(oom_kills=kills)
-    text, memory = cause(status, samples, now, RankMessages(1, 42))
+    text, memory = cause(status, [last, last], last._replace(oom_kills=kills), RankMessages(1, 42))
     assert words in text
     assert memory == for_memory
 
