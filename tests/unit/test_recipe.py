@@ -253,7 +253,7 @@ def test_what_is_published_has_no_folder_of_this_machine():
 # ---------------------------------------------------------------------------------------------------------------- null
 
 
-@pytest.mark.parametrize("cls", TASKS)
+@pytest.mark.parametrize("cls", [RECIPES["clm"], RECIPES["cls"]])
 def test_null_is_not_stated_for_any_option(tmp_path, cls):
     """As in the recipe.yaml of a run, which has all options; and a flag takes back what a file states."""
     file = tmp_path / "recipe.yaml"

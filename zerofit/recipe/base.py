@@ -58,7 +58,7 @@ class Recipe:
         return self.__dict__.get("_unset", set())
 
     def source(self, name: str) -> str | None:
-        """What set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None: nothing did."""
+        """Return what set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None: nothing did."""
         return self.__dict__.get("_sources", {}).get(name)
 
     def remember_left_out(self, notes: Iterable[str]) -> None:
@@ -70,11 +70,11 @@ class Recipe:
         return self.__dict__.get("_left_out", [])
 
     def is_flag(self, name: str) -> bool:
-        """Whether the command line has set this option."""
+        """Return whether the command line has set this option."""
         return (self.source(name) or "").startswith("--")
 
     def is_changed(self, name: str) -> bool:
-        """Whether this option is set, and to a value other than its default (a run's recipe.yaml sets all options)."""
+        """Return whether this option is set, and to a value other than its default (a run's recipe.yaml sets all options)."""
         return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)
 
     def _default(self, name: str) -> Any:
@@ -110,7 +110,7 @@ class Recipe:
 
     @property
     def trains(self) -> bool:
-        """Whether the launch trains. Without training it evaluates or predicts."""
+        """Return whether the launch trains. Without training it evaluates or predicts."""
         return True
 
     def reset_option(self, name: str) -> str | None:
@@ -136,7 +136,7 @@ class Recipe:
         return values | {name: given for name, (local, given) in stand_ins if values[name] == local}
 
     def to_publish(self) -> dict[str, Any]:
-        """The same for model cards and trackers, without the folders of this machine."""
+        """Return all options for model cards and trackers, without the folders of this machine."""
         return {name: value if name in TEXTS else without_folders(value) for name, value in self.to_dict().items()}
 
     def flags_given(self, kind: type | None = None, without: Sequence[str] = ()) -> list[str]:
@@ -155,7 +155,7 @@ class Recipe:
         return words
 
     def problems(self) -> list[str]:
-        """What is wrong with this combination of options; empty if nothing is."""
+        """Return what is wrong with this combination of options; empty if nothing is."""
         missing = [each.metadata["required"] for each in dataclasses.fields(self) if not getattr(self, each.name)]
         return [*filter(None, missing), *(clash.text for clash in self.clashes() if not clash.is_noted)]
 
@@ -202,8 +202,15 @@ class Recipe:
 
 
 def is_set(value: Any) -> bool:
-    """Whether an option is set to anything but false, nothing or "no"."""
+    """Return whether an option is set to anything but false, nothing or "no"."""
     return bool(value) and value not in ("no", "none")
+
+
+def quoted(value: Any) -> str:
+    """The value of an option, in a message, with quotes around a text."""
+    return (
+        " ".join(map(str, value)) if isinstance(value, list) else repr(value) if isinstance(value, str) else str(value)
+    )
 
 
 def shown(value: Any) -> str:

@@ -134,7 +134,7 @@ class BatchOptions(Recipe, phase="train"):
 
 
 def token_batch_problems(recipe) -> list[str]:
-    """What is wrong with tokens_per_batch."""
+    """Return what is wrong with tokens_per_batch."""
     tokens, row = recipe.tokens_per_batch, recipe.row_tokens
     if tokens is None:
         return []

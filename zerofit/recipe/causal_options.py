@@ -72,7 +72,7 @@ class TextOptions(Recipe):
 
 
 def has_documents(split: str) -> bool:
-    """Whether up to three proportions give training or evaluation documents."""
+    """Return whether up to three proportions give training or evaluation documents."""
     parts = [float(part) for part in re.split("[,/]", split)]
     return len(parts) <= 3 and min(parts) >= 0 and 0 < sum(parts[:2]) < math.inf
 

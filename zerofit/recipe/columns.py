@@ -1,4 +1,4 @@
-"""What separates the columns of a data file, and what they are called, from its beginning."""
+"""Finds the delimiter and the column names of a data file from its beginning."""
 
 import codecs
 import csv
@@ -39,7 +39,7 @@ def head_of(path: Path, encodings: Iterable[str | None] = (None,)) -> str | None
 
 
 def find_delimiter(head: str, ending: str) -> str:
-    """What separates the fields of a .csv or .tsv file: what its ending says; another one where that leaves a header
+    """Find the delimiter of a .csv or .tsv file: what its ending says; another one where that leaves a header
     of one column, and the other as many columns in the header as in the first record."""
     usual = DELIMITERS[ending]
     if len(first_rows(head, usual, 1)[0]) > 1:
@@ -59,7 +59,7 @@ def first_rows(head: str, delimiter: str, count: int) -> list[list[str]]:
 
 
 def is_value(name: str) -> bool:
-    """Whether the name of a column is rather a value: a sentence or a number."""
+    """Return whether the name of a column is rather a value: a sentence or a number."""
     text = name.strip()
     is_sentence = (
         len(text) > 60

@@ -9,7 +9,7 @@ from zerofit.recipe.paths import is_weight
 
 
 def is_encoding(name: str) -> bool:
-    """Whether Python knows a text encoding of this name."""
+    """Return whether Python knows a text encoding of this name."""
     try:
         "".encode(name)
     except LookupError:
@@ -134,7 +134,7 @@ def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
 
 
 def problems_of_weights(option: str, words: list[str]) -> list[str]:
-    """What is wrong with the words WEIGHT NAMES WEIGHT NAMES ... of an option."""
+    """Return what is wrong with the words WEIGHT NAMES WEIGHT NAMES ... of an option."""
     shown, sources, problems = f"{option} = {' '.join(words)}", weighted(words), []
     if sources and not is_weight(words[0]):
         problems.append(f"{shown}: {words[0]} stands before any weight. {WEIGHTS}")

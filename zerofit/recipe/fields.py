@@ -91,7 +91,7 @@ class FlagOrValue:
 
     @classmethod
     def short(cls) -> str:
-        """What it takes, in the help."""
+        """Return the words that it takes, for the help."""
         return "|".join(word for word in cls.VALUES if isinstance(word, str))
 
 

@@ -73,7 +73,7 @@ def read_text(path: Path) -> str:
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether other machines may see this folder."""
+    """Return whether other machines may see this folder."""
     import psutil
 
     folder = folder.resolve()
@@ -83,7 +83,7 @@ def is_shared(folder: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file or folder exists, also on a network file system.
+    """Return whether a file or folder exists, also on a network file system.
 
     A network file system may cache for a while that a name is absent; listing the folder asks the server again.
     """
@@ -104,7 +104,7 @@ def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> boo
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Whether something was not written for want of room or permission, and not through a mistake in a program. Of
+    """Return whether something was not written for want of room or permission, and not through a mistake in a program. Of
     libraries in Rust (safetensors, tokenizers) only the message tells it."""
     text = str(error).lower()
     words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")

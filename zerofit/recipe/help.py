@@ -1,4 +1,4 @@
-"""What --help (the common options, on one screen) and --help_all (all, in groups) print.
+"""Makes the text of --help (the common options, on one screen) and of --help_all (all, in groups).
 
 A group is the dataclass that declares its options, and its heading is the docstring of that class. An option is in
 --help if it is declared with `option(..., common=True)`; a command without common options shows all of them.
@@ -81,7 +81,7 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def value_text(field: dataclasses.Field, kind: Kind) -> str:
-    """What an option takes: its choices, or a word such as FILE, N (an integer) or X (a number). Empty: a flag."""
+    """Return what an option takes: its choices, or a word such as FILE, N (an integer) or X (a number). Empty: a flag."""
     if field.metadata["choices"]:
         words = "|".join(map(str, field.metadata["choices"]))
     elif kind.base is str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, quoted
 from zerofit.recipe.fields import option
 
 OF_MODEL = "the model"  # the source of such an option
@@ -46,15 +46,15 @@ class InferenceOptions(Recipe):
             if name not in self.inputs or value == getattr(self, name) or of_other_data:
                 continue
             if source := self.source(name):
-                was = f"trained with {_shown(value)}" if value is not None else "trained without it"
-                notes.append(f"{name} = {_shown(getattr(self, name))} ({source}): the model was {was}")
+                was = f"trained with {quoted(value)}" if value is not None else "trained without it"
+                notes.append(f"{name} = {quoted(getattr(self, name))} ({source}): the model was {was}")
             elif value is not None:
                 self.adopt(name, value, OF_MODEL)
-                used.append(f"{name} = {_shown(value)}")
+                used.append(f"{name} = {quoted(value)}")
         return [f"as in training: {option}" for option in used] + notes
 
     def columns_in(self, present: Iterable[str]) -> Self:
-        """The same without the columns of training that data of another form lacks: its own are found."""
+        """Return this recipe without the columns of training that data of another form lacks: its own are found."""
         present, other = set(present), self
         for name, value in self.inputs.items():
             if self.source(name) != OF_MODEL or not name.endswith(("_column", "_columns")):
@@ -93,7 +93,3 @@ class InferenceOptions(Recipe):
                 "evaluate_only: nothing is held out (validation_split_percentage = 0). Name a validation_file"
             )
         return problems
-
-
-def _shown(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) else repr(value) if isinstance(value, str) else str(value)

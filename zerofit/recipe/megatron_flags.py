@@ -152,7 +152,7 @@ SHAPING = re.compile(  # parts of names of flags that change the model
 
 
 def shapes_the_model(name: str) -> bool:
-    """Whether a flag that is not known changes the model, by its name."""
+    """Return whether a flag that is not known changes the model, by its name."""
     return flag_status(name)[0] == "unknown" and bool(SHAPING.search(name))
 
 

@@ -106,11 +106,11 @@ class ModelOptions(Recipe):
 
     @property
     def compiles(self) -> bool | str:
-        """What of the model is compiled: "blocks", "model", False; also while torch_compile is "auto", and open."""
+        """The part of the model that is compiled: "blocks", "model", False; also while torch_compile is "auto", and open."""
         return self.torch_compile != "auto" and self.torch_compile
 
     def settle(self) -> None:
-        """Of a run's folder, its model/ is meant."""
+        """Take the model/ of a run whose folder is named."""
         super().settle()
         if self.model_name_or_path and is_run(Path(self.model_name_or_path).expanduser()):
             self.model_name_or_path = str(Path(self.model_name_or_path) / "model")
@@ -171,7 +171,7 @@ class LoraOptions(Recipe, phase="train"):
 
     @property
     def contradictions(self) -> list[str]:
-        """What the user says unlike the adapter that is trained on."""
+        """Sentences on each setting that differs from that of the adapter which is trained on."""
         return self.__dict__.get("_contradictions", [])
 
     def settle(self) -> None:

@@ -161,7 +161,7 @@ class RunOptions(Recipe, phase="train", identity=False):
 
     @property
     def profiled_updates(self) -> range:
-        """Those of `profile`; empty without it."""
+        """The updates of which `profile` records a trace; empty without it."""
         return profiled(self.profile or "")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, quoted
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import FlagOrValue, Kind, broken_rule, checked, from_text, kind_of
 from zerofit.recipe.files import read_text
@@ -22,28 +22,17 @@ from zerofit.recipe.places import nearest_recipe, recipe_file
 R = TypeVar("R", bound=Recipe)
 
 
-def parse_recipe(
-    cls: type[R],
-    argv: list[str] | None = None,
-    prog: str | None = None,
-    tool: bool = False,
-    hints: dict[str, str] | None = None,
-) -> R:
+def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
 
-    The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None. An option
-    that is null has its default, and no source.
-
     Args:
-        prog: the program's name in its help.
-        tool: the program is a tool, which accelerate launch does not start.
-        hints: {option of another program: what to type}; by default those for training (foreign_options.py).
+        of_program: as in `read_recipe`.
 
     Raises:
         UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
         SystemExit: code 0 after `--help` and `--help_all`.
     """
-    recipe, problems = read_recipe(cls, argv, prog, tool, hints)
+    recipe, problems = read_recipe(cls, argv, **of_program)
     if problems:
         raise UserError(problems)
     return recipe
@@ -56,7 +45,15 @@ def read_recipe(
     tool: bool = False,
     hints: dict[str, str] | None = None,
 ) -> tuple[R, list[str]]:
-    """The same with the problems: (the recipe, in which an option that is wrong has its default; the problems).
+    """Read flags and a recipe's file: (the recipe, in which an option that is wrong has its default; the problems).
+
+    The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None. An option
+    that is null has its default, and no source.
+
+    Args:
+        prog: the program's name in its help.
+        tool: the program is a tool, which accelerate launch does not start.
+        hints: {option of another program: what to type}; by default those for training (foreign_options.py).
 
     Raises:
         UserError: the recipe's file cannot be read.
@@ -91,7 +88,7 @@ def read_recipe(
         value = from_flags[name] if name in from_flags else of_file[name][0] if name in of_file else None
         if rule := broken_rule(value, field.metadata):
             source = f"--{name}" if name in from_flags else of_file[name][1]
-            problems.append(f"{name} = {_show(value)} ({source}): {rule}")
+            problems.append(f"{name} = {quoted(value)} ({source}): {rule}")
             of_file.pop(name, None)
             from_flags.pop(name, None)
     recipe = _with_flags(cls, of_file, from_flags, config)
@@ -245,7 +242,7 @@ def _take(name: str, value: Any, source: str, kind: Kind, values: dict, problems
         parsed = [checked(item, kind.base) for item in items]
     except ValueError:
         problems.append(
-            f"{source}: {name} is {_show(value)}, {_type_name(value)}; "
+            f"{source}: {name} is {quoted(value)}, {_type_name(value)}; "
             f"expected {kind.words}{_unquote_hint(value, kind)}"
         )
         return
@@ -298,7 +295,7 @@ def _with_flags(cls: type[R], of_file: dict, flags: dict, config: str | None) ->
                 left_out[field.name] = reason
                 recipe = made(left_out)
     recipe.remember_left_out(
-        f"{name} = {_show(of_file[name][0])} ({lines[name]}) is left out: it does not go together with {reason}"
+        f"{name} = {quoted(of_file[name][0])} ({lines[name]}) is left out: it does not go together with {reason}"
         for name, reason in left_out.items()
         if getattr(recipe, name) != of_file[name][0]
     )
@@ -326,7 +323,3 @@ def _unknown(where: str, name: str, known: list[str], hints: dict) -> str:
     close = nearest(name, known)
     remedy = f"Did you mean {close}?" if close else "--help_all lists the options"
     return f"{where} is not an option. {remedy}"
-
-
-def _show(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else str(value)

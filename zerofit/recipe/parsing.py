@@ -41,7 +41,7 @@ def _is_short(node: yaml.Node | None) -> bool:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file holds; None of an empty one. Raises UserError if it cannot be read."""
+    """Return the content of a YAML file; None of an empty one. Raises UserError if it cannot be read."""
     try:
         return yaml.load(read_text(path), BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """As json.loads, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's stack is too small
+    """Parse JSON as json.loads does, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's stack is too small
     for the nesting."""
     try:
         return json.loads(text, object_pairs_hook=made_of)
@@ -58,7 +58,7 @@ def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any
 
 
 def has_half_pair(value: Any) -> bool:
-    """Whether a text in a value of JSON has half of a surrogate pair, which is no character and cannot be encoded."""
+    """Return whether a text in a value of JSON has half of a surrogate pair, which is no character and cannot be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

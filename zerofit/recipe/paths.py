@@ -93,17 +93,17 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
 
 
 def is_address(name: str) -> bool:
-    """Whether a name is an address, as s3://bucket/name, and not a path."""
+    """Return whether a name is an address, as s3://bucket/name, and not a path."""
     return "://" in name
 
 
 def is_weight(word: str) -> bool:
-    """Whether a word of train_file is the weight of the files after it, and no file."""
+    """Return whether a word of train_file is the weight of the files after it, and no file."""
     return bool(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", word)) and not os.path.exists(word)
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether a name can only be a folder, and the folder does not exist."""
+    """Return whether a name can only be a folder, and the folder does not exist."""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     return looks_like_a_path and not Path(name).expanduser().exists()
 
@@ -118,7 +118,7 @@ def metas_folder(name: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, with its model or adapter in model/."""
+    """Return whether a folder is a run's, with its model or adapter in model/."""
     files = ("config.json", "adapter_config.json")
     return any((folder / "model" / name).is_file() for name in files) and not (folder / "config.json").exists()
 
@@ -163,7 +163,7 @@ def not_ones_own(folder: Path) -> str | None:
 
 
 def name_of_recipe(file: str | None, otherwise: str) -> str:
-    """What a run or a report is called after a recipe's file: its name; of a run's own recipe.yaml that of the run;
+    """Name a run or a report after a recipe's file: its name; of a run's own recipe.yaml that of the run;
     without a file `otherwise`."""
     if file is None:
         return otherwise
@@ -173,7 +173,7 @@ def name_of_recipe(file: str | None, otherwise: str) -> str:
 
 
 def why_no_model(name: str) -> str | None:
-    """What became of the run whose folder is named, where that has no model; None: it has one, or is no run's."""
+    """Tell what became of the run whose folder is named, where that has no model; None: it has one, or is no run's."""
     folder = Path(name).expanduser()
     if not (folder / ENVIRONMENT).is_file() or is_run(folder) or (folder / "config.json").is_file():
         return None

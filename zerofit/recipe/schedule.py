@@ -31,7 +31,7 @@ class Schedule:
 
     @property
     def warning(self) -> str | None:
-        """What a person should know of a peak that is never reached."""
+        """A sentence for the log if the rate never reaches its peak; else None."""
         if self.num_warmup < self.num_updates or self.shape == "constant":
             return None
         return (

@@ -108,7 +108,7 @@ class LabelOptions(Recipe):
 
 
 def is_class_weight(word: str) -> bool:
-    """Whether a word is "balanced", or NAME=WEIGHT with a weight above 0."""
+    """Return whether a word is "balanced", or NAME=WEIGHT with a weight above 0."""
     name, _, weight = word.rpartition("=")
     return word == BALANCED or (bool(name) and 0 < float(weight) < math.inf)
 
@@ -136,7 +136,7 @@ class ClassLossOptions(Recipe, phase="train"):
 
     @property
     def changed_class_losses(self) -> list[str]:
-        """Those of these options that are set, each with its value."""
+        """The options of this group that are set, each with its value."""
         values = {name: getattr(self, name) for name in ("class_weights", "focal_gamma", "label_smoothing")}
         return [f"{name} = {shown(value)}" for name, value in values.items() if value]
 
@@ -254,7 +254,7 @@ class ClmRecipe(
 
     @property
     def is_packed(self) -> bool:
-        """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
+        """Return whether documents are kept apart by positions that restart, which transformers' attention must respect."""
         if self.predict_file or self.preference_loss:
             return False
         if self.data_path:
@@ -263,7 +263,7 @@ class ClmRecipe(
 
     @property
     def is_masked(self) -> bool:
-        """Whether a token does not see all that stand before it in its row."""
+        """Return whether a token does not see all that stand before it in its row."""
         return self.is_packed or self.reset_position_ids or self.reset_attention_mask
 
 
