@@ -58,7 +58,7 @@ class Recipe:
         return self.__dict__.get("_unset", set())
 
     def source(self, name: str) -> str | None:
-        """Return what set this option: `--flag`, `file.yaml, line 3`, a file of the strategy pair; None: nothing did."""
+        """Return what set this option: `--flag`, `file.yaml, line 3`, a file of the strategy; None: nothing did."""
         return self.__dict__.get("_sources", {}).get(name)
 
     def remember_left_out(self, notes: Iterable[str]) -> None:
@@ -74,7 +74,7 @@ class Recipe:
         return (self.source(name) or "").startswith("--")
 
     def is_changed(self, name: str) -> bool:
-        """Return whether this option is set, and to a value other than its default (a run's recipe.yaml sets all options)."""
+        """Return whether this option is set, and not to its default (a run's recipe.yaml sets all options)."""
         return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)
 
     def _default(self, name: str) -> Any:
@@ -208,9 +208,7 @@ def is_set(value: Any) -> bool:
 
 def quoted(value: Any) -> str:
     """The value of an option, in a message, with quotes around a text."""
-    return (
-        " ".join(map(str, value)) if isinstance(value, list) else repr(value) if isinstance(value, str) else str(value)
-    )
+    return repr(value) if isinstance(value, str) else str(value)
 
 
 def shown(value: Any) -> str:

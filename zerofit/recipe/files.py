@@ -104,8 +104,8 @@ def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> boo
 
 
 def is_of_the_disk(error: Exception) -> bool:
-    """Return whether something was not written for want of room or permission, and not through a mistake in a program. Of
-    libraries in Rust (safetensors, tokenizers) only the message tells it."""
+    """Return whether something was not written for want of room or permission, and not through a mistake in a program.
+    Of libraries in Rust (safetensors, tokenizers) only the message tells it."""
     text = str(error).lower()
     words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
     return isinstance(error, OSError) or any(word in text for word in words)

@@ -81,7 +81,7 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def value_text(field: dataclasses.Field, kind: Kind) -> str:
-    """Return what an option takes: its choices, or a word such as FILE, N (an integer) or X (a number). Empty: a flag."""
+    """Return what an option takes: its choices, or a word as FILE, N (an integer), X (a number). Empty: a flag."""
     if field.metadata["choices"]:
         words = "|".join(map(str, field.metadata["choices"]))
     elif kind.base is str:

@@ -106,7 +106,7 @@ class ModelOptions(Recipe):
 
     @property
     def compiles(self) -> bool | str:
-        """The part of the model that is compiled: "blocks", "model", False; also while torch_compile is "auto", and open."""
+        """The part of the model that is compiled: "blocks", "model", or False, also while torch_compile is "auto"."""
         return self.torch_compile != "auto" and self.torch_compile
 
     def settle(self) -> None:

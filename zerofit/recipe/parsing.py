@@ -49,8 +49,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as json.loads does, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's stack is too small
-    for the nesting."""
+    """Parse JSON as json.loads does, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's stack
+    is too small for the nesting."""
     try:
         return json.loads(text, object_pairs_hook=made_of)
     except RecursionError:
@@ -58,7 +58,7 @@ def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any
 
 
 def has_half_pair(value: Any) -> bool:
-    """Return whether a text in a value of JSON has half of a surrogate pair, which is no character and cannot be encoded."""
+    """Return whether a text in a value of JSON has half of a surrogate pair, which cannot be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

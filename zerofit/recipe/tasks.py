@@ -254,7 +254,7 @@ class ClmRecipe(
 
     @property
     def is_packed(self) -> bool:
-        """Return whether documents are kept apart by positions that restart, which transformers' attention must respect."""
+        """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
         if self.predict_file or self.preference_loss:
             return False
         if self.data_path:
