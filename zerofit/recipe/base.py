@@ -208,7 +208,7 @@ def is_set(value: Any) -> bool:
 
 def quoted(value: Any) -> str:
     """The value of an option, in a message, with quotes around a text."""
-    return repr(value) if isinstance(value, str) else str(value)
+    return repr(value) if isinstance(value, str) else shown(value)
 
 
 def shown(value: Any) -> str:

@@ -49,8 +49,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as json.loads does, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's stack
-    is too small for the nesting."""
+    """Parse JSON as json.loads does, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's
+    stack is too small for the nesting."""
     try:
         return json.loads(text, object_pairs_hook=made_of)
     except RecursionError:
