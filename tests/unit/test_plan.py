@@ -13,7 +13,6 @@ from zerofit.estimate.caching_allocator import unused_bytes
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
-from zerofit.model.chunked_loss import TokenLoss
 from zerofit.recipe.errors import UserError
 from zerofit.tools.plan import parallel
 
@@ -71,18 +70,6 @@ def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
         of_both = [sum(getattr(each, what) for one in steps for each in one.operations) for steps in (composed, every)]
         assert of_both[0] == of_both[1] > 0
     assert completions(composed) == completions(every)
-
-
-def test_z_loss_takes_memory_only_where_all_logits_are_held():
-    """There one copy for its own gradient, and one for the sum with that of the cross entropy."""
-
-    def peak(kind: str, z_loss: float) -> int:
-        rows = Rows("clm", 48, loss_kind=kind, terms=TokenLoss(z_loss=z_loss))
-        return max(segment.peak for segment in tracer(gpt2(2), rows, dtype=torch.float32).trace(4))
-
-    logits = 4 * 48 * gpt2(2).vocab_size * 4
-    assert peak("chunked", 1e-4) == peak("chunked", 0.0)
-    assert peak("full", 1e-4) - peak("full", 0.0) == pytest.approx(2 * logits, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from helpers import ROOT
 from zerofit.cli import main
 from zerofit.estimate.exchanges import fully_sharded_exchanges
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
-from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ATTENTION, MATRIX, REDUCE_SCATTER
+from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ATTENTION, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.strategy.layout import ParallelLayout
@@ -100,18 +100,6 @@ def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     norms = (2 * layers + 1) * (1 if flags is LLAMA else 2)  # a weight, or a weight and a bias
     assert exchanged(shared, ALL_REDUCE, "backward") == norms * [64 * 4]
     assert not exchanged(alone, ALL_REDUCE, "forward")
-
-
-def test_rows_that_are_split_exchange_heads_and_keep_half():
-    model = model_of(*LLAMA, "--packing", "none")
-    alone, split = steps_of(model, ALONE), steps_of(model, SPLIT)
-    assert total(split, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2
-    assert total(split, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
-    query, keys = 2 * 32 * 64 * 4, 2 * 32 * 32 * 4  # of this rank's half of the rows
-    assert exchanged(split, ALL_TO_ALL, "forward") == 3 * [query, keys, keys, query]
-    assert sorted(exchanged(split, ALL_TO_ALL, "backward")) == sorted(3 * [query, keys, keys, query])
-    most = [max(step.start + step.rise for step in steps) for steps in (alone, split)]
-    assert 0.4 < most[1] / most[0] < 0.75
 
 
 # ------------------------------------------------------------------------------------------------------------- degrees

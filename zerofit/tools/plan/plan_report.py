@@ -7,7 +7,6 @@ from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.measured_rows import comparable, kind_of, model_of
-from zerofit.model.configuration import usable_positions
 from zerofit.record.terminal import rounded, size, table, wrapped
 from zerofit.strategy.fsdp import RESHARDS
 from zerofit.strategy.gpu_table import CPU
@@ -66,7 +65,6 @@ class PlanReport:
                 for group in shown
                 if len(group) > 1
             ] + [""]
-            lines += self._bound([group[0] for group in shown])
             lines += self._parts(shown[0][0])
             lines += self._advice()
         lines += self._misfit_lines()
@@ -238,15 +236,6 @@ class PlanReport:
             over = size(one.host_bytes - budget.host)
             found += [f"{size(one.host_bytes)} of host memory, exceeds --host_memory by {over}"]
         return "; ".join(found)
-
-    def _bound(self, longest: list[Prediction]) -> list[str]:
-        """A line on those that hold the longest rows of all that were searched."""
-        names = [one.label for one in longest if self.lengths and one.length == self.lengths[-1]]
-        if not names:
-            return []
-        by_positions = usable_positions(self.planner.model.config) == self.lengths[-1]
-        why = "the model's max_position_embeddings" if by_positions else "the longest of --lengths"
-        return [f"Not memory but {self.lengths[-1]:,} tokens ({why}) limit: {', '.join(names)}.", ""]
 
     def describe_model(self) -> str:
         """One line: the model's shape and rows."""

@@ -99,7 +99,6 @@ class Planner:
             layout,
             micro_batch,
             accumulation,
-            self.recipe.gradient_checkpointing,
             peak,
             host,
             peak.disk * self.budget.local_ranks,

@@ -42,7 +42,6 @@ class Prediction:
     layout: ParallelLayout
     micro_batch: int
     accumulation: int
-    recomputed: bool | str  # gradient_checkpointing
     peak: Peak
     host_bytes: int  # of a machine
     disk_bytes: int  # of a machine: what is offloaded to it
@@ -100,7 +99,6 @@ class Prediction:
             "per_device_train_batch_size": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "global_batch_size": self.global_batch,
-            "gradient_checkpointing": self.recomputed,
             "peak_allocated_bytes": peak["allocated"],
             "peak_reserved_bytes": peak["reserved"],
             "device_bytes": peak["device"],
