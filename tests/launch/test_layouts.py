@@ -63,6 +63,7 @@ def test_it_trains_as_one_process_does(run, strategy):
     check_alike(metrics(run(strategy)), metrics(run("single")))
 
 
+@pytest.mark.long
 def test_a_partition_is_a_machine(run):
     effective = yaml.safe_load((run("zero3_hpz") / "strategy.yaml").read_text())
     assert effective["num_machines"] == 2

@@ -181,7 +181,7 @@ def test_a_run_goes_on_under_it_and_after_it(alone, cache, tmp_path, key, stage,
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("key", ["round_robin_gradients", "parameter_alignment"])
+@pytest.mark.parametrize("key", ["round_robin_gradients", pytest.param("parameter_alignment", marks=pytest.mark.long)])
 def test_muon_finds_its_matrices_in_another_order(alone, cache, tmp_path, key, stage):
     check_key(alone, cache, tmp_path, f"zero_optimization.{key}", stage, Tried(True, flags=("--optim", "muon")))
 
@@ -195,7 +195,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--optim", "muon"), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--optim", "muon")])
 def test_another_order_than_the_optimizer_says_ends_the_run_before_it_trains(cache, tmp_path, flags):
     """As if round_robin_gradients were not left out: at the start, and where a run goes on."""
     (tmp_path / "unmended.py").write_text(UNMENDED)

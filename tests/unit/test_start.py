@@ -12,7 +12,6 @@ from helpers import ROOT, refusal
 from zerofit.launch import command as start
 from zerofit.launch.restart_rule import Restarts
 from zerofit.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
-from zerofit.strategy import gpus
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
@@ -176,23 +175,6 @@ def test_what_the_launcher_gets(machine, monkeypatch):
     assert program[0].endswith("train/clm.py")
     assert not {*DLC, *TRAINER} & variables.keys(), "torchrun's parser takes PET_* for options that are not given"
     assert variables["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
-
-
-def test_idle_devices(monkeypatch):
-    for name in sum(gpus.ALSO_VISIBLE.values(), tuple(gpus.VISIBLE.values())):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(gpus, "num_devices", lambda: 8)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert gpus.idle_devices() == "this machine has 8 GPUs, the run uses 2: --num_processes 8"
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert gpus.idle_devices().endswith("uses 2: --num_processes 16"), "two machines"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(gpus, "num_devices", lambda: 4)
-    assert gpus.idle_devices().startswith("CUDA_VISIBLE_DEVICES leaves 4 GPUs, the run uses 2")
-    for there in (2, 0):
-        monkeypatch.setattr(gpus, "num_devices", lambda there=there: there)
-        assert gpus.idle_devices() is None
 
 
 def test_which_failures_are_worth_a_restart(tmp_path):

@@ -1,4 +1,4 @@
-"""HOW to train: reads and checks the strategy pair, builds the Accelerator and the engine.
+"""HOW to train: reads and checks the strategy, builds the Accelerator and the engine.
 
 Only here is DeepSpeed named.
 """

@@ -1,4 +1,4 @@
-"""The DeepSpeed side of a pair: read strictly, its "auto" filled in from the recipe, contradictions refused.
+"""The DeepSpeed JSON of a strategy: read strictly, its "auto" filled in from the recipe, contradictions refused.
 
 The recipe owns batch sizes, clipping, precision, the optimizer's settings and the schedule. A JSON that states one of
 them must agree with it; where the recipe leaves the option unset, the JSON's value becomes the recipe's.
@@ -112,7 +112,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
             raise UserError(f"{launch.source}: {problem}" for problem in problems)
         return config, launch.source, []
     path = Path(launch.json_path)
-    if not path.is_file() and launch.config_file:  # launched from another folder: the pair lies side by side
+    if not path.is_file() and launch.config_file:  # launched from another folder: YAML and JSON lie side by side
         path = Path(launch.config_file).resolve().parents[1] / path
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")

@@ -15,7 +15,7 @@ import torch
 from zerofit.compat.deepspeed import step_sub_group, swapped_in
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_without_links
-from zerofit.strategy.state import Piece, Read, ShardedState
+from zerofit.strategy.state import Piece, ShardedState
 
 PREFIX = "zerofit-"
 SAVED = "saved.bin"
@@ -94,20 +94,12 @@ class DiskState(ShardedState):
         file.unlink(missing_ok=True)  # a save under way keeps what it has
         room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
         saved, start = {}, 0
-        for number, several in self._by_sub_group(pieces):
-            with swapped_in(self._zero, number):
-                for piece in several:
-                    for kind in self.kinds:
-                        values = self.get(kind, piece)
-                        place = room[start : start + len(values)]
-                        saved[f"{kind}/{piece.name}"] = place.copy_(values)
-                        start += len(values)
+        for piece in self._in_memory(pieces):
+            for kind in self.kinds:
+                values = self.get(kind, piece)
+                saved[f"{kind}/{piece.name}"] = room[start : start + len(values)].copy_(values)
+                start += len(values)
         return saved
-
-    def _weights(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        for number, several in self._by_sub_group(self.own()):
-            with swapped_in(self._zero, number):
-                yield from ((piece, self.get("weight", piece)) for piece in several)
 
     def get(self, kind: str, piece: Piece) -> torch.Tensor:
         """Return the values of a piece, whose sub-group is in memory."""
@@ -118,26 +110,16 @@ class DiskState(ShardedState):
     def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
         self.get(kind, piece).copy_(values)
 
-    def _take(self, read: Read) -> None:
-        for number, several in self._by_sub_group(self.held()):
-            with swapped_in(self._zero, number, written=True):
-                for piece in several:
-                    for kind in self.kinds:
-                        self.set(kind, piece, read(kind, piece))
-
-    def _shards_follow(self, pieces: list[Piece]) -> None:
-        for number, several in self._by_sub_group(pieces):
-            with swapped_in(self._zero, number):
-                super()._shards_follow(several)
-
     def _step(self) -> None:
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             with swapped_in(self._zero, number, written=True):
                 flat.grad = torch.zeros_like(flat)
                 step_sub_group(self._zero, number)
 
-    def _by_sub_group(self, pieces: list[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+    def _in_memory(self, pieces: list[Piece], written: bool = False) -> Iterator[Piece]:
         def number(piece: Piece) -> int:
             return self._zero.grad_position[self._zero.get_param_id(self.parameters[piece.name])][0]
 
-        return ((key, list(several)) for key, several in groupby(sorted(pieces, key=number), number))
+        for key, several in groupby(sorted(pieces, key=number), number):
+            with swapped_in(self._zero, key, written):
+                yield from several

@@ -129,7 +129,7 @@ def check_fsdp(source: str, recipe: TrainingRecipe, precision: str | None) -> No
     """
     beside, problems = f"{source}: FSDP does not go together with", []
     if precision == "fp16":
-        problems.append(f"{beside} precision = fp16. Use --precision bf16, or a ZeRO pair such as zero3")
+        problems.append(f"{beside} precision = fp16. Use --precision bf16, or --strategy zero3")
     if recipe.compiles == "model":
         problems.append(
             f"{beside} torch_compile = model ({recipe.source('torch_compile')}). Use --torch_compile blocks"

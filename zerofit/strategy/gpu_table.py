@@ -1,7 +1,7 @@
 """Known GPUs: what each calls itself, its memory, and what its maker says of its speed."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zerofit.recipe.errors import UserError, nearest
@@ -48,7 +48,7 @@ class Gpu:
     """
 
     name: str
-    usable_bytes: int
+    usable_bytes: float
     model: str = ""
     half: float | None = None
     single: float | None = None
@@ -64,31 +64,14 @@ class Gpu:
     is_newer: bool = False
 
 
-def _gpu(
-    name: str,
-    gib: float,
-    model: str = "",
-    half: float | None = None,
-    single: float | None = None,
-    memory: float | None = None,
-    link: float | None = None,
-    pcie: int | None = None,
-    network: float | None = None,
-    **others: Any,
-) -> Gpu:
-    to_host = PCIE.get(pcie or 0)
-    return Gpu(
-        name,
-        int(gib * 2**30),
-        model,
-        half and half * TERA,
-        single and single * TERA,
-        memory and memory * GIGA,
-        (link and link * GIGA) or to_host,
-        to_host,
-        network and network * GIGA,
-        **others,
-    )
+UNITS = {"usable_bytes": 2**30, "half": TERA, "single": TERA, "memory": GIGA, "link": GIGA, "network": GIGA}
+
+
+def _in_si(gpu: Gpu) -> Gpu:
+    """The same GPU in bytes and seconds, from the units of the table; its `pcie` is a generation there."""
+    figures = {name: value * unit for name, unit in UNITS.items() if (value := getattr(gpu, name)) is not None}
+    to_host = PCIE.get(int(gpu.pcie or 0))
+    return replace(gpu, **{"link": to_host, **figures, "pcie": to_host, "usable_bytes": int(figures["usable_bytes"])})
 
 
 # Name, memory (GiB), model, then half and single (TFLOP/s), memory, NVLink or Infinity Fabric (GB/s), generation of
@@ -100,53 +83,53 @@ def _gpu(
 # network), Lightning (fabric/utilities/throughput.py) and G. Lockwood (glennklockwood.com). The network is that of a
 # DGX (calculon-ai/calculon, systems/: 25 GB/s beside an A100, 50 beside an H100).
 GPUS = {
-    gpu.name: gpu
+    gpu.name: _in_si(gpu)
     for gpu in (
         # NVIDIA V100 data sheet (1165301-r5)
-        _gpu("v100-16gb", 15.77, "V100-SXM2", 125, 15.7, 897, 150, 3, sms=80, **V100),
-        _gpu("v100-32gb", 31.74, "V100-SXM2", 125, 15.7, 897, 150, 3, sms=80, **V100),
-        _gpu("v100-pcie-16gb", 15.77, "V100-PCIE", 112, 14, 897, None, 3, sms=80, **V100),
-        _gpu("v100-pcie-32gb", 31.74, "V100-PCIE", 112, 14, 897, None, 3, sms=80, **V100),
-        _gpu("v100s-32gb", 31.74, "V100S-PCIE", 130, 16.4, None, None, 3, has_bf16=False),
-        _gpu("t4-16gb", 14.75, "T4", 65, 8.1, 320, None, 3, sms=40, has_bf16=False),  # T4 data sheet (951643)
+        Gpu("v100-16gb", 15.77, "V100-SXM2", 125, 15.7, 897, 150, 3, sms=80, **V100),
+        Gpu("v100-32gb", 31.74, "V100-SXM2", 125, 15.7, 897, 150, 3, sms=80, **V100),
+        Gpu("v100-pcie-16gb", 15.77, "V100-PCIE", 112, 14, 897, None, 3, sms=80, **V100),
+        Gpu("v100-pcie-32gb", 31.74, "V100-PCIE", 112, 14, 897, None, 3, sms=80, **V100),
+        Gpu("v100s-32gb", 31.74, "V100S-PCIE", 130, 16.4, None, None, 3, has_bf16=False),
+        Gpu("t4-16gb", 14.75, "T4", 65, 8.1, 320, None, 3, sms=40, has_bf16=False),  # T4 data sheet (951643)
         # Ampere GA102 white paper, v2; A40 and A10 data sheets. An A10G is no A10
-        _gpu("rtx3090-24gb", 23.69, "RTX 3090", 71, 35.6, 936, None, 4, sms=82),
-        _gpu("a6000-48gb", 47.54, "A6000", 154.8, 38.7, 768, None, 4, sms=84),
-        _gpu("a40-48gb", 44.43, "A40", 149.7, 37.4, 696, None, 4, sms=84),
-        _gpu("a10-24gb", 22.06, "A10", 125, 31.2, 600, None, 4, sms=72),
-        _gpu("a10g-24gb", 22.06, "A10G", 70, 35, 600, None, 4, sms=80),  # A10G data sheet (AWS): 70 in dense FP16
+        Gpu("rtx3090-24gb", 23.69, "RTX 3090", 71, 35.6, 936, None, 4, sms=82),
+        Gpu("a6000-48gb", 47.54, "A6000", 154.8, 38.7, 768, None, 4, sms=84),
+        Gpu("a40-48gb", 44.43, "A40", 149.7, 37.4, 696, None, 4, sms=84),
+        Gpu("a10-24gb", 22.06, "A10", 125, 31.2, 600, None, 4, sms=72),
+        Gpu("a10g-24gb", 22.06, "A10G", 70, 35, 600, None, 4, sms=80),  # A10G data sheet (AWS): 70 in dense FP16
         # Ada white paper, appendix A; L4, L40 and L40S data sheets; RTX 6000 Ada data sheet: 1,457 in sparse FP8
-        _gpu("rtx4090-24gb", 23.65, "RTX 4090", 165.2, 82.6, 1008, None, 4, sms=128),
-        _gpu("rtx6000ada-48gb", 47.38, "RTX 6000 Ada", 364.2, 91.1, 960, None, 4, sms=142),
-        _gpu("l4-24gb", 22.17, "L4", 121, 30.3, 300, None, 4, sms=58),
-        _gpu("l40-48gb", 44.43, "L40", 181, 90.5, 864, None, 4, sms=142),
-        _gpu("l40s-48gb", 44.52, "L40S", 362, 91.6, 864, None, 4, sms=142),
+        Gpu("rtx4090-24gb", 23.65, "RTX 4090", 165.2, 82.6, 1008, None, 4, sms=128),
+        Gpu("rtx6000ada-48gb", 47.38, "RTX 6000 Ada", 364.2, 91.1, 960, None, 4, sms=142),
+        Gpu("l4-24gb", 22.17, "L4", 121, 30.3, 300, None, 4, sms=58),
+        Gpu("l40-48gb", 44.43, "L40", 181, 90.5, 864, None, 4, sms=142),
+        Gpu("l40s-48gb", 44.52, "L40S", 362, 91.6, 864, None, 4, sms=142),
         # RTX Blackwell white paper; RTX PRO 6000 data sheet: 4,000 in sparse FP4, an eighth of that
-        _gpu("rtx5090-32gb", 31.36, "RTX 5090", 209.5, 104.8, 1792, None, 5, sms=170),
-        _gpu("rtxpro6000-96gb", 94.97, "RTX PRO 6000 Blackwell Workstation", 500, 125, 1792, None, 5, sms=188),
+        Gpu("rtx5090-32gb", 31.36, "RTX 5090", 209.5, 104.8, 1792, None, 5, sms=170),
+        Gpu("rtxpro6000-96gb", 94.97, "RTX PRO 6000 Blackwell Workstation", 500, 125, 1792, None, 5, sms=188),
         # A100 data sheet (1758950-r4)
-        _gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, **A100),
-        _gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, **A100),
-        _gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108, **A100),  # slower NVLink
+        Gpu("a100-40gb", 39.39, "A100", 312, 19.5, 1555, 300, 4, 25, sms=108, **A100),
+        Gpu("a100-80gb", 79.15, "A100", 312, 19.5, 2039, 300, 4, 25, sms=108, **A100),
+        Gpu("a800-80gb", 79.15, "A800", 312, 19.5, 2039, 200, 4, sms=108, **A100),  # slower NVLink
         # H100 data sheet: 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL), all sparse; H200 data sheet: 1,979 and 1,671
-        _gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, **H100),
-        _gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, **H100),
-        _gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132, **NEWER),
-        _gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.64, **HOPPER),
-        _gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132, **NEWER),
-        _gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, **H100),  # slower NVLink
-        _gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132, **HOPPER),
-        _gpu("h20-96gb", 95.1, "H20", 148, 44, 4000, 450, 5, sms=78),
+        Gpu("h100-80gb", 79.11, "H100", 989, 67, 3350, 450, 5, 50, sms=132, **H100),
+        Gpu("h100-pcie-80gb", 79.11, "H100 PCIe", 756, 51, 2000, None, 5, sms=114, **H100),
+        Gpu("h100-nvl-94gb", 93.1, "H100 NVL", 835, None, 3900, None, 5, sms=132, **NEWER),
+        Gpu("h200-141gb", 139.8, "H200", 989, 67, 4800, 450, 5, 50, sms=132, of_peak=0.64, **HOPPER),
+        Gpu("h200-nvl-141gb", 139.8, "H200 NVL", 835, None, 4800, None, 5, sms=132, **NEWER),
+        Gpu("h800-80gb", 79.11, "H800", 989, 67, 3350, 200, 5, sms=132, **H100),  # slower NVLink
+        Gpu("gh200-96gb", 94.5, "GH200", 989, 67, 4000, sms=132, **HOPPER),
+        Gpu("h20-96gb", 95.1, "H20", 148, 44, 4000, 450, 5, sms=78),
         # Blackwell technical brief, table 3; HGX B300: 36 PFLOPS in sparse FP16 of 8; GB200 and GB300 NVL72: 360 of 72
-        _gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5, sms=148, of_peak=0.47, **NEWER),
-        _gpu("gb200-186gb", 184, "GB200", 2500, 90, 8000, 900, sms=148, of_peak=0.47, **NEWER),
-        _gpu("b300-288gb", 268, "B300", 2250, 75, 8000, 900, sms=148, of_peak=0.47, **NEWER),
-        _gpu("gb300-288gb", 268, "GB300", 2500, None, 8000, 900, sms=148, of_peak=0.47, **NEWER),
+        Gpu("b200-180gb", 178.3, "B200", 2250, 80, 8000, 900, 5, sms=148, of_peak=0.47, **NEWER),
+        Gpu("gb200-186gb", 184, "GB200", 2500, 90, 8000, 900, sms=148, of_peak=0.47, **NEWER),
+        Gpu("b300-288gb", 268, "B300", 2250, 75, 8000, 900, sms=148, of_peak=0.47, **NEWER),
+        Gpu("gb300-288gb", 268, "GB300", 2500, None, 8000, 900, sms=148, of_peak=0.47, **NEWER),
         # AMD Instinct data sheets. An MI250X is one of its two dies; what links them to others was not found
-        _gpu("mi210-64gb", 63.98),
-        _gpu("mi250x-64gb", 63.98, "MI250X", 191.5, 23.9, 1640),
-        _gpu("mi300x-192gb", 191.98, "MI300X", 1307.4, 163.4, 5300, 448, 5, sms=304, of_peak=0.41),
-        _gpu("mi325x-256gb", 255.98, "MI325X", 1307.4, 163.4, 6000, 448, 5, sms=304, of_peak=0.41),
+        Gpu("mi210-64gb", 63.98),
+        Gpu("mi250x-64gb", 63.98, "MI250X", 191.5, 23.9, 1640),
+        Gpu("mi300x-192gb", 191.98, "MI300X", 1307.4, 163.4, 5300, 448, 5, sms=304, of_peak=0.41),
+        Gpu("mi325x-256gb", 255.98, "MI325X", 1307.4, 163.4, 6000, 448, 5, sms=304, of_peak=0.41),
     )
 }
 CPU = "cpu"

@@ -100,20 +100,6 @@ def num_devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def idle_devices() -> str | None:
-    """A note where processes of this machine use fewer accelerators than they see; None where there is none idle.
-
-    Those that CUDA_VISIBLE_DEVICES hides are nobody's loss.
-    """
-    there, used = num_devices(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if used >= there:
-        return None
-    machines = max(1, int(os.environ.get("WORLD_SIZE", "1")) // used)
-    limit = next((name for name in sum(ALSO_VISIBLE.values(), tuple(VISIBLE.values())) if os.environ.get(name)), None)
-    has = f"{limit} leaves {there} GPUs" if limit else f"this machine has {there} GPUs"
-    return f"{has}, the run uses {used}: --num_processes {there * machines}"
-
-
 def _torch_sees_one() -> bool:
     import torch
 

@@ -84,6 +84,6 @@ def host_memory() -> tuple[int, int]:
     import psutil
 
     memory = psutil.virtual_memory()
-    limits = [pair for pair in map(headroom, cgroups(read("/proc/self/cgroup"))) if pair and pair[0] < memory.total]
-    limit, left = min(limits, key=lambda pair: pair[1], default=(memory.total, memory.available))
+    limits = [each for each in map(headroom, cgroups(read("/proc/self/cgroup"))) if each and each[0] < memory.total]
+    limit, left = min(limits, key=lambda each: each[1], default=(memory.total, memory.available))
     return min(left, memory.available), limit

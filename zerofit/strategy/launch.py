@@ -42,8 +42,8 @@ class Launch:
     threads_are_the_users: bool = False  # OMP_NUM_THREADS was set before the launcher, which would set it to 1
 
     @property
-    def pair(self) -> str | None:
-        """The name of the pair; None where the YAML is not one of accelerate_configs/, and where there is none."""
+    def strategy_name(self) -> str | None:
+        """The name of the strategy; None where the YAML is not one of accelerate_configs/, and where there is none."""
         path = Path(self.config_file or "")
         return path.stem if path.resolve().parent.name == CONFIGS.name else None
 

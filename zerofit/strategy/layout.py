@@ -16,10 +16,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 
 OFFLOADED = ("offload_optimizer", "offload_param")
-ZERO_PLUS_PLUS = {  # and the value that means: not used
-    "zero_hpz_partition_size": 1, "zero_quantized_weights": False, "zero_quantized_gradients": False,
-    "mics_shard_size": -1,
-}  # fmt: skip
+PARTITIONS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # and the value that means: not used
 SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel", "pipeline"
 PIPELINE_KEYS = {  # and the only value that the engine has a use for
     "use_reentrant": False,  # transformers recomputes activations, as option gradient_checkpointing says
@@ -143,7 +140,7 @@ def sequence_groups(layout: ParallelLayout) -> Any:
 
 
 @functools.cache
-def layer_groups(layout: ParallelLayout) -> Any:
+def model_groups(layout: ParallelLayout) -> Any:
     """DeepSpeed's grid of the groups that share layers; the first call makes them, on all ranks together."""
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
@@ -156,7 +153,7 @@ def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager[Any
     """The context in which accelerate builds the engine: DeepSpeed learns there which ranks hold the same weights."""
     if layout.replica_size == 1 or layout.pipeline > 1:  # a pipeline's module brings the groups itself
         return contextlib.nullcontext()
-    return initializing_with(layer_groups(layout) if layout.tensor > 1 else sequence_groups(layout))
+    return initializing_with(model_groups(layout) if layout.tensor > 1 else sequence_groups(layout))
 
 
 def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
@@ -227,14 +224,14 @@ def check_degrees(
         problems.append(f"{source}: {key} = {degrees[key]} does not go together with {what}. {remedy}")
 
     if recipe.lora:
-        refuse(f"lora ({recipe.source('lora')})", "Remove it, or use a pair without model parallelism, such as zero3")
+        refuse(f"lora ({recipe.source('lora')})", "Remove it, or use another strategy, such as zero3")
     compiled = recipe.compiles
     if compiled and layout.sequence > 1:  # DeepSpeed's exchange of heads looks a group up that a graph has not
         refuse(f"torch_compile ({recipe.source('torch_compile')})", "Remove one of them")
     elif str(compiled) == "model":
         refuse(f"torch_compile = model ({recipe.source('torch_compile')})", "Use --torch_compile blocks")
     settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
-    settings += [name for name, unused in ZERO_PLUS_PLUS.items() if zero.get(name, unused) != unused]
+    settings += [name for name, unused in PARTITIONS.items() if zero.get(name, unused) != unused]
     for setting in settings:
         refuse(f"zero_optimization.{setting}", "Remove one of them")
     if layout.sequence > 1:
@@ -257,8 +254,6 @@ def _check_sequence(
     # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
     if zero.get("reduce_scatter") is False:
         refuse("zero_optimization.reduce_scatter = false", "Remove one of them")
-    if config.get("prescale_gradients"):
-        refuse("prescale_gradients", "Remove one of them")
     # BF16_Optimizer asks for groups that are not there.
     if zero.get("stage") == 1 and precision == "bf16" and _accumulation_dtype(config):
         refuse(f"data_types.grad_accum_dtype in {precision}", "Remove it")
@@ -274,7 +269,7 @@ def _check_pipeline(
     if zero.get("overlap_comm"):  # DeepSpeed turns it off
         refuse("zero_optimization.overlap_comm: gradients are exchanged after the last micro-batch", "Remove it")
     if getattr(recipe, "predict_file", None):
-        refuse("predict_file: no rank has all layers", "Use a pair without it, such as tp or zero3")
+        refuse("predict_file: no rank has all layers", "Use a strategy without it, such as tp or zero3")
     # The ends would not add up a tied vocabulary's gradient: runtime/pipe/engine.py reads what stage_1_and_2.py has
     # moved away.
     if precision == "fp16" and _accumulation_dtype(config):

@@ -41,8 +41,8 @@ class StrategyFlag:
     """A strategy that the command line names.
 
     Attributes:
-        config_file: the pair's accelerate YAML; None of a JSON alone.
-        json_path: the DeepSpeed JSON; None of a pair, whose YAML names it.
+        config_file: the strategy's accelerate YAML; None of a JSON alone.
+        json_path: the DeepSpeed JSON; None of a strategy, whose YAML names it.
     """
 
     config_file: str | None = None

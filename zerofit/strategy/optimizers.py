@@ -47,15 +47,16 @@ def make_optimizer(
     if strategy is not None and "optimizer" in (strategy.deepspeed or {}):
         groups = parameter_groups(model, recipe)
         return DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    if recipe.optim == "adamw":
-        return adamw(model, recipe, device)
     if recipe.optim == "muon":
         return Muon(model, recipe, has_fused_adamw(device))
     groups, rate = parameter_groups(model, recipe), recipe.learning_rate
+    of_adam: dict[str, Any] = {"lr": rate, "betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_epsilon}
+    if recipe.optim == "adamw":
+        return torch.optim.AdamW(groups, **of_adam, fused=has_fused_adamw(device) or None)
     if recipe.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(groups, lr=rate, betas=(recipe.adam_beta1, recipe.adam_beta2), eps=recipe.adam_epsilon)
+        return AdamW8bit(groups, **of_adam)
     if recipe.optim == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -69,17 +70,6 @@ def parameter_groups(model: torch.nn.Module, recipe: OptimizerOptions) -> list[d
     if layer_decay == 1:
         return decay_groups(model.parameters(), recipe.weight_decay)
     return layer_groups(model, recipe.weight_decay, layer_decay)
-
-
-def adamw(model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device) -> torch.optim.AdamW:
-    """The recipe's AdamW, fused where torch has it for this device."""
-    return torch.optim.AdamW(
-        parameter_groups(model, recipe),
-        lr=recipe.learning_rate,
-        betas=(recipe.adam_beta1, recipe.adam_beta2),
-        eps=recipe.adam_epsilon,
-        fused=has_fused_adamw(device) or None,
-    )
 
 
 def check_kept(optimizer: torch.optim.Optimizer | None) -> None:

@@ -19,7 +19,7 @@ from zerofit.model.stages import is_tied, whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import LossSum, WithoutOptimizer
-from zerofit.strategy.layout import ParallelLayout, layer_groups
+from zerofit.strategy.layout import ParallelLayout, model_groups
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
 AtTheEnd = Callable[[torch.nn.Module, Batch], torch.Tensor]
@@ -41,7 +41,7 @@ class StageModule(PipelineModule):
     """
 
     def __init__(self, model: torch.nn.Module, layout: ParallelLayout):
-        groups = layer_groups(layout)
+        groups = model_groups(layout)
         with with_groups(groups), contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
             super().__init__(layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform")
             self._share_tied_weight(model, layout)

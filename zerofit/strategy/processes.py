@@ -14,7 +14,6 @@ from zerofit.recipe.errors import UserError
 from zerofit.strategy.builds import describe_build, drop_abandoned_locks
 from zerofit.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
 from zerofit.strategy.disk import check_async_io, keeps_optimizer_on_disk
-from zerofit.strategy.gpus import idle_devices
 from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from zerofit.strategy.strategy import Strategy
 
@@ -83,7 +82,6 @@ def start_processes(
             f"the launcher started {launch.world_size} processes, and accelerate sees "
             f"{accelerator.num_processes} ({accelerator.distributed_type}): each would train alone"
         )
-    notes += filter(None, [idle_devices()])
     faster = [FASTER[name] for name in faster_precisions(accelerator.device)] if strategy.precision == "fp32" else []
     if faster:
         notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")

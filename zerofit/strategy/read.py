@@ -1,4 +1,4 @@
-"""From the launcher's environment and the pair behind it to the strategy of a run: read, and checked, before data."""
+"""Read the strategy of a run from the launcher's environment and files, and check it before any data is read."""
 
 import json
 from collections.abc import Callable
@@ -31,9 +31,9 @@ OnLayout = Callable[[ParallelLayout], bool]
 
 
 def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: False) -> Strategy:
-    """Read the launcher's environment and the pair behind it, and see that recipe, YAML and JSON agree.
+    """Read the launcher's environment, YAML and JSON, and see that recipe, YAML and JSON agree.
 
-    Values that the recipe leaves open and the pair states are adopted into the recipe.
+    Values that the recipe leaves open and these state are adopted into the recipe.
 
     Args:
         on_layout: is told the parallel layout before batches are resolved; the recipe may still adopt a global batch.

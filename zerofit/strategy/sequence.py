@@ -48,7 +48,7 @@ def check_model(config: Any, degree: int, source: str, recipe: Any, precision: s
         UserError: all that stands against it.
     """
     config = config.get_text_config()
-    stated, without = f"{source}: sequence_parallel_size = {degree}", "Use a pair without it, such as zero3"
+    stated, without = f"{source}: sequence_parallel_size = {degree}", "Use a strategy without it, such as zero3"
     problems = []
     if not family_of(config).splits_rows:
         problems.append(f"{stated} is not supported for a {config.model_type}. {without}")
@@ -151,7 +151,7 @@ class SplitRows:
         positions = F.pad(inputs["position_ids"], (0, fill))  # each filler is a document of its own
         for name in FILLERS.keys() & inputs.keys():
             row = F.pad(inputs[name], (0, fill), value=FILLERS[name])
-            part = pieces_of(row, self.rank, self.size) if self.in_a_ring else row.chunk(self.size, dim=1)[self.rank]
+            part = ring_shard(row, self.rank, self.size) if self.in_a_ring else row.chunk(self.size, dim=1)[self.rank]
             inputs[name] = part.contiguous()
         if fill and "cu_seq_lens_q" in inputs:
             inputs |= _with_filler(inputs, width + fill, fill)
@@ -173,7 +173,7 @@ class SplitRows:
         """All ranks' parts (B, T / ranks, ...) as (B, T, ...), without a gradient."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         torch.distributed.all_gather(parts, part.detach().contiguous(), group=self.group)
-        return rows_of(parts) if self.in_a_ring else torch.cat(parts, dim=1)
+        return joined_rows(parts) if self.in_a_ring else torch.cat(parts, dim=1)
 
     def attend(
         self,
@@ -239,13 +239,13 @@ def _with_filler(inputs: dict[str, Any], width: int, fill: int) -> dict[str, Any
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def pieces_of(row: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+def ring_shard(row: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """A rank's two pieces (B, T / size, ...) of rows (B, T, ...)."""
     pieces = row.chunk(2 * size, dim=1)
     return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
 
-def rows_of(parts: list[torch.Tensor]) -> torch.Tensor:
+def joined_rows(parts: list[torch.Tensor]) -> torch.Tensor:
     """Rows (B, T, ...) of all ranks' pieces."""
     first, last = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
     return torch.cat([*first, *reversed(last)], dim=1)

@@ -137,7 +137,15 @@ class OptimizerState:
 
     def _weights(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Each piece that this rank writes, with its values."""
-        return ((piece, self.get("weight", piece)) for piece in self.own())
+        return ((piece, self.get("weight", piece)) for piece in self._in_memory(self.own()))
+
+    def _in_memory(self, pieces: list[Piece], written: bool = False) -> Iterator[Piece]:
+        """Yield the pieces, each while what the optimizer keeps of it is in memory. All of them must be asked for.
+
+        Args:
+            written: it is changed meanwhile.
+        """
+        yield from pieces
 
     def held(self) -> list[Piece]:
         """Return the pieces that this rank holds, and so has to read."""
@@ -190,15 +198,12 @@ class OptimizerState:
             read_whole: of an optimizer that keeps other tensors than AdamW.
         """
         self.start()
-        self._take(read)
+        for piece in self._in_memory(self.held(), written=True):
+            for kind in self.kinds_of(piece.name):
+                self.set(kind, piece, read(kind, piece))
         self._load_whole(read_whole)
         self._set_steps(steps)
         self._weights_follow()
-
-    def _take(self, read: Read) -> None:
-        for piece in self.held():
-            for kind in self.kinds_of(piece.name):
-                self.set(kind, piece, read(kind, piece))
 
     def start(self) -> None:
         """Let the optimizer make its moments, which it does at its first step only: a step that moves nothing."""
@@ -380,12 +385,8 @@ class ShardedState(OptimizerState):
     def _weights_follow(self) -> None:
         optimizer = self.engine.engine.optimizer
         self.engine.engine.empty_partition_cache()
-        self._shards_follow(self.held())
+        for piece in self._in_memory(self.held()):
+            self.parameters[piece.name].ds_tensor[: piece.stop - piece.start].copy_(self.get("weight", piece))
         optimizer.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-
-    def _shards_follow(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            shard = self.parameters[piece.name].ds_tensor
-            shard[: piece.stop - piece.start].copy_(self.get("weight", piece))

@@ -17,7 +17,7 @@ from zerofit.strategy.devices import has_bf16
 from zerofit.strategy.fsdp import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RESHARDS, SYNCS
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
-from zerofit.strategy.layout import ParallelLayout, layer_groups
+from zerofit.strategy.layout import ParallelLayout, model_groups
 from zerofit.strategy.machines import everyones
 
 
@@ -104,9 +104,9 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The pair's name, else what the launcher's file or flags come to."""
-        if self.launch.pair:
-            return self.launch.pair
+        """The strategy's name, else what the launcher's file or flags come to."""
+        if self.launch.strategy_name:
+            return self.launch.strategy_name
         if self.deepspeed is not None:
             stage = f"zero{self.deepspeed['zero_optimization'].get('stage')}"
             degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
@@ -132,7 +132,7 @@ class Strategy:
         """One line for the log, without the batches of training."""
         processes, launch = self.launch.world_size, self.launch
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
-        name = self.name if launch.pair or not file else f"{self.name} ({file})"
+        name = self.name if launch.strategy_name or not file else f"{self.name} ({file})"
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
         split = [f"{kind} {degree}" for kind, degree in degrees.items() if degree > 1]
         split = [" x ".join([*split, f"data {self.layout.data_size}"])] if split else []
@@ -262,7 +262,7 @@ class Strategy:
 
     def tensor_group(self) -> "TensorGroup":
         """The ranks that share each layer. All ranks of the run call it together, once the processes have started."""
-        groups = layer_groups(self.layout)
+        groups = model_groups(self.layout)
         return TensorGroup(groups.get_slice_parallel_group(), groups.get_slice_parallel_rank(), self.tensor)
 
 
