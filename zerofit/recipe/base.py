@@ -35,6 +35,12 @@ class Clash(NamedTuple):
 class Recipe:
     """Base of all recipes: the source of each value, and checks that concern several options."""
 
+    unset = frozenset()  # options of the recipe's file that a flag has set to null
+    left_out = ()  # a note on each value of the recipe's or the strategy's file that has no effect beside a flag
+    _sources = MappingProxyType({})  # {option: what has set it}
+    _stands_for = MappingProxyType({})  # {option: (the value that it has now, the one given)}
+    _is_frozen = False
+
     def __init_subclass__(cls, **of_group: str | bool) -> None:
         """Say `phase`, `needs`, ... (see `option`) once of a group: of all options that do not say otherwise."""
         super().__init_subclass__()
@@ -50,24 +56,14 @@ class Recipe:
 
     def remember_sources(self, sources: dict[str, str], unset: Iterable[str] = ()) -> None:
         """Record what set each option, and which options of the recipe's file a flag has set to null."""
-        self._sources, self._unset = dict(sources), set(unset)
-
-    @property
-    def unset(self) -> set[str]:
-        """Options of the recipe's file that a flag has set to null."""
-        return self.__dict__.get("_unset", set())
+        self._sources, self.unset = dict(sources), frozenset(unset)
 
     def source(self, name: str) -> str | None:
         """Return what set this option: `--flag`, `file.yaml, line 3`, a file of the strategy; None: nothing did."""
-        return self.__dict__.get("_sources", {}).get(name)
+        return self._sources.get(name)
 
     def remember_left_out(self, notes: Iterable[str]) -> None:
-        self._left_out = [*self.left_out, *notes]
-
-    @property
-    def left_out(self) -> list[str]:
-        """A note on each value of the recipe's or the strategy's file that has no effect beside a flag."""
-        return self.__dict__.get("_left_out", [])
+        self.left_out = [*self.left_out, *notes]
 
     def is_flag(self, name: str) -> bool:
         """Return whether the command line has set this option."""
@@ -85,7 +81,7 @@ class Recipe:
         """Set an option that the user has not set to a value from another source, such as a DeepSpeed JSON. Only while
         the run's configuration is resolved; then the recipe is frozen."""
         setattr(self, name, value)
-        self.__dict__.setdefault("_sources", {})[name] = source
+        self._sources = {**self._sources, name: source}
 
     def decide(self, name: str, value: Any) -> None:
         """Give an option that was left open ("auto") the value that it takes, of a frozen recipe as well."""
@@ -94,17 +90,15 @@ class Recipe:
     def draft(self) -> Self:
         """A copy that can change until it is frozen."""
         copied = copy.copy(self)
-        copied.__dict__.pop("_frozen", None)
-        copied.remember_sources(self.__dict__.get("_sources", {}), self.unset)
-        copied.__dict__["_stands_for"] = dict(self.__dict__.get("_stands_for", {}))
+        copied.__dict__.pop("_is_frozen", None)
         return copied
 
     def freeze(self) -> None:
         """Refuse any later change of an option."""
-        self.__dict__["_frozen"] = True
+        self._is_frozen = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_frozen"):
+        if self._is_frozen:
             raise AttributeError(f"{name}: the recipe is resolved, and frozen")
         super().__setattr__(name, value)
 
@@ -118,21 +112,24 @@ class Recipe:
         if not hasattr(self, name):
             return None
         setattr(self, name, self._default(name))
-        return self.__dict__.get("_sources", {}).pop(name, None)
+        source = self.source(name)
+        self._sources = {option: each for option, each in self._sources.items() if option != name}
+        return source
 
     def settle(self) -> None:
         """Change what follows from other options. Called once all options are read."""
 
     def stand_in(self, name: str, value: Any) -> None:
         """Let an option have another value from now on, such as the copy of a file; `to_dict` has the one given."""
-        now, stand_ins = getattr(self, name), self.__dict__.setdefault("_stands_for", {})
-        local, given = stand_ins.get(name, (None, None))
-        stand_ins[name] = (value, given if now == local and name in stand_ins else now)
+        now = getattr(self, name)
+        local, given = self._stands_for.get(name, (None, None))
+        given = given if now == local and name in self._stands_for else now
+        self._stands_for = {**self._stands_for, name: (value, given)}
         setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        stand_ins = self.__dict__.get("_stands_for", {}).items()
+        stand_ins = self._stands_for.items()
         return values | {name: given for name, (local, given) in stand_ins if values[name] == local}
 
     def to_publish(self) -> dict[str, Any]:

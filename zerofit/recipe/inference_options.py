@@ -15,6 +15,7 @@ MODEL = "the weights are those of model_name_or_path: a hub name, a folder such 
 class InferenceOptions(Recipe):
     """Evaluation and predictions, without training"""
 
+    without_effect = ()  # the flags that have no effect on a launch without training
     evaluate_only: bool = option(
         False, "Do not train: evaluate model_name_or_path on the held-out data.", common=True, excludes="predict_file"
     )
@@ -64,11 +65,6 @@ class InferenceOptions(Recipe):
                 other.reset_option(name)
         return other
 
-    @property
-    def without_effect(self) -> list[str]:
-        """The flags that have no effect on a launch without training."""
-        return self.__dict__.get("_without_effect", [])
-
     def settle(self) -> None:
         """Reset the options of training in a launch without training."""
         super().settle()
@@ -82,7 +78,7 @@ class InferenceOptions(Recipe):
         elif self.validation_file:
             reset += ["dataset_name", "dataset_config_name", "train_file", "validation_split_percentage"]
         sources = [self.reset_option(name) for name in reset]
-        self._without_effect = [source for source in sources if source and source.startswith("--")]
+        self.without_effect = [source for source in sources if source and source.startswith("--")]
 
     def problems(self) -> list[str]:
         problems = super().problems()

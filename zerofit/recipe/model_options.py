@@ -149,6 +149,7 @@ def merge_command(adapter: str) -> str:
 class LoraOptions(Recipe, phase="train"):
     """LoRA: train an adapter instead of the model"""
 
+    contradictions = ()  # sentences on each setting that is not that of the adapter which is trained on
     lora: bool = option(False, "Train a LoRA adapter instead of the model's weights.", common=True, phase="always")
     lora_r: int = option(8, "Rank of the adapter.", positive=True)
     lora_alpha: int = option(
@@ -168,11 +169,6 @@ class LoraOptions(Recipe, phase="train"):
     load_in_4bit: bool = option(
         False, "QLoRA: hold the frozen weights in 4 bits (NF4, through bitsandbytes).", phase="always"
     )
-
-    @property
-    def contradictions(self) -> list[str]:
-        """Sentences on each setting that differs from that of the adapter which is trained on."""
-        return self.__dict__.get("_contradictions", [])
 
     def settle(self) -> None:
         super().settle()
@@ -204,7 +200,7 @@ class LoraOptions(Recipe, phase="train"):
                 self.adopt(name, value, str(file))
             else:
                 found.append(f"{name} = {ours} ({source}): the adapter {folder} is trained on with its own {value}")
-        self.__dict__["_contradictions"] = found
+        self.contradictions = found
         self.remember_left_out(left_out)
 
     def problems(self) -> list[str]:
