@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_896,  # 2,700
+    "zerofit/recipe": 3_885,  # 2,700
     "zerofit/model": 6_197,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7617,  # 6,000
@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 1_918,
     "zerofit/training": 3_575,  # 2,000
     "zerofit/launch": 1_737,  # 1,300
-    "zerofit/tools": 11_658,  # 10,600
+    "zerofit/tools": 11_644,  # 10,600
     "benchmarks": 2_045,  # 1,800
     "tests": 28_752,  # 21,500
 }
