@@ -29,7 +29,7 @@ def deciding_engine(max_grad_norm: float) -> TorchEngine:
     engine = TorchEngine.__new__(TorchEngine)
     engine.module = torch.nn.Linear(8, 4)
     inner = torch.optim.AdamW(engine.module.parameters(), lr=0.1, fused=True)
-    engine.optimizer = SimpleNamespace(optimizer=inner, zero_grad=inner.zero_grad)
+    engine.optimizer = SimpleNamespace(optimizer=inner, step=inner.step, zero_grad=inner.zero_grad)
     engine.accelerator = Accelerator(cpu=True)
     engine.strategy = STRATEGY
     engine.parameters = [*engine.module.parameters()]
@@ -61,6 +61,15 @@ def test_a_refused_update_leaves_every_bit(factor, bounds):
     assert all(torch.equal(one, other) for one, other in zip(held(engine), before, strict=True))
     assert not engine.step(backward(engine), Bounds()).refused
     assert not all(torch.equal(one, other) for one, other in zip(held(engine), before))
+
+
+def test_a_refused_update_leaves_the_mean_of_the_weights():
+    engine, moved = deciding_engine(1.0), []
+    engine.ema_decay, engine.state = 0.5, SimpleNamespace(average=moved.append)
+    assert engine.step(backward(engine, float("nan")), Bounds()).refused
+    assert moved == []
+    assert not engine.step(backward(engine), Bounds()).refused
+    assert moved == [0.5]
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
