@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_737,  # 1,300
     "zerofit/tools": 11_644,  # 10,600
     "benchmarks": 2_045,  # 1,800
-    "tests": 28_752,  # 21,500
+    "tests": 28_639,  # 21,500
 }
 
 
