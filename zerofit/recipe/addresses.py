@@ -3,12 +3,11 @@
 Any file system of fsspec works that lasts: s3 (the package s3fs), gcs (gcsfs), az (adlfs), file, ...
 """
 
-import contextlib
 import glob
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
+from filelock import FileLock
 from fsspec import AbstractFileSystem, get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -84,7 +83,8 @@ def _copies(option: str, address: str, root: Path) -> list[Path]:
         if not found:
             raise UserError(f"{option} = {address!r}: there is no such file")
         key = sha256(repr((address, found)).encode()).hexdigest()[:16]
-        with _one_process(root / f"{key}.lock"):
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f"{key}.lock"):  # one process of this machine at a time
             if not (root / key).exists():
                 _download(files, {name: size for name, (size, _) in found.items()}, root / key)
     except UserError:
@@ -110,15 +110,3 @@ def _download(files: AbstractFileSystem, sizes: dict[str, int], folder: Path) ->
         if copy.stat().st_size != size:
             raise OSError(f"{name} has {size:,} bytes, and {copy.stat().st_size:,} have arrived")
     put_in_place(partial, folder)
-
-
-@contextlib.contextmanager
-def _one_process(lock: Path) -> Iterator[None]:
-    """Let one process of this machine in at a time."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        with contextlib.suppress(ImportError, OSError):  # not every system and file system has such locks
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
