@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_885,  # 2,700
+    "zerofit/recipe": 3_873,  # 2,700
     "zerofit/model": 6_197,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7617,  # 6,000
