@@ -37,9 +37,8 @@ def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
     recipe, state, best, checkpoints = run.recipe, run.state, run.best, run.checkpoints
     if run.stopped:
         run.watchdog.phase("leave", patience=math.inf)
-        why = why_stopped(run.stop, run.num_updates, state, checkpoints, recipe.on_anomaly)
         if run.is_main:
-            print_last("\n".join(["", *why]), after_signal=run.stop.reason.is_signal, file=sys.stdout)
+            print_last("\n".join(["", *why_stopped(run)]), after_signal=run.stop.reason.is_signal, file=sys.stdout)
         return
     run.watchdog.phase("export", patience=LONG)
     loads_best = best.loads and state.best.update is not None
@@ -55,10 +54,9 @@ def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
     figures = state.best.figures if loads_best else state.held_out
     updates = state.best.update if loads_best else state.updates
     run.environment["held_out"] = {"update": updates, **figures} if figures else {}
-    made = state.updates - checkpoints.resumed_at
     run.say(
         "",
-        *summary(state, made, run.seconds, run.throughput, checkpoints.writer.records, best, said),
+        *summary(run, said),
         *([compiled()] if recipe.compiles else []),
         *(f"export      {line}" for line in review),
     )
@@ -184,7 +182,7 @@ def finish(run: "Run") -> int:
         code = EXIT_NEEDS_A_PERSON if failed else code
     EXIT.code = code
     if run.missing and run.is_main:
-        lines = incomplete(run.missing, run.folder, checkpoints, run.stopped)
+        lines = incomplete(run)
         print_last("\n".join(["", *lines]), file=sys.stdout)
     elif not run.stopped:
         run.say(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")

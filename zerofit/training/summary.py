@@ -4,23 +4,18 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.checkpoint.manager import CheckpointManager
-from zerofit.checkpoint.run_state import RunState
 from zerofit.compat.torch import compiled_graphs
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.lora import Adapter
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
-from zerofit.record.meters import ThroughputMeter
 from zerofit.record.metrics import EvaluationTime
-from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, rounded, screen_width, table
 from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.muon import Muon
-from zerofit.training.best_metric import BestMetricTracker
 
 if TYPE_CHECKING:
-    from zerofit.training.run import Run, Stop
+    from zerofit.training.run import Run
 
 
 def about_the_model(
@@ -67,32 +62,27 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
     ]
 
 
-def why_stopped(
-    stop: "Stop", num_updates: int, state: RunState, checkpoints: CheckpointManager, on_anomaly: str
-) -> list[str]:
-    """Lines on a run that stopped before its `num_updates` updates were made: why, and what to do."""
-    by = f"stopped     by {stop.reason.text} after update {state.updates:,} of {num_updates:,}"
+def why_stopped(run: "Run") -> list[str]:
+    """Lines on a run that stopped before its last update: why, and what to do."""
+    stop = run.stop
+    by = f"stopped     by {stop.reason.text} after update {run.state.updates:,} of {run.num_updates:,}"
     if stop.anomaly is not None:
-        return _after_anomaly(by, stop.anomaly, checkpoints.folder.anomalies.path, on_anomaly)
-    newest = next(checkpoints.directory.resumable(), None)
+        return _after_anomaly(by, stop.anomaly, run.folder.anomalies.path, run.recipe.on_anomaly)
+    newest = next(run.checkpoints.directory.resumable(), None)
     remedy = f"resumes from {newest}" if newest else "starts over"
-    if not checkpoints.saved_latest:
+    if not run.checkpoints.saved_latest:
         return [f"{by}, which could not be saved: the same command {remedy}"]
     return [f"{by}: the same command resumes there"]
 
 
-def incomplete(missing: list[str], folder: RunFolder, checkpoints: CheckpointManager, stopped: bool) -> list[str]:
-    """Lines on a run that could not write all that it was to leave.
-
-    Args:
-        stopped: before its end; why and where it resumes has been said.
-    """
-    lines = [f"incomplete  not written: {each}" for each in missing]
-    if stopped:
-        return lines
-    has_weights = any(folder.model.glob("*.safetensors"))
-    newest = next(checkpoints.directory.resumable(), None)
-    weights = f"the trained weights are in {folder.model}" if has_weights else "model/ is not there"
+def incomplete(run: "Run") -> list[str]:
+    """Lines on a run that could not write all that it was to leave."""
+    lines = [f"incomplete  not written: {each}" for each in run.missing]
+    if run.stopped:
+        return lines  # why it stopped, and where it resumes, has been said
+    has_weights = any(run.folder.model.glob("*.safetensors"))
+    newest = next(run.checkpoints.directory.resumable(), None)
+    weights = f"the trained weights are in {run.folder.model}" if has_weights else "model/ is not there"
     remedy = f"the same command exports again, from {newest}" if newest else "there is no checkpoint"
     return [*lines, f"            {weights}; {remedy}. First mend the cause"]
 
@@ -128,26 +118,12 @@ def compiled() -> str:
     return line
 
 
-def summary(
-    state: RunState,
-    made: int,
-    seconds: float,
-    throughput: ThroughputMeter,
-    saves: list[dict[str, Any]],
-    best: BestMetricTracker,
-    remarks: list[str],
-) -> list[str]:
-    """Lines on the outcome of a run that reached its end.
-
-    Args:
-        made: updates of this launch.
-        seconds: that it took.
-        saves: a record of each checkpoint.
-        remarks: what the task has to say of the held-out figures.
-    """
-    trained = seconds - sum(each.seconds for each in throughput.evaluations)
-    lines = [_trained(state, made, trained, throughput), *about_evaluations(throughput.evaluations)]
-    if saves:
+def summary(run: "Run", remarks: list[str]) -> list[str]:
+    """Lines on the outcome of a run that reached its end; `remarks`: what the task has to say of the held-out
+    figures."""
+    state, best, evaluations = run.state, run.best, run.throughput.evaluations
+    lines = [_trained(run), *about_evaluations(evaluations)]
+    if saves := run.checkpoints.writer.records:
         size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "blocked_s"))
         number = counted(len(saves), "checkpoint")
         lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training paused {paused:.2f} s for each")
@@ -172,7 +148,9 @@ def about_evaluations(evaluations: list[EvaluationTime]) -> list[str]:
     return [f"evaluated   {times} in {rounded(last.seconds)} s: {rounded(last.samples_per_s)} samples/s"]
 
 
-def _trained(state: RunState, made: int, seconds: float, throughput: ThroughputMeter) -> str:
+def _trained(run: "Run") -> str:
+    state, throughput, made = run.state, run.throughput, run.state.updates - run.checkpoints.resumed_at
+    seconds = run.seconds - sum(each.seconds for each in throughput.evaluations)
     if not made:
         return f"trained     {counted(state.updates, 'update')}, all of them before: there was nothing left to train"
     tokens_per_s = throughput.typical()
