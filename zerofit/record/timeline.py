@@ -23,11 +23,3 @@ class Timeline:
         now = time.time()
         self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 2)
         self._last = now
-
-    @property
-    def total(self) -> float:
-        return round(sum(self.seconds.values()), 2)
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.seconds.items())
-        return f"{self.total:.1f} s to the first update: {parts}"

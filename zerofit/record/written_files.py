@@ -136,6 +136,7 @@ def sealed_files(checkpoint: Path) -> set[str] | None:
 def files_below(folder: Path, root: Path) -> Iterator[str]:
     """All files and symbolic links in a folder, by their names relative to `root`. No link is followed."""
     for below, folders, files in os.walk(folder):
+        folders.sort()
         links = [name for name in folders if os.path.islink(os.path.join(below, name))]
         yield from (Path(below, name).relative_to(root).as_posix() for name in sorted([*files, *links]))
 
