@@ -23,8 +23,8 @@ from provenance import provenance
 from transformers.models.llama import modeling_llama
 
 from zerofit.cli import main as zerofit
+from zerofit.compat import replaced
 from zerofit.record.terminal import table
-from zerofit.strategy.layout import replaced
 
 GIB = 2**30
 SIZES = {  # DeepSpeed's defaults
