@@ -42,7 +42,7 @@ def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO of any stage, with or without offload."""
+    """Engine of ZeRO of any stage, with or without offload."""
 
     _folder: Path | None = None  # of this process, for an optimizer on a disk
 

@@ -79,8 +79,7 @@ ONLY = {  # keys: (the only value that can be used, what would go wrong)
     "zero_optimization.zero_quantized_nontrainable_weights": (False, _ROUNDS),
     "zero_optimization.zero_quantized_weights": (False, _ROUNDS),
 }
-# DeepSpeed's own trackers, and where each names what it belongs to; and ours.
-PROJECTS = {"wandb": "project", "tensorboard": "job_name", "comet": "project"}
+# DeepSpeed's own trackers, and ours.
 HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "comet_ml"}
 VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 EXAMPLES = {

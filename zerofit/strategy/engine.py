@@ -30,14 +30,14 @@ LossSum = Callable[[Any, "Batch"], torch.Tensor]  # (model, batch) -> the loss s
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """{address: bytes} of what the tensors lie in, each once."""
+    """Return {address: bytes} of the storages that the tensors lie in, each once."""
     held = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an update may be at most; one beyond it is refused, and the weights stay as they are.
+    """The largest loss and gradient norm of an update; beyond them it is refused, and the weights stay as they are.
 
     Args:
         loss_sum: the largest loss that is accepted, summed over the targets of the global batch.
@@ -59,7 +59,7 @@ class Bounds:
 
 
 class Outcome:
-    """What became of an update; the same on every rank, but for `losses`, which are this rank's.
+    """The result of an update: the same on every rank, but for `losses`, which are this rank's.
 
     Reading a figure waits for the device, which may still be at work on the step.
 
@@ -109,7 +109,7 @@ class Engine:
 
     Attributes:
         module: the model of transformers; of a pipeline this rank's stage of it.
-        whole: the model with all its weights' names; of a pipeline one that has no memory.
+        whole: the unsharded model, for names and shapes; under pipeline parallelism it is on the meta device.
         model: what is called: the module, wrapped as the strategy says.
         state: the optimizer's state in the form in which checkpoints have it (state.py); None where nothing is
             trained.
@@ -260,11 +260,11 @@ class Engine:
         """Restore fp16's loss scaling."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that this rank has now."""
+        """Return the gradients that this rank has now."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def live_tensors(self) -> list[torch.Tensor]:
-        """What lies in memory that training changes: the weights of this rank, and buffers."""
+        """Return the weights of this rank and its buffers: what training changes in memory."""
         return [*self.module.parameters(), *self.module.buffers()]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -317,11 +317,11 @@ class Engine:
         return [float(total) for total in self._gathered(values)[self.layout.loss_ranks].sum(dim=0)]
 
     def per_rank(self, values: Iterable[float]) -> list[list[float]]:
-        """The values of each rank, one list a rank."""
+        """Gather the values of each rank on every rank, one list per rank."""
         return self._gathered(values).tolist()
 
     def gather_objects(self, own: Any) -> list[Any] | None:
-        """What each rank has, one a rank, on the main process; None elsewhere. For small things only."""
+        """Gather a small object from each rank on the main process, in a list; None elsewhere."""
         if self.layout.world_size == 1:
             return [own]
         ranks = [None] * self.layout.world_size if self.is_main else None
@@ -329,7 +329,7 @@ class Engine:
         return ranks
 
     def from_main(self, value: Any) -> Any:
-        """What the main process has, on every rank."""
+        """Send the main process's value to every rank, and return it there."""
         if self.layout.world_size == 1:
             return value
         held = [value]
@@ -375,7 +375,7 @@ class Engine:
             tracker.finish()
 
     def held_bytes(self) -> dict[str, int]:
-        """What this rank holds from update to update, on the device or on the host: its shard of the weights
+        """Return the bytes that this rank keeps from update to update, on device or host: its shard of the weights
         (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
         copies = ("ds_tensor", "ds_secondary_tensor")  # ZeRO-3's shard, and ZeRO++'s copy within a machine
         shards = [(p, *(getattr(p, name, None) for name in copies)) for p in self.module.parameters()]
@@ -392,7 +392,7 @@ class Engine:
         raise NotImplementedError
 
     def effective_strategy(self) -> dict[str, Any]:
-        """What is in force, with nothing left open."""
+        """Return the strategy with every value that is in force, as strategy.yaml has it."""
         launch, state, batches = self.strategy.launch, self.accelerator.state, self.strategy.batches
         optimizer = self.torch_optimizer
         return {
@@ -420,7 +420,7 @@ class Engine:
 
 
 class WithoutOptimizer:
-    """Of an engine where nothing is trained."""
+    """Part of the engines that train nothing: they have no optimizer, and no state of one."""
 
     torch_optimizer = None
 

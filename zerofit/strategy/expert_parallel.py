@@ -91,6 +91,6 @@ class _Exchanged(torch.nn.Module):
 
 
 def own_experts(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's experts."""
+    """Return this rank's rows of a parameter of experts, (experts of the rank, ...), as a plain tensor."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()

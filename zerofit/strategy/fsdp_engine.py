@@ -30,7 +30,7 @@ from zerofit.strategy.torch_engine import TorchEngine
 
 
 class FullyShardedEngine(TorchEngine):
-    """FSDP2.
+    """Engine of FSDP2: weights, gradients and optimizer state are sharded by rows.
 
     Attributes:
         sharded: {name: parameter} of the module, each a DTensor; the module itself may have one in full for a while.
@@ -98,7 +98,7 @@ class FullyShardedEngine(TorchEngine):
         cast(Any, fully_shard).state(model)._lazy_init()
 
     def _mesh(self) -> DeviceMesh:
-        """Of all ranks; with replicas (replicas, ranks that share one), the latter side by side, as in a machine."""
+        """Make the mesh of all ranks; with replicas (replicas, ranks that share one), the latter side by side."""
         shards, replicas = self.layout.shard_size, self.layout.replicas
         if replicas == 1:
             return init_device_mesh(self.device.type, (shards,))

@@ -1,4 +1,4 @@
-"""What the launcher says: how many processes there are, which strategy, and which files it read."""
+"""Read from the launcher how many processes there are, which strategy, and from which files."""
 
 import contextlib
 import json
@@ -135,8 +135,8 @@ class Launcher:
 
 
 def find_launcher() -> Launcher | None:
-    """Who has launched this process. `zerofit launch` says it in a variable. accelerate hands its settings down as
-    variables, but not the name of the file that they come from: its command line is read. None: neither of them."""
+    """Find the launcher of this process. `zerofit launch` names itself in a variable. accelerate hands its settings
+    down as variables, without the file that they come from: its command line is read. None: neither of them."""
     import psutil
 
     if OUR_LAUNCHER in os.environ:

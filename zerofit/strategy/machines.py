@@ -11,7 +11,7 @@ SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines sh
 
 
 def everyones(value: Any) -> list[Any]:
-    """What each rank has, on every rank; a list of one without a process group. For small things only."""
+    """Gather a small object from each rank on every rank; a list of one without a process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [None] * dist.get_world_size()

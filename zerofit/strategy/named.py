@@ -109,7 +109,7 @@ def export_environment(named: StrategyFlag, config_file: str | None) -> None:
 
 
 def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
-    """The variables that accelerate launch makes of a YAML; not those of processes, which torchrun has made.
+    """Return the variables that accelerate launch makes of a YAML; not those of processes, which torchrun has made.
 
     Raises:
         UserError: it asks for what only accelerate launch can do.

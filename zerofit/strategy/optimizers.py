@@ -105,7 +105,7 @@ def state_bytes(optim: str, shape: Sequence[int]) -> int:
 
 
 class ReplicatedOptimizerState(ReplicatedState):
-    """The state of one that is not SHARDED: what it keeps is the same on all ranks, and the first one writes it."""
+    """The state of an optimizer that is not SHARDED: the same on all ranks, and the first one writes it."""
 
     kinds = ("weight",)
 

@@ -126,7 +126,7 @@ class PipelineEngine(DeepSpeedEngine):
     def evaluate(
         self, batches: Sequence[Batch], at_the_end: Callable[[torch.nn.Module, Batch], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What the last stage finds for each batch, without dropout; nothing on the others."""
+        """Return what the last stage finds for each batch, without dropout; nothing on the others."""
         from deepspeed.runtime.pipe.schedule import InferenceSchedule
 
         found, training = [], self.stage.training
@@ -161,7 +161,7 @@ class PipelineEngine(DeepSpeedEngine):
         run_schedule(self.engine, None)
 
     def from_last_stage(self, found: torch.Tensor | None) -> torch.Tensor:
-        """What the last stage of this replica has, on all of its stages."""
+        """Send what the last stage of this replica has to all of its stages, and return it there."""
         grid = self.engine.grid
         held: list[Any] = [None if found is None else found.cpu()]
         last = grid.stage_to_global(self.layout.pipeline - 1)
@@ -196,7 +196,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 class PipelineInference(WithoutOptimizer, PipelineEngine):
-    """Evaluates where nothing is trained."""
+    """Engine of a pipeline that only evaluates."""
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         model.requires_grad_(False)

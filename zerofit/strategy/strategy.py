@@ -222,8 +222,8 @@ class Strategy:
             deepspeed.zero.register_external_parameter(module, parameter)
 
     def faster_strategy(self, recipe: TrainingRecipe, device: torch.device) -> str | None:
-        """What is expected to be faster on GPUs than ZeRO-3 in as little memory: FSDP2, whose blocks may be compiled;
-        None: it does not do what this strategy does."""
+        """Return a note on what is expected to be faster on GPUs than ZeRO-3 in as little memory: FSDP2, whose blocks
+        may be compiled; None: it does not do what this strategy does."""
         same = self.shards_parameters and not self.offloads_optimizer and self.layout.data_size > 1
         same &= self.tensor * self.sequence == 1
         if not same or device.type != "cuda" or self.precision == "fp16" or recipe.quantised or not recipe.trains:

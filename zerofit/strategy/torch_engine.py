@@ -25,7 +25,7 @@ def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 class TorchEngine(Engine):
-    """One process, or DDP."""
+    """Engine of one process, or of DDP."""
 
     optimizer: Any  # accelerate's wrapper
 
