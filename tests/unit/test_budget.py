@@ -25,7 +25,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/training": 3_551,  # 2,000
     "zerofit/launch": 1_737,  # 1,300
     "zerofit/tools": 11_644,  # 10,600
-    "benchmarks": 2_045,  # 1,800
+    "benchmarks": 1_994,  # 1,800
     "tests": 28_639,  # 21,500
 }
 
