@@ -146,3 +146,15 @@ def test_half_of_a_surrogate_pair_is_named_and_can_be_skipped(tmp_path, cache, h
 def test_pairs_are_read(tmp_path, cache):
     (tmp_path / "a.jsonl").write_text(r'{"text": "\ud83d\ude00", "label": "a"}')
     assert read(cache, tmp_path / "a.jsonl")["text"][:] == ["\U0001f600"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize(
+    "values", [["猫である。", "いい"], ["猫である。", 3], [["猫である。"], ["いい"]], [{"a": "猫である。"}, {"b": 1}]]
+)
+def test_other_encodings_are_refused_whatever_a_record_holds(tmp_path, cache, values, name):
+    rows = [json.dumps({"text": "x", "label": value}, ensure_ascii=False) for value in values]
+    text = "\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]"
+    (tmp_path / name).write_bytes(text.encode("euc_jp"))
+    for options in ({}, {"skip_bad_records": True}):
+        assert f"{tmp_path / name} is not UTF-8" in refusal(read, cache, tmp_path / name, **options)

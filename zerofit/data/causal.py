@@ -16,7 +16,7 @@ from zerofit.data.mixture import mixed, named, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
-from zerofit.data.sources import Source, not_utf8
+from zerofit.data.sources import Source
 from zerofit.data.stream_reader import find_shards
 from zerofit.data.tables import TableCache, columns_present, identity, one_process_at_a_time
 from zerofit.data.text import prepare_text, read_records, take_texts
@@ -47,15 +47,12 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
     options = DataOptions.of(recipe)
     if recipe.predict_file:
         return read_causal_prompts(recipe, options, config, block_size)
-    try:
-        with one_process_at_a_time(options.cache.folder):
-            if recipe.streaming:
-                data = _prepare_stream(recipe, options, config, block_size, consumed)
-            else:
-                prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
-                data = prepare(recipe, options, config, block_size)
-    except UnicodeDecodeError as error:
-        raise not_utf8(options, error) from None
+    with one_process_at_a_time(options.cache.folder):
+        if recipe.streaming:
+            data = _prepare_stream(recipe, options, config, block_size, consumed)
+        else:
+            prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
+            data = prepare(recipe, options, config, block_size)
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
     if recipe.preference_loss:
         data.kind = f"pairs of answers, up to {block_size} tokens each"

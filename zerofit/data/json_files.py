@@ -1,6 +1,7 @@
 """JSON files: JSON lines, a list of records, or a table as pandas writes it; with texts as they are written, and one
 schema for all records of all files."""
 
+import codecs
 import contextlib
 import json
 import re
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, DatasetInfo, Features, load_dataset_builder
 
 from zerofit.compat.datasets import check_blocks
+from zerofit.data.encodings import PORTION
 from zerofit.data.tables import derived, text_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
@@ -156,11 +158,15 @@ def as_records(path: Path, folder: Path) -> Path:
 
     Raises:
         UserError: the table has no names of columns.
+        UnicodeDecodeError: it is not UTF-8.
     """
     with open_bytes(path) as file:
         start = file.read(HEAD).lstrip()
         if start.startswith(b"[") and start[1:].lstrip().startswith(b"["):
             raise UserError(f"{path} is a list of lists, without names of columns. Write it with orient='records'")
+        file.seek(0)
+        for _ in codecs.iterdecode(iter(lambda: file.read(PORTION), b""), "utf-8"):
+            pass  # in another encoding, the library might read other texts
         file.seek(0)
         if start.startswith(b"[") and SURROGATE.search(file.read()):  # the library lets half of a pair through
             return _written(_json_records([path]), [path], folder)

@@ -203,16 +203,6 @@ def _quoting_and_columns(path: Path, kwargs: dict, notes: list[str]) -> tuple[di
     return {key: own[key] for key in ("quoting",) if key in own}, list(text_features(path, own))
 
 
-def not_utf8(data: DataOptions, error: UnicodeDecodeError) -> Exception:
-    """The error for text that is not UTF-8 (in JSON files it appears only when a text is decoded)."""
-    for part, patterns in data.patterns.items():
-        files = find_files(f"{part}_file", patterns)
-        user_error = unreadable(files, format_of(files), error)
-        if "UTF-8" in str(user_error):
-            return user_error
-    return error
-
-
 # ----------------------------------------------------------------------------------------------------------------- hub
 
 

@@ -137,6 +137,7 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
         try:
             for batch in _open(shards.reader, name).skip(record).iter(batch_size=RECORDS):
                 table = pa.table(batch)
+                table.validate(full=True)  # the library lets bytes through that are not UTF-8
                 yield table
                 record, pauses = record + len(table), iter(PAUSES_S)
             return
