@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_873,  # 2,700
     "zerofit/model": 6_197,  # 4,700
     "zerofit/compat": 724,  # 600
-    "zerofit/data": 7617,  # 6,000
+    "zerofit/data": 7611,  # 6,000
     "zerofit/strategy": 5_525,  # 4,800
     "zerofit/estimate": 4959,  # 4,700
     "zerofit/record": 1_643,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_737,  # 1,300
     "zerofit/tools": 11_644,  # 10,600
     "benchmarks": 1_994,  # 1,800
-    "tests": 28_639,  # 21,500
+    "tests": 28645,  # 21,500
 }
 
 
