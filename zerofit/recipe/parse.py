@@ -77,10 +77,12 @@ def read_recipe(
         config = recipe_file(config)
         for name, (value, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
-            if name not in kinds:
-                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
-            elif value is not None:  # null: not stated, as in the recipe.yaml of a run, which has all options
+            if value is None and (name in kinds or name in hints):
+                continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
+            if name in kinds:
                 _take(name, value, source, kinds[name], of_file, problems)
+            else:
+                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
     for name, texts in flags.items():
         _take_flag(name, texts, kinds[name], from_flags, problems)
     for field in dataclasses.fields(cls):
