@@ -9,7 +9,6 @@ library of this Python.
 """
 
 import ast
-import dataclasses
 import platform
 import re
 import sysconfig
@@ -51,7 +50,7 @@ def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
         entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
         return {column: [entry[column] for entry in entries] for column in TABLE}
 
-    entries = encode_table(table, parse_files, TABLE, (), dataclasses.replace(cache, workers=None))
+    entries = encode_table(table, parse_files, TABLE, (), cache)
     records_of = dict(zip(EMBEDDED, (_docstrings, _functions)))[name]
     parts = _split(records_of(entries.to_list()))
     return {part: derived(Dataset.from_list(rows), entries, name, part) for part, rows in parts.items()}
