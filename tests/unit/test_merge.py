@@ -163,7 +163,7 @@ def test_a_base_of_which_the_name_is_left_is_found_in_the_runs_recipe(build, tmp
     ],
     ids=lambda settings: " ".join(f"{name}={value}" for name, value in settings.items()),
 )
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
 def test_kinds_of_adapters(build, settings, tied):
     """Also those that tear tied embeddings apart: the folder must not tie them again."""
     case = build("llama", config={"tie_word_embeddings": tied, "attention_bias": True, "mlp_bias": True}, **settings)

@@ -278,8 +278,10 @@ def test_bad_lines_are_left_out_and_counted(byte_tokenizer, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "encoding"), [
-    ("list.json", None), ("list.json.gz", None), ("a.csv", None), ("a.tsv", None), ("a.csv", "utf-16"),
-    ("list.json", "cp932"), ("lines.jsonl", "cp932"), ("lines.jsonl", "utf-16"), ("lines.txt", "euc_jp"),
+    ("list.json", None), ("a.csv", None), ("a.csv", "utf-16"), ("lines.jsonl", "cp932"), ("lines.txt", "euc_jp"),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (
+        ("list.json.gz", None), ("a.tsv", None), ("list.json", "cp932"), ("lines.jsonl", "utf-16"),
+    )),
 ])  # fmt: skip
 def test_lists_tables_and_other_encodings_make_the_same_corpus(byte_tokenizer, tmp_path, name, encoding):
     written = ["吾輩は猫である。", "a, b", "", '名前は "まだ" 無い。', "x" * 70_000, "last"]
