@@ -394,6 +394,7 @@ def test_what_is_written_is_what_a_run_resolves(tmp_path, launcher, flags, strat
     ("block", "said"),
     [
         ({"zero_optimization": {"stage": 1, "bucket": 5}}, "zero_optimization.bucket"),
+        ({"zero_optimization": True}, "its zero_optimization must be JSON objects"),
         ({"gradient_clipping": 0.5}, "the DeepSpeed JSON says gradient_clipping = 0.5: make them agree"),
         ({"bf16": {"enabled": True}}, "the DeepSpeed JSON has bf16 on, and there is no --bf16"),
     ],

@@ -171,6 +171,9 @@ def _read_zero(flags: FlagLedger, layout: Layout) -> None:
     except json.JSONDecodeError as error:
         flags.wrong("deepspeed_config", f"{name} is not valid JSON: {error}")
         return
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
+        flags.wrong("deepspeed_config", f"{name} and its zero_optimization must be JSON objects")
+        return
     layout.zero = config.pop("zero_optimization", {})
     flags.carried("deepspeed_config", "deepspeed.json: its zero_optimization")
     for key, value in config.items():
