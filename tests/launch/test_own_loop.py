@@ -27,6 +27,7 @@ def patched(text: str, diff: str) -> str:
 def test_a_change_of_the_loop(change, llama, material, cache, tmp_path):
     script = tmp_path / "clm.py"
     text = patched((ROOT / "train" / "clm.py").read_text(), CHANGES[change])
+    text = text.replace("if run.should_save(update):", "if run.should_save(update) or update.number == 3:")
     script.write_text(text.replace("other.txt", str(material / "text" / "valid.txt")))
     forked(
         script, "--output_dir", tmp_path / "run", "--model_name_or_path", llama, "--train_file",
@@ -37,6 +38,7 @@ def test_a_change_of_the_loop(change, llama, material, cache, tmp_path):
     lines = metrics(tmp_path / "run")
     assert [line["update"] for line in lines] == [0, 1, 2, 3, 4]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert [*(tmp_path / "run" / "checkpoints" / "update_00000003" / "state").glob("*.safetensors")], "one to resume from"
     if change == "A figure of one's own":
         assert all(line["longest_batch"] == 128 for line in lines[1:])
     if change == "Evaluate on a second data set":

@@ -58,11 +58,11 @@ def test_a_log_has_whole_lines(capsys):
     bar = Bar(100, 10, True)
     bar.begin(0)
     for update in range(1, 101):
-        bar.update(UpdateMetrics(update=update, epoch=1.0, consumed_samples=update, **FIGURES))
+        bar.update(UpdateMetrics(update=update, epoch=1.0, consumed_samples=update, own={"mine": 0.25}, **FIGURES))
     bar.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 11
-    assert lines[1].startswith("update  10/100  loss 3.2100  0:00 left  1,234,567 tokens/s  lr 3.00e-04")
+    assert lines[1].startswith("update  10/100  loss 3.2100  0:00 left  1,234,567 tokens/s  lr 3.00e-04  mine 0.2500")
 
 
 def test_columns_are_aligned_below_wide_characters():

@@ -369,3 +369,8 @@ def test_every_field_of_metrics_is_read_back():
     assert line_of_metrics(json.dumps(line).encode()) == line
     damaged = json.dumps({**line, "loss": "a", "anomaly": 1}).encode()
     assert line_of_metrics(damaged).keys() == line.keys() - {"loss", "anomaly"}
+
+
+def test_a_figure_of_ones_own_has_a_name_of_its_own():
+    with pytest.raises(UserError, match=r"has loss, seconds: name your figure otherwise"):
+        UpdateMetrics(update=1, epoch=0.0, consumed_samples=1, own={"seconds": 1.0, "loss": 0.0, "mine": 2.0})

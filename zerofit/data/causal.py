@@ -116,7 +116,7 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config, block_size
 def _prepare_stream(
     recipe: ClmRecipe, options: DataOptions, config, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
-    """Shards that are read while training goes on, a window at a time; the held-out data are read as ever."""
+    """Shards that are read during training, a window at a time; held-out data is read before it."""
     held_out = None
     if recipe.validation_file:
         own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
@@ -150,7 +150,7 @@ def _prepare_stream(
 
 
 def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
-    """Raises UserError for options that have no effect on what the data was taken for."""
+    """Raises UserError for options that the detected kind of data does not use."""
     if form is None:
         given = [name for name in OF_CHATS if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
         what = (

@@ -47,7 +47,7 @@ def build_model(
     Raises:
         UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
-    dtype = strategy.frozen_dtype if recipe.lora else strategy.model_dtype
+    dtype = strategy.compute_dtype if recipe.lora else strategy.model_dtype
     build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters, dtype)
     keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
     if strategy.layout.model_size == 1 and not keeps_rows:

@@ -16,7 +16,7 @@ CONDITION = re.compile(r"(!?)([\w|]+?)(?:=(\S+))?")
 
 
 class Clash(NamedTuple):
-    """An option that is set, and has no effect as others are.
+    """An option that has no effect because of others.
 
     Args:
         others: the options because of which it has none.
@@ -84,7 +84,7 @@ class Recipe:
         self._sources = {**self._sources, name: source}
 
     def decide(self, name: str, value: Any) -> None:
-        """Give an option that was left open ("auto") the value that it takes, of a frozen recipe as well."""
+        """Resolve an option that is "auto"; works on a frozen recipe."""
         self.__dict__[name] = value
 
     def draft(self) -> Self:
@@ -117,10 +117,10 @@ class Recipe:
         return source
 
     def settle(self) -> None:
-        """Change what follows from other options. Called once all options are read."""
+        """Derive options from others. Called once, after parsing."""
 
     def stand_in(self, name: str, value: Any) -> None:
-        """Let an option have another value from now on, such as the copy of a file; `to_dict` has the one given."""
+        """Override an option's value, e.g. by a local copy of a file; `to_dict` keeps the user's value."""
         now = getattr(self, name)
         local, given = self._stands_for.get(name, (None, None))
         given = given if now == local and name in self._stands_for else now

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from zerofit.recipe.errors import UserError
 from zerofit.record.jsonl import line_of_update
 
 
@@ -68,9 +69,13 @@ class UpdateMetrics:
     anomaly: str | None = described("why the update was not applied to the weights")
     skipped: bool | None = described("true: not computed, after a rewind from an anomaly in it")
     held_out: Mapping[str, float] | None = described("figures of the evaluation after it, as `eval_<figure>`")
-    own: Mapping[str, float] | None = described("figures that a script of your own gives to `run.log`, by their names")
+    own: Mapping[str, float] | None = described("figures that a script gives to `run.log` on rank 0, by their names")
     evaluation_seconds: float | None = described("time of that evaluation, of the slowest rank")
     evaluation_samples_per_s: float | None = described("held-out samples a second, all ranks together")
+
+    def __post_init__(self) -> None:
+        if taken := sorted({each.name for each in fields(self)} & set(self.own or ())):
+            raise UserError(f"run.log: each line of metrics.jsonl has {', '.join(taken)}: name your figure otherwise")
 
     @classmethod
     def of_evaluation(cls, figures: Mapping[str, float], time: EvaluationTime) -> "UpdateMetrics":

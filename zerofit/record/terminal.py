@@ -259,6 +259,7 @@ class Bar(StatusLine):
                 f"{duration(left)} left",
                 f"{metrics.tokens_per_s:,.0f} tokens/s",
                 f"lr {metrics.learning_rate:.2e}",
+                *(f"{name} {decimals(value)}" for name, value in (metrics.own or {}).items()),
             ]
         pieces = [f"update {number:>{len(str(self.total))}}/{self.total}", *self.figures]
         if self.renewed and (self.is_due() or not self.width or number == self.total):

@@ -52,7 +52,7 @@ class Bounds:
     report: Sequence[float] = ()
 
     def accept(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Whether the optimizer is to step, a boolean scalar where the two fp64 scalars are: nothing is waited for."""
+        """Whether the optimizer steps: a boolean scalar on the device of its arguments, without a sync."""
         fits = grad_norm.isfinite() & (loss_sum <= self.loss_sum) & (grad_norm <= self.grad_norm)
         overflows = ~grad_norm.isfinite() & self.may_overflow
         return loss_sum.isfinite() & (fits | overflows)
@@ -79,8 +79,8 @@ class Outcome:
         return self._read()
 
     @property
-    def passed_over(self) -> bool:
-        """Whether there was nothing to train on (see Update)."""
+    def skipped(self) -> bool:
+        """Whether the update was skipped, after a rewind."""
         return not self.losses
 
     @property
@@ -113,7 +113,7 @@ class Engine:
         model: what is called: the module, wrapped as the strategy says.
         state: the optimizer's state in the form in which checkpoints have it (state.py); None where nothing is
             trained.
-        alive: called within what may take long: a sign of life.
+        alive: watchdog heartbeat, called in long operations.
         phase: is told what begins within an update: forward, backward.
     """
 
@@ -196,7 +196,7 @@ class Engine:
         if accepted:
             self.apply()
             if rows[0, 1].isfinite():  # else fp16 has left the weights where they were
-                self.average()
+                self.update_ema()
         else:
             self.discard()
         return Outcome(losses, lambda: (not accepted, rows.tolist()), self.layout.loss_ranks)
@@ -208,7 +208,7 @@ class Engine:
             yield batch, loss_sum(self.model, batch).float()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """The context of a micro-batch's forward and backward pass; `last` of an update brings the ranks together."""
+        """The context of a micro-batch's forward and backward pass; gradients are reduced in the `last` one."""
         raise NotImplementedError
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -235,8 +235,8 @@ class Engine:
         """Drop the gradients in place of `apply`: weights, optimizer state and loss scale stay."""
         raise NotImplementedError
 
-    def average(self) -> None:
-        """Move the mean of the weights, after an update that has moved these."""
+    def update_ema(self) -> None:
+        """Update the EMA of the weights, after an optimizer step."""
         if self.ema_decay:
             self.state.average(self.ema_decay)
 
@@ -342,7 +342,7 @@ class Engine:
         return row if self.layout.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
 
     def rows_in_full(self) -> AbstractContextManager[Any]:
-        """The context in which each rank computes rows in full, also where the ranks of a replica split them."""
+        """The context without sequence parallelism: each rank computes whole sequences."""
         return nullcontext() if self.split_rows is None else self.split_rows.in_full()
 
     @torch.no_grad()

@@ -56,7 +56,7 @@ class FullyShardedEngine(TorchEngine):
     def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:
         """Shard each block, and what is in none of them; divide the experts. The rows that this rank has are put in
         their place, so that no weight has to be there in full."""
-        half = self.strategy.frozen_dtype if self.strategy.precision != "fp32" else None
+        half = self.strategy.compute_dtype if self.strategy.precision != "fp32" else None
         reduced = torch.bfloat16 if self.strategy.reduces_in_half else torch.float32 if half else None
         policy = MixedPrecisionPolicy(half, reduced, cast_forward_inputs=False)
         mesh = self._mesh()

@@ -171,7 +171,7 @@ class Strategy:
     @property
     def model_dtype(self) -> torch.dtype:
         """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
-        return self.frozen_dtype if self.deepspeed is not None else torch.float32
+        return self.compute_dtype if self.deepspeed is not None else torch.float32
 
     @property
     def autocasts(self) -> bool:
@@ -179,8 +179,8 @@ class Strategy:
         return self.precision != "fp32" and self.deepspeed is None and not self.fully_shards
 
     @property
-    def frozen_dtype(self) -> torch.dtype:
-        """The dtype of weights that are not trained: no optimizer needs them in fp32."""
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the model's products, and of weights that are not trained."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @property

@@ -38,9 +38,9 @@ class TorchEngine(Engine):
         return model
 
     def _put_gradients_into_buckets(self, model: Any) -> None:
-        """Let DDP make the gradients, as views of its buckets, in a backward pass that gives zeros.
+        """Allocate gradients as views of DDP's buckets, by a backward pass that yields zeros.
 
-        Those of the first micro-batches would lie in memory beside the buckets, until the ranks meet.
+        Else those of the first micro-batches take extra memory until the all-reduce.
         """
         model.reducer.prepare_for_backward([])
         zeros: Any = sum(0.0 * parameter.sum() for parameter in self.parameters)
@@ -105,7 +105,7 @@ class TorchEngine(Engine):
         del optimizer.found_inf, optimizer.grad_scale
 
     def trained(self) -> list[torch.Tensor]:
-        """This rank's part of what is trained, plain tensors with their gradients."""
+        """This rank's shard of the trainable parameters, with gradients."""
         return self.parameters
 
     def gradients(self) -> list[torch.Tensor]:

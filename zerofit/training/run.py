@@ -55,12 +55,12 @@ from zerofit.training.summary import about_the_run
 if TYPE_CHECKING:
     from zerofit.training.entry import Start
 
-PATIENCE = {"save": 4.0}  # times watchdog_minutes, of the loop's phases
+PATIENCE = {"save": 4.0}  # watchdog timeout / watchdog_minutes, by phase
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Why training ended. `reason` is NONE after the last update, and where patience has run out."""
+    """Why training ended. `reason` is NONE after the last update and after early stopping."""
 
     reason: StopReason = StopReason.NONE
     anomaly: Anomaly | None = None
@@ -70,7 +70,7 @@ class Run:
     """A launch of a script: it trains, or (`recipe.trains` is false) it evaluates a stored model or lets it answer.
 
     Attributes:
-        recipe: every option with the value that holds; frozen.
+        recipe: every option with its final value; frozen.
         strategy: how it is trained, by the launcher's YAML and the DeepSpeed JSON.
         folder: the output folder.
         num_updates: steps of the optimizer in the whole run; 0 where nothing is trained.
@@ -88,12 +88,12 @@ class Run:
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.facts = RunFacts(self.task, self.recipe, self.strategy)
         self.notes, self.lines = list(config.notes), list[str]()
-        self.starting = ExitStack()  # what holds until the engine is there
+        self.starting = ExitStack()  # contexts that `prepare` closes
         self.adapter: Any = None  # LoRA's, of this run
         self.length: Any = None  # a RunLength, once the data is known
         self.compilation: str | None = None  # what torch_compile = auto has taken, and why
         self.model_configuration: Any = None
-        self.growth: Any = None  # the length of rows in the first updates; None: they are read in full
+        self.growth: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state, self.stop = RunState(), Stop()
         self.best: Any  # a BestMetricTracker; this and what follows are made by open_record
         self.checkpoints: Any
@@ -112,7 +112,7 @@ class Run:
         self._totals: Totals | None = None  # counts of its global batch; None: the ranks have not told each other
         self._metrics: UpdateMetrics | None = None  # its line of the record, until what follows it is known
         self._held_out: dict[str, float] = {}
-        self._is_best = self._abandoned = self._passes_over = self._kept_is_checked = False
+        self._is_best = self._abandoned = self._skips = self._kept_is_checked = False
         self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
 
     @classmethod
@@ -162,7 +162,7 @@ class Run:
         return config
 
     def use_precision(self, precision: str) -> None:
-        """Train in another precision than the strategy says."""
+        """Override the strategy's precision."""
         self.strategy = self.strategy.with_precision(precision)
         self.config = replace(self.config, strategy=self.strategy)
         self.facts.strategy = self.strategy
@@ -310,8 +310,8 @@ class Run:
             self._began, self._stream, self._metrics, self._abandoned = time.perf_counter(), stream, None, False
             self._held_out, self._is_best = {}, False
             self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
-            self._passes_over = number in state.skipped_updates  # after a rewind
-            if self._passes_over:
+            self._skips = number in state.skipped_updates  # after a rewind
+            if self._skips:
                 yield Update(number, [])
             else:
                 if recipe.record_samples:
@@ -342,11 +342,11 @@ class Run:
 
     @property
     def bounds(self) -> Bounds:
-        """What this update may be at most (see AnomalyDetector), and what this rank tells the others with it. The next
-        update's micro-batches are loaded meanwhile, since the device is still at work on this one's."""
+        """Limits on this update's loss and gradient norm (see AnomalyDetector), with this rank's report to the others.
+        Prefetches the next update's micro-batches while the device still computes this one."""
         if self.measurement:
             return self.measurement.bounds()
-        if self._passes_over:
+        if self._skips:
             return Bounds()
         self.within("data")
         self._following = self._stream.prefetch()
@@ -364,8 +364,8 @@ class Run:
         return replace(self.detector.bounds(self._totals.targets or 1.0), report=own)
 
     def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
-        """Take down what became of an update: metrics.jsonl, the terminal, the trackers. Of one that was refused, do
-        what `on_anomaly` says: stop, skip it, or rewind to the last checkpoint. `own`: figures of the script's own."""
+        """Record an update in metrics.jsonl, on the terminal and in trackers. If it was refused, do what `on_anomaly`
+        says: stop, skip it, or rewind to the last checkpoint. `own`: figures of the script's own, those of rank 0."""
         if self.measurement:
             self.measurement.log(update, outcome)
             return
@@ -373,7 +373,7 @@ class Run:
         own_figures: dict[str, Any] = {}
         seconds_of_ranks: tuple[RankSeconds, ...] = ()
         anomaly, rate = None, self.engine.learning_rate
-        if outcome.passed_over:
+        if outcome.skipped:
             assert self.schedule is not None, "a run that trains has one"
             self._totals, rate = None, self.schedule(number - 1)
         else:
@@ -412,7 +412,7 @@ class Run:
         state.updates = number
         state.tokens, state.positions = state.tokens + totals.tokens, state.positions + totals.positions
         consumed = self.length.consumed(number)
-        if not outcome.passed_over:
+        if not outcome.skipped:
             samples = consumed - self.length.consumed(number - 1)
             rates = self.throughput.of_update(int(totals.tokens), samples, seconds)
             figures |= {
@@ -428,7 +428,7 @@ class Run:
             consumed_samples=consumed,
             learning_rate=rate,
             anomaly=anomaly.reason if anomaly else None,
-            skipped=outcome.passed_over or None,
+            skipped=outcome.skipped or None,
             rank_seconds=self.slow_ranks.add(number, seconds_of_ranks),
             own=own,
             **figures,
@@ -471,10 +471,11 @@ class Run:
         return bool(self._why_save(update.number) or (self._is_best and self.best.keeps))
 
     def save(self, update: Update) -> None:
-        """Begin a checkpoint; it is written while training goes on."""
+        """Begin a checkpoint, also where none is due; it is written while training goes on."""
+        is_best = self._is_best and self.best.keeps
         self._write()
         self.enter("save", update.number)
-        self.checkpoints.save(self._why_save(update.number), self._is_best and self.best.keeps, self._held_out)
+        self.checkpoints.save(self._why_save(update.number) or (None if is_best else ASKED), is_best, self._held_out)
         self.memory.reset()
 
     def begin_evaluation(self, update: int) -> None:
@@ -555,7 +556,7 @@ class Run:
         self.enter(phase, self.state.updates + 1)
 
     def explain(self, error: Exception) -> int | None:
-        """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: another error."""
+        """Explain an out-of-memory error or a dead process. Returns the exit code; None: another error."""
         watchdog = self.watchdog
         if self.measurement and (code := self.measurement.explain(error, watchdog.at[0])) is not None:
             return code
@@ -583,7 +584,7 @@ class Run:
         num_held_out: int,
         remarks: Callable[[], list[str]] = list,
     ) -> int:
-        """Evaluate the stored model, or let it answer predict_file, and leave. Returns the exit code.
+        """Evaluate the stored model, or predict for predict_file, and exit. Returns the exit code.
 
         Args:
             predict: () -> the files that the main process has written.
