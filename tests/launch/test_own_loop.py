@@ -38,7 +38,9 @@ def test_a_change_of_the_loop(change, llama, material, cache, tmp_path):
     lines = metrics(tmp_path / "run")
     assert [line["update"] for line in lines] == [0, 1, 2, 3, 4]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
-    assert [*(tmp_path / "run" / "checkpoints" / "update_00000003" / "state").glob("*.safetensors")], "one to resume from"
+    assert [*(tmp_path / "run" / "checkpoints" / "update_00000003" / "state").glob("*.safetensors")], (
+        "one to resume from"
+    )
     if change == "A figure of one's own":
         assert all(line["longest_batch"] == 128 for line in lines[1:])
     if change == "Evaluate on a second data set":
