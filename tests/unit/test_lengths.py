@@ -35,7 +35,7 @@ def test_the_longest_rows_fit_and_the_next_do_not(capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--lengths", "8x"], "lengths = '8x': expected auto, or lengths of rows in tokens, such as 8k,16k,32k"),
+        (["--lengths", "8x"], "lengths = 8x (--lengths): expected auto, or lengths in tokens, such as 8k,16k,32k"),
         (["--lengths", "1k", "--block_size", "64"], "--block_size and --lengths: keep one of the two"),
         (
             ["--lengths", "1k", "--global_batch_size", "3"],

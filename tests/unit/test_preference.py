@@ -211,4 +211,4 @@ def test_a_pair_of_which_one_answer_is_beyond_the_block_is_skipped(tmp_path, lla
     assert "it is 0" in data.tokenizer.decode(first["input_ids"])
     assert "no" in data.tokenizer.decode(first["rejected_ids"])
     assert (first["labels"] == IGNORE).any()
-    assert json.dumps(data.report).count("29")
+    assert json.dumps(data.describe()).count("29")
