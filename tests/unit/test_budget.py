@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_737,  # 1,300
     "zerofit/tools": 11_647,  # 10,600
     "benchmarks": 1_994,  # 1,800
-    "tests": 28_664,  # 21,500
+    "tests": 28_666,  # 21,500
 }
 
 
