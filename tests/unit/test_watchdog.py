@@ -315,7 +315,7 @@ d.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + st
 pair = d.new_group([0, 1], group_desc="pair")
 d.all_reduce(torch.ones(3))
 d.all_reduce(torch.ones(5), group=pair)
-watchdog = Watchdog(rank, 2.0)  # started once the ranks have met: on a busy machine that takes seconds
+watchdog = Watchdog(rank, 5.0)  # started once the ranks have met: on a busy machine that takes seconds
 watchdog.start()
 watchdog.record_collectives(folder, 2, "gloo", ["machine 0 (a)", "machine 1 (b)"])
 watchdog.phase("backward", 17)
