@@ -58,7 +58,16 @@ def test_files_that_were_joined_have_one_header(tmp_path, cache, name, mark):
     path = write(tmp_path / name, delimiter, rows=[*ROWS, *again, *ROWS, *again, (HEADER[0], "良い")])
     data = read_data(ClsRecipe(train_file=[path], cache_dir=cache))
     assert [tuple(record.values()) for record in data.parts["train"]] == [*ROWS, *ROWS, (HEADER[0], "良い")]
-    assert f"{path}: 2 lines repeat the header: left out" in "\n".join(data.notes)
+    assert f"{path}: the header once more, left out (line 8 and 1 more)" in "\n".join(data.notes)
+    again = read_data(ClsRecipe(train_file=[path], cache_dir=cache))
+    assert list(again.notes) == list(data.notes)
+
+
+def test_a_file_is_looked_through_once(tmp_path, cache, monkeypatch):
+    path = write(tmp_path / "a.csv", rows=[*ROWS, ("short",)])
+    notes = read_data(ClsRecipe(train_file=[path], cache_dir=cache)).notes
+    monkeypatch.setattr("zerofit.data.sources.check_fields", lambda *args: pytest.fail("another rank, or launch"))
+    assert list(read_data(ClsRecipe(train_file=[path], cache_dir=cache)).notes) == list(notes) != []
 
 
 def test_a_text_that_is_the_only_columns_name_stays(tmp_path, cache):

@@ -36,6 +36,9 @@ def test_the_longest_rows_fit_and_the_next_do_not(capsys):
     ("flags", "words"),
     [
         (["--lengths", "8x"], "lengths = 8x (--lengths): expected auto, or lengths in tokens, such as 8k,16k,32k"),
+        (["--lengths", "1"], "expected auto, or lengths in tokens"),
+        (["--lengths", "auto", "8k"], "lengths = auto 8k: say auto alone, or lengths"),
+        (["--batch_sizes", "auto", "8"], "batch_sizes = auto 8: say auto alone, or sizes"),
         (["--lengths", "1k", "--block_size", "64"], "--block_size and --lengths: keep one of the two"),
         (
             ["--lengths", "1k", "--global_batch_size", "3"],
@@ -49,3 +52,12 @@ def test_a_mistake_ends_a_plan_with_code_2(capsys, flags, words):
     said = capsys.readouterr().err
     assert words in said
     assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("told", ["0", "0.0", "much"])
+def test_a_device_of_no_memory_in_the_environment_is_refused_unless_an_option_says_another(capsys, monkeypatch, told):
+    monkeypatch.setenv("DEVICE_MEMORY_GB", told)
+    assert main([*PLAN, "--strategies", "zero3"]) == 2
+    assert f"DEVICE_MEMORY_GB={told} of the environment" in capsys.readouterr().err
+    assert main([*PLAN, "--gpu_memory", "80MiB", "--lengths", "1"]) == 2
+    assert "DEVICE_MEMORY_GB" not in capsys.readouterr().err

@@ -4,11 +4,14 @@ import csv
 import io
 import re
 import sys
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, Value
 
@@ -27,15 +30,16 @@ def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> di
     return {**kwargs, "sep": delimiter} if delimiter else kwargs
 
 
-def check_fields(path: Path, kwargs: dict) -> list[str]:
-    """Notes on the lines that pandas reads in another way than they are meant: records with fewer fields than the
-    header, and fields that go on after their closing quote.
+def check_fields(path: Path, kwargs: dict) -> tuple[list[str], bool]:
+    """(notes on the lines that pandas reads in another way than they are meant, each kind counted; whether some repeat
+    the header, as `cat a.csv b.csv` leaves them). In a table of one column such a line may be a text.
 
     Raises:
         UserError: there is no record, or the first has more fields than the header: pandas would drop the first.
     """
     csv.field_size_limit(sys.maxsize)
-    header, count, short, broken = list(kwargs.get("names") or []), 0, list[int](), list[int]()
+    header, count = list(kwargs.get("names") or []), 0
+    short, broken, repeated = list[int](), list[int](), list[int]()
     with open_bytes(path) as file:
         lines = csv.reader(
             io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
@@ -43,35 +47,41 @@ def check_fields(path: Path, kwargs: dict) -> list[str]:
             quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
             strict=True,
         )
-        while True:
-            try:
-                fields = next(lines)
-            except StopIteration:
-                break
-            except csv.Error:
-                broken.append(lines.line_num)
-                count += 1
-                continue
-            if not fields:
-                continue
-            if not header:
+        for fields in _rows(lines):
+            if fields and not header:
                 header = fields
                 continue
-            count += 1
-            if count == 1 and len(fields) > len(header):
+            count += fields != []
+            if fields is None:
+                broken.append(lines.line_num)
+            elif count == 1 and len(fields) > len(header):
                 names = ", ".join(header)
                 raise UserError(
                     f"{path}: {len(fields)} fields, {len(header)} columns ({names}). Quote texts, or set delimiter"
                 )
-            if len(fields) < len(header):
+            elif fields and len(fields) < len(header):
                 short.append(lines.line_num)
+            elif len(header) > 1 and [fields[0].lstrip("\ufeff"), *fields[1:]] == header:
+                repeated.append(lines.line_num)
     if not count:
         raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
     found = {
         f"fewer than {len(header)} fields, the others are empty": short,
         'text after a closing quote; inside quotes write ""': broken,
+        "the header once more, left out": repeated,
     }
-    return [f"note      {path}: {what} ({_lines(places)})" for what, places in found.items() if places]
+    return [f"note      {path}: {what} ({_lines(places)})" for what, places in found.items() if places], bool(repeated)
+
+
+def _rows(lines: Any) -> Iterator[list[str] | None]:
+    """The rows of a csv.reader; None for one that it cannot read."""
+    while True:
+        try:
+            yield next(lines)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield None
 
 
 def _lines(places: list[int]) -> str:
@@ -85,23 +95,11 @@ def text_features(path: Path, kwargs: dict) -> Features:
     return Features(dict.fromkeys(columns, Value("string")))
 
 
-def without_repeated_headers(table: Dataset, paths: list[Path]) -> tuple[Dataset, list[str]]:
-    """(the records of .csv or .tsv files without lines that repeat the header, as `cat a.csv b.csv` leaves them; a
-    note that counts them). A table of one column keeps them: there the name may be a text."""
-    names = table.column_names
-    if len(names) < 2:
-        return table, []
-    repeated = np.zeros(len(table), dtype=bool)
-    at = 0
-    for batch in table.data.to_batches():
-        columns = [pc.utf8_ltrim(column, "\ufeff") for column in batch.columns]
-        are_names = reduce(pc.and_kleene, map(pc.equal, columns, names))
-        repeated[at : at + len(batch)] = are_names.fill_null(False)
-        at += len(batch)
-    if not (count := int(repeated.sum())):
-        return table, []
-    what = "line repeats" if count == 1 else "lines repeat"
-    return select(table, np.flatnonzero(~repeated)), [f"note      {paths[0]}: {count:,} {what} the header: left out"]
+def without_headers(table: Dataset) -> Dataset:
+    """The records of a table that are not its column names."""
+    texts = pa.table([pc.utf8_ltrim(column, "\ufeff") for column in table.data.columns], names=table.column_names)
+    are_names = reduce(pc.and_kleene, map(pc.equal, texts.columns, table.column_names)).fill_null(False)
+    return select(table, np.flatnonzero(~are_names.to_numpy()))
 
 
 # -------------------------------------------------------------------------------------------------------------- quotes

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from datasets import Dataset, DatasetInfo, Features, load_dataset_builder
 
 from zerofit.compat.datasets import check_blocks
 from zerofit.data.encodings import PORTION
-from zerofit.data.tables import derived, text_of
+from zerofit.data.tables import derived, looked_through, text_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
 from zerofit.recipe.parsing import has_half_pair, parse_json
@@ -164,10 +165,8 @@ def as_records(path: Path, folder: Path) -> Path:
         start = file.read(HEAD).lstrip()
         if start.startswith(b"[") and start[1:].lstrip().startswith(b"["):
             raise UserError(f"{path} is a list of lists, without names of columns. Write it with orient='records'")
-        file.seek(0)
-        for _ in codecs.iterdecode(iter(lambda: file.read(PORTION), b""), "utf-8"):
-            pass  # in another encoding, the library might read other texts
-        file.seek(0)
+    looked_through(path, folder, partial(check_utf8, path))
+    with open_bytes(path) as file:
         if start.startswith(b"[") and SURROGATE.search(file.read()):  # the library lets half of a pair through
             return _written(_json_records([path]), [path], folder)
         file.seek(0)
@@ -183,6 +182,13 @@ def as_records(path: Path, folder: Path) -> Path:
     if records is None:
         return path
     return _written(records, [path], folder)
+
+
+def check_utf8(path: Path) -> None:
+    """Raises UnicodeDecodeError if a file is not UTF-8, of which the library might read other texts."""
+    with open_bytes(path) as file:
+        for _ in codecs.iterdecode(iter(lambda: file.read(PORTION), b""), "utf-8"):
+            pass
 
 
 def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -15,7 +15,7 @@ from zerofit.data.delimited_files import (
     text_features,
     with_delimiter,
     with_quoting,
-    without_repeated_headers,
+    without_headers,
 )
 from zerofit.data.file_formats import BUILDERS, format_of, plain_files, sheets_left_out, unreadable
 from zerofit.data.json_files import as_records, load_json, without_half_pairs
@@ -23,7 +23,7 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
-from zerofit.data.tables import derived, identity, keyed
+from zerofit.data.tables import derived, identity, keyed, looked_through
 from zerofit.recipe.columns import DELIMITERS, ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import counted
@@ -115,7 +115,8 @@ def read_source(
         kwargs = with_delimiter(plain[named], kwargs, data.delimiter)
     parts, notes = dict[str, Dataset](), list[str]()
     if kind == "xlsx":
-        notes = [note for paths in files.values() for path in paths for note in sheets_left_out(path)]
+        for path in (path for paths in files.values() for path in paths):
+            notes += looked_through(path, data.cache.folder, partial(sheets_left_out, path))
     for part, paths in plain.items():
         try:
             parts[part] = _load(builder, part, paths, kind, data, kwargs, reader, notes)
@@ -181,14 +182,15 @@ def _load(
         tables = []
         for (quoting, _), group in groupby(paths, partial(_quoting_and_columns, kwargs=kwargs, notes=notes)):
             files, own = list(group), {**kwargs, **quoting}
+            words, repeated = sorted(own.items()), False
             for path in files:
-                notes += check_fields(path, own)
+                told, has_headers = looked_through(path, data.cache.folder, partial(check_fields, path, own), words)
+                notes += told
+                repeated |= has_headers
             # "007" stays "007", and "true" is no boolean
             features = text_features(files[0], own)
             table = load(data_files={part: [str(path) for path in files]}, features=features, **own)
-            table, repeated = without_repeated_headers(table, files)
-            notes += repeated
-            tables.append(table)
+            tables.append(without_headers(table) if repeated else table)
         return keyed(concatenate_datasets(tables), *map(identity, tables)) if len(tables) > 1 else tables[0]
     except UserError:
         raise

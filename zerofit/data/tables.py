@@ -1,5 +1,6 @@
 """Tables of records: their columns, a held-out part; and the tables made from them once, which are cached."""
 
+import json
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from filelock import FileLock
 
 from zerofit.recipe.columns import NO_HEADER, is_value
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import atomic_file
 from zerofit.recipe.places import digest_of_code
 
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
@@ -214,6 +216,24 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
         disable_progress_bars()
     with FileLock(folder / "prepare.lock"):
         yield
+
+
+def looked_through(path: Path, folder: Path, look: Callable[[], Any], *words: object) -> Any:
+    """What a look through a whole file finds, as JSON has it: the first process looks, and the cache tells the others
+    and later launches.
+
+    Args:
+        words: what the finding depends on beside the file.
+    """
+    stat = path.stat()
+    what = (str(path), stat.st_size, stat.st_mtime_ns, digest_of_code(Path(__file__).parent), *words)
+    place = folder / f"look-{sha256(repr(what).encode()).hexdigest()[:32]}.json"
+    if not place.exists():
+        found = look()
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(place) as file:
+            json.dump(found, file)
+    return json.loads(place.read_text(encoding="utf-8"))
 
 
 def encode_table(

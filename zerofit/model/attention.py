@@ -21,12 +21,8 @@ from zerofit.recipe.errors import UserError
 
 # torch 2.11 computes with fewer heads of key and value unasked.
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-LENGTHS = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-)  # of documents, as transformers names them
+# The lengths of documents, as transformers names them.
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
 SDPA = "zerofit_sdpa"  # sdpa, whose mask is converted once
 PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}

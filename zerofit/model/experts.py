@@ -39,9 +39,10 @@ class Routing:
         self.coefficient = model.router_aux_loss_coef if model.config.output_router_logits else 0.0
         self._auxiliary_loss = sys.modules[type(model).__module__].load_balancing_loss_func
         self._logits: list[torch.Tensor] | None = None  # (B * T, E) of each layer, while a forward pass is watched
-        for module in model.modules():
-            if type(module).__name__.endswith(ROUTER):
-                module.register_forward_hook(self._note)
+        routers = [module for module in model.modules() if type(module).__name__.endswith(ROUTER)]
+        assert routers, f"{type(model).__name__} has no {ROUTER}: its loss of experts would be 0"
+        for router in routers:
+            router.register_forward_hook(self._note)
         self.begin(1.0)
 
     def describe(self, autocast: bool) -> list[str]:

@@ -74,7 +74,7 @@ class UpdateMetrics:
     evaluation_samples_per_s: float | None = described("held-out samples a second, all ranks together")
 
     def __post_init__(self) -> None:
-        if taken := sorted({each.name for each in fields(self)} & set(self.own or ())):
+        if self.own and (taken := sorted({each.name for each in fields(self)} & self.own.keys())):
             raise UserError(f"run.log: each line of metrics.jsonl has {', '.join(taken)}: name your figure otherwise")
 
     @classmethod

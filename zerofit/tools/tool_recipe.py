@@ -77,10 +77,15 @@ class BatchSizesOptions(Recipe):
         form=("auto|( *[1-9][0-9]* *,?)+", "auto, or sizes such as 8,16,40"),
     )
 
+    def problems(self) -> list[str]:
+        given = " ".join(self.batch_sizes)
+        is_mixed = "auto" in self.batch_sizes and given != "auto"
+        return super().problems() + ([f"batch_sizes = {given}: say auto alone, or sizes"] if is_mixed else [])
+
     @property
     def micro_batches(self) -> list[int] | None:
         """The micro-batches that were named, in order; None: auto."""
-        if "auto" in self.batch_sizes:
+        if self.batch_sizes == ["auto"]:
             return None
         return sorted({int(text) for given in self.batch_sizes for text in given.split(",") if text})
 

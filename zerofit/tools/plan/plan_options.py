@@ -95,7 +95,10 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
         "Find the longest of these rows, 8k,16k,32k, that fit with the recipe's per_device_train_batch_size, or 1. "
         "auto: multiples of 1024 up to the model's positions.",
         common=True,
-        form=("auto|( *[1-9][0-9]*[kK]? *,?)+", "auto, or lengths in tokens, such as 8k,16k,32k (8k is 8192)"),
+        form=(
+            "auto|( *(1[kK]|[2-9][kK]?|[1-9][0-9]+[kK]?) *,?)+",
+            "auto, or lengths in tokens, such as 8k,16k,32k (8k is 8192)",
+        ),
     )
     gpus_per_node: int = option(
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
@@ -147,8 +150,8 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
 
     def problems(self) -> list[str]:
         found = [problem for problem in super().problems() if not problem.startswith(NOT_NEEDED)]
-        told = os.environ.get(MEMORY_VARIABLE, "1")
-        if not re.fullmatch(r"\d+(\.\d+)?", told):
+        told = os.environ.get(MEMORY_VARIABLE)
+        if told and not self.gpu_memory and not (re.fullmatch(r"\d+(\.\d+)?", told) and float(told)):
             found.append(f"{MEMORY_VARIABLE}={told} of the environment: expected GB of a device, such as 80")
         if not self.gpu and not self.device_memory:
             found.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
@@ -172,6 +175,8 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
 
     def _problems_of_lengths(self) -> list[str]:
         given, problems = " ".join(self.lengths or ()), []
+        if "auto" in given.split() and given != "auto":
+            problems.append(f"lengths = {given}: say auto alone, or lengths")
         if not hasattr(self, "block_size"):
             problems.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
         elif (self.source("block_size") or "").startswith("--"):
