@@ -8,12 +8,11 @@ import contextlib
 import dataclasses
 import io
 import sys
-import typing
 from pathlib import Path
 from unittest.mock import patch
 
 from zerofit.cli import main as zerofit
-from zerofit.recipe.fields import Kind, kind_of
+from zerofit.recipe.fields import Kind, kinds_of
 from zerofit.recipe.help import default_text, heading, option_groups, value_text
 from zerofit.recipe.tasks import TASKS
 
@@ -76,11 +75,6 @@ def options_class(tool: str) -> type:
     with patch("zerofit.recipe.parse.help_text", return_value="") as help_text, quiet, contextlib.suppress(SystemExit):
         zerofit([*tool.split(), "--help_all"])
     return help_text.call_args.args[0]
-
-
-def kinds_of(recipe: type) -> dict[str, Kind]:
-    hints = typing.get_type_hints(recipe)
-    return {field.name: kind_of(hints[field.name]) for field in dataclasses.fields(recipe)}
 
 
 def table(fields: list[dataclasses.Field], kinds: dict[str, Kind]) -> str:

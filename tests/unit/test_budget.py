@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_875,  # 2,700
+    "zerofit/recipe": 3_924,  # 2,700
     "zerofit/model": 6_194,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7_636,  # 6,000
@@ -22,11 +22,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_649,  # 4,300 with health and checkpoint
     "zerofit/health": 1_513,
     "zerofit/checkpoint": 1_918,
-    "zerofit/training": 3_552,  # 2,000
+    "zerofit/training": 3_551,  # 2,000
     "zerofit/launch": 1_737,  # 1,300
     "zerofit/tools": 11_657,  # 10,600
     "benchmarks": 1_994,  # 1,800
-    "tests": 28_687,  # 21,500
+    "tests": 28_686,  # 21,500
 }
 
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-import typing
 
 import pytest
 from helpers import ROOT, check_refusal, refusal
 
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe import parse as parsing
-from zerofit.recipe.fields import kind_of
+from zerofit.recipe.fields import kinds_of
 from zerofit.recipe.foreign_options import FOREIGN_NAMES, HINTS
 from zerofit.recipe.parse import read_recipe
 from zerofit.recipe.tasks import TASKS as RECIPES
@@ -91,7 +90,7 @@ def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
     cls = RECIPES[file.parent.name]
     entries = parsing._read_yaml(str(file), {}, [])  # once: it takes as long as all the rest
     monkeypatch.setattr(parsing, "_read_yaml", lambda *_: entries)
-    kinds, tried = {name: kind_of(each) for name, each in typing.get_type_hints(cls).items()}, 0
+    kinds, tried = kinds_of(cls), 0
     for field in dataclasses.fields(cls):
         kind = kinds[field.name]
         values = ["null"] * kind.optional + OFF.get(kind.base, []) + list(field.metadata["choices"])

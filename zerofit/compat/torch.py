@@ -41,7 +41,7 @@ def number_of_tensors(storage: torch.UntypedStorage) -> int:
     trace could not tell what a module keeps from what it hands on.
     """
     handle: Any = storage
-    return torch._C._storage_Use_Count(handle._cdata)  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(handle._cdata)
 
 
 def run_backward(loss: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def run_backward(loss: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def computed_as_linear(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+def computed_as_linear(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
     """Within this context subclasses of torch.nn.Linear compute as it does.
 
     torchao's layers in float8 cannot be told to, and FSDP2 holds on to the modules that it has sharded, so others

@@ -2,17 +2,16 @@
 
 import copy
 import dataclasses
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
+from zerofit.recipe.fields import default_of
 from zerofit.recipe.files import without_folders
 
 TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold text which a user wrote
 OF_GROUP = {"phase": "always", "identity": True, "shapes_input": False, "needs": "", "idle": False}
-CONDITION = re.compile(r"(!?)([\w|]+?)(?:=(\S+))?")
 
 
 class Clash(NamedTuple):
@@ -31,15 +30,23 @@ class Clash(NamedTuple):
     is_noted: bool = False
 
 
-@dataclass
-class Recipe:
-    """Base of all recipes: the source of each value, and checks that concern several options."""
+class Findings:
+    """What is known of a recipe's options. It is no dataclass: none of this is an option itself."""
 
-    unset = frozenset()  # options of the recipe's file that a flag has set to null
-    left_out = ()  # a note on each value of the recipe's or the strategy's file that has no effect beside a flag
-    _sources = MappingProxyType({})  # {option: what has set it}
-    _stands_for = MappingProxyType({})  # {option: (the value that it has now, the one given)}
+    unset: frozenset[str] = frozenset()  # options of the recipe's file that a flag has set to null
+    left_out: Sequence[
+        str
+    ] = ()  # a note on each value of the recipe's or strategy's file without effect beside a flag
+    without_effect: Sequence[str] = ()  # the flags that have no effect on a launch without training
+    contradictions: Sequence[str] = ()  # a sentence on each setting that is not that of the adapter trained on
+    _sources: Mapping[str, str] = MappingProxyType({})  # {option: what has set it}
+    _stands_for: Mapping[str, tuple[Any, Any]] = MappingProxyType({})  # {option: (its value now, the one given)}
     _is_frozen = False
+
+
+@dataclass
+class Recipe(Findings):
+    """Base of all recipes: the source of each value, and checks that concern several options."""
 
     def __init_subclass__(cls, **of_group: str | bool) -> None:
         """Say `phase`, `needs`, ... (see `option`) once of a group: of all options that do not say otherwise."""
@@ -74,8 +81,7 @@ class Recipe:
         return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)
 
     def _default(self, name: str) -> Any:
-        field = next(field for field in dataclasses.fields(self) if field.name == name)
-        return field.default_factory() if field.default is dataclasses.MISSING else field.default
+        return default_of(next(field for field in dataclasses.fields(self) if field.name == name))
 
     def adopt(self, name: str, value: Any, source: str) -> None:
         """Set an option that the user has not set to a value from another source, such as a DeepSpeed JSON. Only while
@@ -142,7 +148,7 @@ class Recipe:
         Args:
             kind: of whose options; None: of this recipe's.
         """
-        words = ["--config", self.source("config")] if self.source("config") else []
+        words = ["--config", config] if (config := self.source("config")) else []
         for field in dataclasses.fields(kind or self):
             if field.name in self.unset and field.name not in without:
                 words += [f"--{field.name}", "null"]
@@ -181,14 +187,15 @@ class Recipe:
 
     def _broken(self, condition: str) -> tuple[list[str], str]:
         """(the options of a condition that does not hold, `without those`); ([], "") if it holds."""
-        denied, names, values = CONDITION.fullmatch(condition).groups()  # type: ignore[union-attr]
+        denied = condition.startswith("!")
+        names, _, values = condition.removeprefix("!").partition("=")
         others = [name for name in names.split("|") if hasattr(self, name)]
         if not others:
             return [], ""
         wanted = values.split("|") if values else None
         given = {name: getattr(self, name) for name in others}
         holds = [name for name, value in given.items() if (shown(value) in wanted if wanted else is_set(value))]
-        if bool(holds) != bool(denied):
+        if bool(holds) != denied:
             return [], ""
         if not denied:
             values = f" = {' or '.join(wanted)}" if wanted else ""

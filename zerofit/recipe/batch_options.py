@@ -133,7 +133,7 @@ class BatchOptions(Recipe, phase="train"):
         return super().problems() + token_batch_problems(self)
 
 
-def token_batch_problems(recipe) -> list[str]:
+def token_batch_problems(recipe: BatchOptions) -> list[str]:
     """Return what is wrong with tokens_per_batch."""
     tokens, row = recipe.tokens_per_batch, recipe.row_tokens
     if tokens is None:

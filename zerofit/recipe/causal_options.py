@@ -8,10 +8,23 @@ from zerofit.recipe.base import Clash, Recipe
 from zerofit.recipe.batch_options import GROWTH
 from zerofit.recipe.data_options import WEIGHTS, problems_of_weights, weighted
 from zerofit.recipe.fields import option
+from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import is_weight
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
+
+
+class OfOtherGroups:
+    """Options that a group reads and another one declares. It is no dataclass, and declares none itself."""
+
+    train_file: list[str] | None
+    validation_file: list[str] | None
+    predict_file: list[str] | None
+    max_train_steps: int | None
+    preference_loss: str | None = None  # of train/dpo.py alone
+    teacher: str | None = None  # of train/distill.py alone
+    distill_divergence: str | None = None
 
 
 @dataclass
@@ -103,7 +116,7 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
         False, "Do not train on the token that follows an end-of-document token.", shapes_input=True
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.data_path:  # A.bin means A, in the run's recipe.yaml as well
             self.data_path = [word.removesuffix(".bin").removesuffix(".idx") for word in self.data_path]
 
@@ -153,7 +166,7 @@ PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", "orpo")
 
 
 @dataclass
-class PreferenceOptions(Recipe):
+class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
     """Pairs of answers"""
 
     preference_loss: str = option(
@@ -201,7 +214,7 @@ DIVERGENCES = ("forward", "reverse")
 
 
 @dataclass
-class DistillationOptions(Recipe):
+class DistillationOptions(Recipe, OfOtherGroups):
     """Distillation"""
 
     teacher: str | None = option(
@@ -241,7 +254,7 @@ NO_HELD_OUT = "nothing is held out of a stream. Name the data to evaluate with v
 
 
 @dataclass
-class StreamOptions(Recipe):
+class StreamOptions(Recipe, OfOtherGroups):
     """Streaming"""
 
     streaming: str | None = option(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.columns import WRITTEN
 from zerofit.recipe.fields import option
+from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.paths import is_weight
 
 
@@ -103,7 +104,7 @@ class SourceOptions(Recipe):
     @property
     def separator(self) -> str | None:
         """The delimiter as the character that it means."""
-        return WRITTEN.get(self.delimiter, self.delimiter)
+        return self.delimiter and WRITTEN.get(self.delimiter, self.delimiter)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -146,7 +147,7 @@ def problems_of_weights(option: str, words: list[str]) -> list[str]:
 
 
 @dataclass
-class MixtureOptions(Recipe):
+class MixtureOptions(SourceOptions, ModelOptions):
     """Mixtures of sources (train_file: WEIGHT FILES WEIGHT FILES ...)"""
 
     @property
@@ -158,7 +159,7 @@ class MixtureOptions(Recipe):
         problems, sources = super().problems(), self.mixture
         if not sources:
             return problems
-        problems += problems_of_weights("train_file", self.train_file)
+        problems += problems_of_weights("train_file", self.train_file or [])
         if len(sources) == 1:
             problems.append("train_file: a mixture of one source. Name a second one, or leave the weight out")
         if self.train_tokenizer_vocab_size:

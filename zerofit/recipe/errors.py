@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, TextIO
 
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 1  # an error with a traceback, or a process that is gone
@@ -85,7 +86,7 @@ def first_line(error: Exception) -> str:
 OUR_LAUNCHER = "ZEROFIT_LAUNCHER"  # a variable of the ranks of zerofit/launch/agent.py
 
 
-def print_last(text: str, after_signal: bool = False, file=None, is_printed: bool = False) -> None:
+def print_last(text: str, after_signal: bool = False, file: TextIO | None = None, is_printed: bool = False) -> None:
     """Print a message, and let it stand below the traceback that torchrun, and `accelerate launch` with several
     processes, print when a process fails: they end theirs with the content of the process's error file.
 
@@ -155,7 +156,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """
 
     @functools.wraps(main)
-    def wrapped(*arguments) -> int:
+    def wrapped(*arguments: Any) -> int:
         EXIT.code = None  # of an earlier call in this process
         try:
             EXIT.code = main(*arguments)
@@ -170,12 +171,12 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             print_last(message)
             EXIT.tell(message, EXIT_USER_ERROR)
             return EXIT_USER_ERROR
-        except NothingToDo as message:
+        except NothingToDo as done:
             record_code(0)
             rank = int(os.environ.get("RANK", "0"))
             if rank == 0:
-                print(printable(str(message)), flush=True)
-            EXIT.tell(str(message), EXIT_USER_ERROR if rank else 0)
+                print(printable(str(done)), flush=True)
+            EXIT.tell(str(done), EXIT_USER_ERROR if rank else 0)
             return 0
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends

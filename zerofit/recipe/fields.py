@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -15,7 +15,7 @@ def option(
     default: Any,
     help: str,
     *,
-    choices: tuple = (),
+    choices: tuple[str, ...] = (),
     positive: bool = False,
     minimum: float | None = None,
     below: float | None = None,
@@ -29,7 +29,7 @@ def option(
     excludes: str = "",
     follows: str = "",
     **of_group: str | bool,
-):
+) -> Any:
     """A dataclass field for an option: its default, its help text, the values it allows, and what it goes with.
 
     Args:
@@ -77,8 +77,14 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The value of an option that nothing sets."""
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
 class FlagOrValue:
-    """The type of an option that is a flag, or has a value: {what a user writes: the option's value}."""
+    """Annotation of an option that is a flag, or has a value: {what a user writes: the option's value}."""
 
     VALUES: dict[str | bool, str | bool] = {}
 
@@ -96,22 +102,25 @@ class FlagOrValue:
 
 
 class Recomputation(FlagOrValue):
-    """The type of gradient_checkpointing."""
+    """What a user may write for gradient_checkpointing."""
 
     VALUES = {"full": True, "selective": "selective", True: True, False: False}
 
 
 class Compilation(FlagOrValue):
-    """The type of torch_compile."""
+    """What a user may write for torch_compile."""
 
     VALUES = {"auto": "auto", "blocks": "blocks", "model": "model", True: "blocks", False: False}
+
+
+Base = type[int | float | str | FlagOrValue]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """The type of an option in parts: `list[float] | None` is base float, many, optional."""
 
-    base: type
+    base: Base
     many: bool
     optional: bool
 
@@ -124,8 +133,11 @@ class Kind:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any."""
+    """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any; or a type that
+    is annotated with a FlagOrValue."""
     optional = False
+    if typing.get_origin(annotation) is Annotated:
+        (annotation,) = annotation.__metadata__
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
         optional = len(members) < len(typing.get_args(annotation))
@@ -137,7 +149,13 @@ def kind_of(annotation: Any) -> Kind:
     return Kind(annotation, many, optional)
 
 
-def from_text(text: str, base: type) -> Any:
+def kinds_of(options: type) -> dict[str, Kind]:
+    """{option: its kind} of a dataclass of options."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    return {field.name: kind_of(hints[field.name]) for field in dataclasses.fields(options)}
+
+
+def from_text(text: str, base: Base) -> Any:
     """Convert the text of a flag to type `base`. Raises ValueError if it is not of that type."""
     if base is bool:
         if text.lower() in TRUE:
@@ -155,7 +173,7 @@ def from_text(text: str, base: type) -> Any:
     return base(text)
 
 
-def checked(value: Any, base: type) -> Any:
+def checked(value: Any, base: Base) -> Any:
     """A YAML value as type `base`. Only an integer is converted, to a float. Raises ValueError for any other type."""
     if base is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -38,8 +38,12 @@ def unpacked(file: IO[bytes], name: Path) -> IO[bytes]:
         import pyarrow  # which has zstd; Python has it from 3.14 on
 
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
-    readers: dict[str, Any] = {".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
-    return gzip.GzipFile(fileobj=file) if ending == ".gz" else readers.get(ending, lambda file: file)(file)
+    readers: dict[str, Any] = {
+        ".gz": lambda file: gzip.GzipFile(fileobj=file),
+        ".bz2": bz2.BZ2File,
+        ".xz": lzma.LZMAFile,
+    }
+    return readers[ending](file) if ending in readers else file
 
 
 @contextmanager
@@ -124,7 +128,7 @@ def temporary_path(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_file(path: Path, mode: str = "w") -> Iterator[IO]:
+def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """A file that takes the place of `path` at the end of the block: complete and on the disk, or not at all.
 
     No symbolic link is followed: neither one in the place of `path`, nor one in the place of the temporary file.

@@ -5,6 +5,7 @@ For each, a message names the option to type instead. Megatron's flags are in me
 
 from dataclasses import fields
 
+from zerofit.recipe.fields import Kind
 from zerofit.recipe.megatron_flags import HINTS as MEGATRON_HINTS
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import TASKS
@@ -148,11 +149,11 @@ REMOVED = {
 }
 
 
-def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[str, str]:
+def foreign_option_hints(cls: type, names: dict[str, Kind], tool: bool) -> dict[str, str]:
     """{name of an option in another program: what to type instead}.
 
     Args:
-        names: the options of the recipe.
+        names: the options of the recipe, with the kind of each.
         tool: the recipe is a tool's, which accelerate launch does not start.
     """
     if not issubclass(cls, TrainingRecipe):
@@ -162,8 +163,8 @@ def foreign_option_hints(cls: type, names: set[str] | dict, tool: bool) -> dict[
     }
     hints = {name: hint for name, hint in of_others.items() if name not in names} | REMOVED
     for options, foreign_names in FOREIGN_NAMES.items():
-        if options := [f"--{option}" for option in options if option in names]:
-            hints |= {name: f"say {' or '.join(options)}" for name in foreign_names.split()}
+        if flags := [f"--{option}" for option in options if option in names]:
+            hints |= {name: f"say {' or '.join(flags)}" for name in foreign_names.split()}
     for hint, foreign_names in HINTS.items():
         if not (tool and hint in (LAUNCHER, STRATEGY, PROCESSES)):
             hints |= dict.fromkeys(foreign_names.split(), hint)

@@ -9,8 +9,9 @@ import inspect
 import re
 import shutil
 import textwrap
+from typing import Any
 
-from zerofit.recipe.fields import FlagOrValue, Kind
+from zerofit.recipe.fields import FlagOrValue, Kind, default_of
 from zerofit.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -53,7 +54,7 @@ def heading(group: type) -> str:
     return (group.__doc__ or group.__name__).strip().splitlines()[0]
 
 
-def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field]]:
+def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field[Any]]]:
     """The options of a recipe by the class that declares them: the tool's own first, then those of all tasks, then the
     task's own."""
     classes = [group for group in reversed(cls.__mro__) if dataclasses.is_dataclass(group)]
@@ -70,9 +71,9 @@ def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field]]:
     return {group: groups[group] for group in dict.fromkeys([*of_tool, *of_all, *groups])}
 
 
-def default_text(field: dataclasses.Field) -> str:
+def default_text(field: dataclasses.Field[Any]) -> str:
     """The default of an option as a user would type it; empty if it has none."""
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    default = default_of(field)
     if default in (None, "", []):
         return ""
     if isinstance(default, bool):
@@ -80,7 +81,7 @@ def default_text(field: dataclasses.Field) -> str:
     return " ".join(map(str, default)) if isinstance(default, list) else str(default)
 
 
-def value_text(field: dataclasses.Field, kind: Kind) -> str:
+def value_text(field: dataclasses.Field[Any], kind: Kind) -> str:
     """Return what an option takes: its choices, or a word as FILE, N (an integer), X (a number). Empty: a flag."""
     if field.metadata["choices"]:
         words = "|".join(map(str, field.metadata["choices"]))
@@ -95,7 +96,7 @@ def value_text(field: dataclasses.Field, kind: Kind) -> str:
     return f"{words} ..." if kind.many else words
 
 
-def _line(field: dataclasses.Field, kind: Kind, width: int) -> str:
+def _line(field: dataclasses.Field[Any], kind: Kind, width: int) -> str:
     """An option on one line, with the beginning of its text."""
     takes = value_text(field, kind)
     head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
@@ -105,7 +106,7 @@ def _line(field: dataclasses.Field, kind: Kind, width: int) -> str:
     return f"{head:<{COLUMN}}{textwrap.shorten(text, width - max(COLUMN, len(head)), placeholder=' ...')}"
 
 
-def _describe(field: dataclasses.Field, kind: Kind, width: int) -> list[str]:
+def _describe(field: dataclasses.Field[Any], kind: Kind, width: int) -> list[str]:
     """The lines of an option with all of its text."""
     text = field.metadata["help"] + "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
     if default := default_text(field):

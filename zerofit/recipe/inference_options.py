@@ -4,18 +4,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from zerofit.recipe.base import Recipe, quoted
+from zerofit.recipe.base import quoted
+from zerofit.recipe.data_options import SourceOptions
 from zerofit.recipe.fields import option
+from zerofit.recipe.model_options import ModelOptions
 
 OF_MODEL = "the model"  # the source of such an option
 MODEL = "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"
 
 
 @dataclass
-class InferenceOptions(Recipe):
+class InferenceOptions(SourceOptions, ModelOptions):
     """Evaluation and predictions, without training"""
 
-    without_effect = ()  # the flags that have no effect on a launch without training
     evaluate_only: bool = option(
         False, "Do not train: evaluate model_name_or_path on the held-out data.", common=True, excludes="predict_file"
     )

@@ -1,10 +1,10 @@
 """Options of the model, its tokenizer and LoRA, for every task."""
 
-import dataclasses
+import inspect
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.fields import Compilation, Recomputation, option
@@ -75,7 +75,7 @@ class ModelOptions(Recipe):
     )
     trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
     attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
-    gradient_checkpointing: Recomputation = option(  # noqa: RUF009
+    gradient_checkpointing: Annotated[bool | str, Recomputation] = option(
         False,
         "Recompute activations: less memory, slower. full, or the flag alone: of each layer in its backward pass. "
         "selective: all but linear layers' products and fused attention.",
@@ -90,7 +90,7 @@ class ModelOptions(Recipe):
         identity=False,
         needs="gradient_checkpointing !torch_compile=blocks|model",
     )
-    torch_compile: Compilation = option(  # noqa: RUF009
+    torch_compile: Annotated[bool | str, Compilation] = option(
         "auto",
         "Compile the model with torch.compile. blocks, or the flag alone: each layer by itself; all of them run one "
         "graph. model: all of the model. auto: blocks on a GPU, where that pays (docs/strategies.md); the log says "
@@ -146,10 +146,9 @@ def merge_command(adapter: str) -> str:
 
 
 @dataclass
-class LoraOptions(Recipe, phase="train"):
+class LoraOptions(ModelOptions, phase="train"):
     """LoRA: train an adapter instead of the model"""
 
-    contradictions = ()  # sentences on each setting that is not that of the adapter which is trained on
     lora: bool = option(False, "Train a LoRA adapter instead of the model's weights.", common=True, phase="always")
     lora_r: int = option(8, "Rank of the adapter.", positive=True)
     lora_alpha: int = option(
@@ -206,9 +205,10 @@ class LoraOptions(Recipe, phase="train"):
     def problems(self) -> list[str]:
         problems = super().problems()
         if self.contradictions:
-            remedy = f"Remove it, or train on base and adapter as one model: {merge_command(self.model_name_or_path)}"
+            merge = merge_command(self.model_name_or_path or "")
+            remedy = f"Remove it, or train on base and adapter as one model: {merge}"
             problems += [f"{problem}. {remedy}" for problem in self.contradictions]
-        names = [field.name for field in dataclasses.fields(LoraOptions) if field.name != "lora"]
+        names = [name for name in inspect.get_annotations(LoraOptions) if name != "lora"]
         if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
             useless = [name for name in names if self.is_changed(name)]
             if useless:

@@ -1,7 +1,6 @@
 """From a YAML file and flags to one checked recipe; flags win. All problems are reported together."""
 
 import dataclasses
-import functools
 import re
 import sys
 import typing
@@ -12,7 +11,7 @@ import yaml
 
 from zerofit.recipe.base import Recipe, quoted
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.fields import FlagOrValue, Kind, broken_rule, checked, from_text, kind_of
+from zerofit.recipe.fields import FlagOrValue, Kind, broken_rule, checked, from_text, kinds_of
 from zerofit.recipe.files import read_text
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
@@ -60,7 +59,7 @@ def read_recipe(
         SystemExit: code 0 after `--help` and `--help_all`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    kinds = {name: kind_of(annotation) for name, annotation in _annotations(cls).items()}
+    kinds = kinds_of(cls)
     aliases = {alias: field.name for field in dataclasses.fields(cls) for alias in field.metadata["aliases"]}
     if wants_help(argv):
         print(help_text(cls, kinds, argv, prog or Path(sys.argv[0]).name, tool))
@@ -102,16 +101,12 @@ def read_recipe(
     return recipe, problems or recipe.problems()
 
 
-@functools.cache
-def _annotations(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
-def _read_flags(argv: list[str], kinds: dict, aliases: dict, hints: dict, problems: list[str]) -> dict[str, Any]:
+def _read_flags(
+    argv: list[str], kinds: dict[str, Kind], aliases: dict[str, str], hints: dict[str, str], problems: list[str]
+) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
     flags: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -163,21 +158,21 @@ def flag_value(words: list[str], name: str) -> str | None:
 
 def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]], list[str]]:
     """([an option of `options` and its value], the other words), each in the order of the command line."""
-    kinds = _annotations(options)
+    kinds = kinds_of(options)
     taken, rest, words = [], [], list(argv)
     while words:
         word = words.pop(0)
         name = option_named(word)
-        if name not in kinds:
+        if name is None or name not in kinds:
             rest.append(word)
             continue
-        is_switch = kinds[name] is bool and words[:1] not in (["true"], ["false"])
+        is_switch = kinds[name] == Kind(bool, many=False, optional=False) and words[:1] not in (["true"], ["false"])
         stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
         taken.append([word] if stands_alone else [word, words.pop(0)])
     return taken, rest
 
 
-def _take_flag(name: str, texts: list[str], kind: Kind, values: dict, problems: list[str]) -> None:
+def _take_flag(name: str, texts: list[str], kind: Kind, values: dict[str, Any], problems: list[str]) -> None:
     if not texts and issubclass(kind.base, (bool, FlagOrValue)):
         texts = ["true"]
     if not texts or (len(texts) > 1 and not kind.many):
@@ -214,7 +209,7 @@ _RecipeLoader.add_implicit_resolver(
 # An integer matches the float rule too; the rule added last is asked last, so integers stay integers.
 
 
-def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple[Any, int]]:
+def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[str, tuple[Any, int]]:
     """The file's top-level mapping as {name: (value, line number)}."""
     entries: dict[str, tuple[Any, int]] = {}
     try:
@@ -238,7 +233,9 @@ def _read_yaml(path: str, aliases: dict, problems: list[str]) -> dict[str, tuple
     return entries
 
 
-def _take(name: str, value: Any, source: str, kind: Kind, values: dict, problems: list[str]) -> None:
+def _take(
+    name: str, value: Any, source: str, kind: Kind, values: dict[str, tuple[Any, str]], problems: list[str]
+) -> None:
     items = value if isinstance(value, list) and kind.many else [value]
     try:
         parsed = [checked(item, kind.base) for item in items]
@@ -254,7 +251,7 @@ def _take(name: str, value: Any, source: str, kind: Kind, values: dict, problems
 # ----------------------------------------------------------------------------------------------------------- flags win
 
 
-def _with_flags(cls: type[R], of_file: dict, flags: dict, config: str | None) -> R:
+def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[str, Any], config: str | None) -> R:
     """The recipe of a file and flags. What the file says is left out where it does not go together with a flag, or
     depends on what a flag has taken out. Two flags that contradict each other, or two lines of the file, stay.
 
@@ -304,7 +301,7 @@ def _with_flags(cls: type[R], of_file: dict, flags: dict, config: str | None) ->
     return recipe
 
 
-def _unquote_hint(value: Any, kind) -> str:
+def _unquote_hint(value: Any, kind: Kind) -> str:
     if not isinstance(value, str):
         return ""
     try:
@@ -319,7 +316,7 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _unknown(where: str, name: str, known: list[str], hints: dict) -> str:
+def _unknown(where: str, name: str, known: list[str], hints: dict[str, str]) -> str:
     if name in hints:
         return f"{where} is not an option: {hints[name]}"
     close = nearest(name, known)

@@ -21,15 +21,16 @@ class BoundedLoader(yaml.SafeLoader):
 
     depth = 0
 
-    def compose_node(self, parent, index):
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
+        mark = event.start_mark
         repeated = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
         if isinstance(event, yaml.AliasEvent) and not _is_short(repeated):
             raise yaml.composer.ComposerError(
-                None, None, f"*{event.anchor} repeats more than a short value: write it out", event.start_mark
+                None, None, f"*{event.anchor} repeats more than a short value: write it out", mark
             )
         if self.depth == DEEPEST:
-            raise yaml.composer.ComposerError(None, None, TOO_DEEP, event.start_mark)
+            raise yaml.composer.ComposerError(None, None, TOO_DEEP, mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1

@@ -7,9 +7,14 @@ import stat
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
+
+if TYPE_CHECKING:
+    from zerofit.recipe.options import TrainingRecipe
+    from zerofit.recipe.tasks import TaskRecipe
 
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
@@ -19,7 +24,7 @@ ADMINISTRATOR = 0  # the user whose folders all trust
 SPACE_BYTES = 1 << 16  # what the record of a run takes at least
 
 
-def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None:
+def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "output_dir") -> None:
     """Check that all files and folders of the recipe exist and that the run folder can be written. Each rank checks:
     machines may differ.
 
@@ -52,11 +57,11 @@ def check_paths(recipe, output: Path, output_option: str = "output_dir") -> None
         problems += [f"data_path = {prefix!r}: {missing}"] if missing else []
     checkpoints = output / "checkpoints"  # may be a mount, or belong to somebody else
     why = None
-    for option, folder in ((output_option, output), (output_option, checkpoints), ("cache_dir", recipe.cache_dir)):
-        if folder == checkpoints and (why or not checkpoints.exists()):
+    for option, place in ((output_option, output), (output_option, checkpoints), ("cache_dir", recipe.cache_dir)):
+        if place == checkpoints and (why or not checkpoints.exists()):
             continue
-        why = cannot_be_written(Path(folder).expanduser()) if folder else None
-        problems += [f"{option} = {str(folder)!r} {why}. Choose another folder"] if why else []
+        why = cannot_be_written(Path(place).expanduser()) if place else None
+        problems += [f"{option} = {str(place)!r} {why}. Choose another folder"] if why else []
     if problems:
         raise UserError(problems)
 
@@ -185,12 +190,12 @@ def why_no_model(name: str) -> str | None:
     return f"{what} ({str(reason).removeprefix('error: ')})" if reason else what
 
 
-def output_folder(task: str, recipe) -> Path:
+def output_folder(task: str, recipe: "TrainingRecipe") -> Path:
     """The run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
     return Path(recipe.output_dir or Path("outputs") / name_of_recipe(recipe.source("config"), task))
 
 
-def answers_folder(task: str, recipe) -> str:
+def answers_folder(task: str, recipe: "TaskRecipe") -> str:
     """The folder of a launch without training: named after the model, the recipe's file or the task, and after what is
     done."""
     asked = Path(recipe.model_name_or_path or "")

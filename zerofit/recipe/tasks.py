@@ -199,7 +199,7 @@ class PairOptions(Recipe, shapes_input=True):
 
 
 @dataclass
-class GenerationOptions(Recipe, needs="predict_with_generate", idle=True):
+class GenerationOptions(PairOptions, needs="predict_with_generate", idle=True):
     """Evaluation by generation"""
 
     predict_with_generate: bool = option(
@@ -250,7 +250,6 @@ class ClmRecipe(
     """Causal language modelling, from scratch or continued."""
 
     task = "clm"
-    preference_loss = teacher = distill_divergence = None  # of the two recipes below
 
     @property
     def is_packed(self) -> bool:
@@ -287,7 +286,7 @@ class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLo
 
     task = "cls"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         others = () if self.trains else (self.validation_file, self.predict_file)
         if self.task_name and not any((self.dataset_name, self.train_file, *others)):
             self.dataset_name, self.dataset_config_name = GLUE_ON_THE_HUB, self.task_name

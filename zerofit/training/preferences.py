@@ -16,7 +16,7 @@ from zerofit.model.folders import weights_key
 from zerofit.model.preference import BETA, PreferenceLoss, log_probabilities
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.places import cache_root
-from zerofit.recipe.tasks import ClmRecipe
+from zerofit.recipe.tasks import DpoRecipe
 from zerofit.record.terminal import duration
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import eval_batches, held_out_loss
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 STORED_EVERY = 1024  # pairs
 
 
-def preference_loss(recipe: ClmRecipe) -> PreferenceLoss:
+def preference_loss(recipe: DpoRecipe) -> PreferenceLoss:
     """The loss that the recipe names."""
     kind = recipe.preference_loss
-    assert kind is not None, "the recipe names one"
     beta = BETA[kind] if recipe.preference_beta is None else recipe.preference_beta
     return PreferenceLoss(kind, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
 
@@ -110,7 +109,7 @@ def _stored(file: Path, count: int) -> np.ndarray:
     return found
 
 
-def _origin(config: Any, recipe: ClmRecipe, precision: str) -> str:
+def _origin(config: Any, recipe: DpoRecipe, precision: str) -> str:
     """A text of all that the reference model depends on: its log-probabilities are stored under it."""
     name = recipe.model_name_or_path
     weights = recipe.seed if name is None else weights_key(name)
