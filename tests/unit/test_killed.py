@@ -92,7 +92,7 @@ class Launches:
         checkpoints._say = lambda *lines: self.said.extend(lines)
         checkpoints.resume(ResumePlan(self.folder, {}, sources=resume))
         checkpoints.drop_replaced()
-        self.folder.start(recipe, 1, {}, {}, state.updates, checkpoints.resumed_from)
+        self.folder.start(recipe, 1, {}, {}, state.updates, resumed_from=checkpoints.resumed_from)
         checkpoints.restore_best_checkpoint()
         checkpoints.start()
         self.first = state.updates + 1

@@ -38,7 +38,7 @@ def test_the_updates_at_which_a_run_was_resumed_are_kept(tmp_path, elsewhere):
     for place, (updates, expected) in enumerate([(0, []), (4, [4]), (9, [4, 9]), (6, [4, 6])]):
         folder = RunFolder(tmp_path / f"run{place}") if elsewhere else here
         environment = {}
-        folder.start(recipe_of(), 8, {}, environment, updates, before)
+        folder.start(recipe_of(), 8, {}, environment, updates, resumed_from=before)
         assert environment.get("resumed_after", []) == expected
         assert folder.environment().get("resumed_after", []) == expected
         folder.metrics.close()

@@ -74,7 +74,7 @@ def plan(path: Path, *flags: str) -> list[str]:
 def restart(path: Path, updates: int = 0, resumed_from: Path | None = None) -> None:
     """What a launch does to the folder, once its plan is made."""
     CheckpointDirectory(path / "checkpoints").drop(lambda update: resumed_from != path or update > updates)
-    RunFolder(path).start(recipe(), 8, {"num_processes": 2}, {}, updates, resumed_from)
+    RunFolder(path).start(recipe(), 8, {"num_processes": 2}, {}, updates, resumed_from=resumed_from)
 
 
 def put(path: Path, names: tuple[str, ...]) -> None:
@@ -210,7 +210,9 @@ def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tm
     other = a_run(tmp_path / "other").path
     for begun_at, resumed_from in ((0, None), (4, other)):
         path = tmp_path / f"run-{begun_at}"
-        RunFolder(path).start(recipe("--learning_rate", "1e-3"), 8, {"num_processes": 2}, {}, begun_at, resumed_from)
+        RunFolder(path).start(
+            recipe("--learning_rate", "1e-3"), 8, {"num_processes": 2}, {}, begun_at, resumed_from=resumed_from
+        )
         RunFolder(path).metrics.add({"update": begun_at, "eval_loss": 1.0})
         assert plan(path) == []
         RunFolder(path).metrics.add({"update": begun_at + 1, "loss": 1.0})
@@ -306,7 +308,7 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, name):
     for link in (run / name, run / f"{name}.partial"):
         link.unlink(missing_ok=True)
         link.symlink_to(tmp_path / "victim")
-    RunFolder(run).start(recipe(), 8, {"num_processes": 2}, {}, 2, run)
+    RunFolder(run).start(recipe(), 8, {"num_processes": 2}, {}, 2, resumed_from=run)
     folder = RunFolder(run)
     folder.metrics.add({"update": 3})
     with contextlib.suppress(OSError):  # ELOOP

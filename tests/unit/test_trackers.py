@@ -36,7 +36,7 @@ for tracker in sys.argv[2:]:
         recipe = ClmRecipe(with_tracking=True, report_to=tracker)
         state = SimpleNamespace(updates=updates, tracker_ids=ids[-1] if ids else {})
         accelerator = Accelerator(cpu=True, log_with=[tracker], project_dir=sys.argv[1])
-        start_trackers(accelerator, [tracker], recipe, RunFolder(sys.argv[1]), "clm", state)
+        start_trackers(accelerator, [tracker], recipe, RunFolder(sys.argv[1]), task="clm", state=state)
         for update in range(updates + 1, updates + 4):
             figures = {"loss": 4.0 / update, "eval_loss": float("nan"), "anomaly": 1, "skipped": True}
             accelerator.log(figures, step=update)

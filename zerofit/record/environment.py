@@ -8,7 +8,10 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 from packaging.requirements import Requirement
 
@@ -38,7 +41,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def describe_environment(command: list[str], device) -> dict[str, Any]:
+def describe_environment(command: list[str], device: "torch.device") -> dict[str, Any]:
     """Versions, commit, hardware and command of this run."""
     import psutil
     import torch

@@ -1,6 +1,7 @@
 """Files of one JSON object per line: those of a run's updates, and those to which several processes append."""
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Callable
@@ -23,7 +24,9 @@ class JsonlFile:
     """
 
     def __init__(self, path: Path, parse: Parse | None = None):
-        self.path, self._file, self._waiting, self._parse = path, None, b"", parse or line_of_update
+        self.path, self._parse = path, parse or line_of_update
+        self._file: io.FileIO | None = None
+        self._waiting = b""
 
     def start(self, updates: int = 0) -> None:
         """Start the file again, with the lines up to this update."""
@@ -41,7 +44,7 @@ class JsonlFile:
         except OSError:  # a full disk is no reason to end a run, nor to lose the line
             return
 
-    def _open(self):
+    def _open(self) -> io.FileIO:
         """Open the file to append, without a last line that a kill has left half."""
         file = os.fdopen(open_without_links(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
         content = self.path.read_bytes()

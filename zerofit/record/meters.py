@@ -6,13 +6,16 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from zerofit.record.metrics import EvaluationTime
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import NO_PEAK, peak_of
+
+if TYPE_CHECKING:
+    from zerofit.strategy.engine import Engine
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -59,7 +62,7 @@ class MemoryMeter:
             return peak if sys.platform == "darwin" else peak * 1024
 
 
-def make_meter(engine, flops_per_token: float) -> "ThroughputMeter":
+def make_meter(engine: "Engine", flops_per_token: float) -> "ThroughputMeter":
     """The meter of a run: its peak is that of all devices together."""
     peak = peak_flops(engine.device, engine.strategy.precision)
     return ThroughputMeter(flops_per_token, peak and peak * engine.layout.world_size)

@@ -2,12 +2,16 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import Bar, rounded
 from zerofit.record.timeline import Timeline
+
+if TYPE_CHECKING:
+    from zerofit.health.anomaly import Anomaly
+    from zerofit.strategy.engine import Engine
 
 
 class RunRecorder:
@@ -22,10 +26,11 @@ class RunRecorder:
     def __init__(
         self,
         folder: RunFolder,
-        engine,
+        engine: "Engine",
         environment: dict[str, Any],
         timeline: Timeline,
         bar: Bar,
+        *,
         preview_sample: Callable[[int], str],
     ):
         self.folder, self.environment = folder, environment
@@ -54,7 +59,7 @@ class RunRecorder:
             replicas = [ranks[rank] for rank in self._engine.layout.loss_ranks]
             self.folder.samples.add({"update": update, "samples": sorted(index for own in replicas for index in own)})
 
-    def write_anomaly(self, anomaly, action: str) -> None:
+    def write_anomaly(self, anomaly: "Anomaly", action: str) -> None:
         """A line of anomalies.jsonl: an update that was refused, and what is done about it."""
         line = anomaly.report(self._engine, action, self._preview_sample)
         if line is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, open_without_links, remove, sync, temporary_path
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import object_of, read_record
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import line_of_metrics
@@ -43,7 +45,7 @@ class RunFolder:
         self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
         self.written = WrittenFiles(self.path)
         self.failed: dict[str, Exception] = {}  # files that the disk has not taken, and why
-        self._lock = None
+        self._lock: io.FileIO | None = None
 
     @property
     def model(self) -> Path:
@@ -135,11 +137,12 @@ class RunFolder:
 
     def start(
         self,
-        recipe: Recipe,
+        recipe: TrainingRecipe,
         global_batch: int,
         strategy: dict[str, Any],
         environment: dict[str, Any],
         updates: int = 0,
+        *,
         resumed_from: Path | None = None,
     ) -> None:
         """Write what the run is, and start its record, or continue it after `updates` updates.
@@ -183,11 +186,11 @@ class RunFolder:
             why = getattr(error, "strerror", None) or first_line(error)
             raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {why}") from None
 
-    def _describe(self, options: dict, strategy: dict, environment: dict) -> None:
+    def _describe(self, options: dict[str, Any], strategy: dict[str, Any], environment: dict[str, Any]) -> None:
         self._write("recipe.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         self._write("strategy.yaml", yaml.safe_dump(json.loads(json.dumps(strategy)), sort_keys=False))
         earlier = self.environment()  # another rank may have failed meanwhile (zerofit/launch/exit_code.py)
-        failure = {name: earlier[name] for name in ("exit_code", "exit_reason") if name in earlier}
+        failure: dict[str, Any] = {name: earlier[name] for name in ("exit_code", "exit_reason") if name in earlier}
         self.write_environment({**environment, **failure})
 
     def _clear(self, updates: int, resumed_from: Path | None) -> None:
@@ -201,8 +204,8 @@ class RunFolder:
             return
         self.written.remove(written)
         self.written.add(NAMES, begun_at=updates)
-        for lines in (self.metrics, self.samples) if resumed_from is not None else ():
-            if (resumed_from / lines.path.name).is_file():
+        for lines in (self.metrics, self.samples):
+            if resumed_from is not None and (resumed_from / lines.path.name).is_file():
                 with atomic_file(lines.path, "wb") as file:
                     file.write((resumed_from / lines.path.name).read_bytes())
 
@@ -258,7 +261,7 @@ class RunFolder:
         self.written.add([name])
 
     @contextlib.contextmanager
-    def new_file(self, name: str, mode: str = "w") -> Iterator[IO]:
+    def new_file(self, name: str, mode: str = "w") -> Iterator[IO[Any]]:
         """A file of the run, which replaces an earlier one at the end of the block.
 
         Raises:

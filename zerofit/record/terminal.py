@@ -9,10 +9,13 @@ import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from zerofit.recipe.errors import printable
 from zerofit.record.metrics import UpdateMetrics
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
 
 AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
 READABLE = 28  # characters of a path that tell which one it is
@@ -23,25 +26,25 @@ class _Lasting(io.FileIO):
     """A descriptor to write to, which leads nowhere when nobody reads it any more (`| head`, a closed terminal). What
     a full disk does not take (`> log`) is lost, and ends no run."""
 
-    def write(self, data) -> int:
+    def write(self, data: "Buffer", /) -> int:
         try:
             return super().write(data)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                return len(data)
+                return memoryview(data).nbytes
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            return len(data)
+            return memoryview(data).nbytes
 
 
 def outlive_the_terminal() -> None:
     """Let this process go on when what it prints is no longer read."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        lasting = _Lasting(stream.fileno(), "w", closefd=False)
+        lasting: _Lasting | io.BufferedWriter = _Lasting(stream.fileno(), "w", closefd=False)
         if not stream.write_through:  # PYTHONUNBUFFERED: the interpreter leaves out this buffer as well
             lasting = io.BufferedWriter(lasting)
         setattr(
@@ -195,7 +198,7 @@ def size(count: float) -> str:
 class StatusLine:
     """Progress on stderr: one line that is rewritten at a terminal, else a line now and then."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.renewed, self.shown, self.width = sys.stderr.isatty(), time.perf_counter(), 0
 
     def is_due(self) -> bool:
@@ -252,7 +255,7 @@ class Bar(StatusLine):
         if not self.main:
             return
         number, shown = metrics.update, not (metrics.anomaly or metrics.skipped)
-        if shown:
+        if shown and metrics.loss is not None:
             left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
             self.figures = [
                 f"loss {decimals(metrics.loss)}",

@@ -8,7 +8,7 @@ from zerofit.strategy.launch import find_launcher
 class Timeline:
     """Named phases that follow each other; each ends where the next begins."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         import psutil
 
         self.started = psutil.Process().create_time()

@@ -4,13 +4,17 @@ import netrc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.options import TrackingOptions
 from zerofit.record.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from zerofit.checkpoint.run_state import RunState
 
 # {tracker: (what reads the id of its run, the options that continue a run)}
 RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]] = {
@@ -37,7 +41,13 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
 
 
 def start_trackers(
-    accelerator, trackers: Sequence[str], recipe: TrackingOptions, folder: RunFolder, task: str, state
+    accelerator: Accelerator,
+    trackers: Sequence[str],
+    recipe: TrackingOptions,
+    folder: RunFolder,
+    *,
+    task: str,
+    state: "RunState",
 ) -> list[str]:
     """Open the trackers, and continue the runs there. Returns a sentence for the log where wandb goes offline.
 

@@ -36,7 +36,7 @@ def open_record(run: "Run") -> None:
     run.environment |= {"torch_compile": run.compilation} if run.is_main and run.compilation else {}
     run.exporter = ModelExporter(engine, run.adapter, run.data.tokenizer, run.task, recipe, run.environment)
     _resume(run)
-    notes = start_trackers(engine.accelerator, run.config.trackers, recipe, run.folder, run.task, state)
+    notes = start_trackers(engine.accelerator, run.config.trackers, recipe, run.folder, task=run.task, state=state)
     run.say(*(f"note      {note}" for note in notes))
     run.shutdown.install()
     run.checkpoints.start()
@@ -52,7 +52,7 @@ def open_record(run: "Run") -> None:
     def preview(index: int) -> str:
         return str(run.data.tokenizer.decode(run.data.train[index]["input_ids"]))
 
-    run.recorder = RunRecorder(run.folder, engine, run.environment, run.timeline, bar, preview)
+    run.recorder = RunRecorder(run.folder, engine, run.environment, run.timeline, bar, preview_sample=preview)
     run.slow_ranks = SlowRanks(
         engine.layout,
         recipe.logging_steps,
@@ -98,7 +98,7 @@ def _resume(run: "Run") -> None:
             {**engine.effective_strategy(), "options_given_for": config.options_given_for},
             run.environment,
             run.state.updates,
-            run.checkpoints.resumed_from,
+            resumed_from=run.checkpoints.resumed_from,
         )
         if distributed.is_initialized() and distributed.get_backend() == "nccl":
             (run.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
