@@ -1,9 +1,10 @@
 """The changes of docs/own-loop.md, applied to train/clm.py and run."""
 
+import functools
 import re
 
 import pytest
-from helpers import ROOT, forked, metrics
+from helpers import ROOT, check_alike, forked, metrics
 
 PAGE = (ROOT / "docs" / "own-loop.md").read_text()
 CHANGES = dict(re.findall(r"^## (.+?)\n.*?^```diff\n(.*?)^```", PAGE, re.M | re.S))
@@ -23,25 +24,46 @@ def patched(text: str, diff: str) -> str:
     return text
 
 
+OWN = ("Another optimizer", "Freeze layers until update N")  # with an optimizer of the script's own
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2", "zero2_offload", "tp", "pp", "ddp")]
+
+
+@pytest.fixture(scope="module")
+def lines_of(llama, material, cache, tmp_path_factory):
+    """(change, strategy, number of processes) -> metrics.jsonl of train/clm.py with that change."""
+
+    @functools.cache
+    def run(change: str, strategy: str, processes: int) -> list[dict]:
+        folder = tmp_path_factory.mktemp("own")
+        script, output = folder / "clm.py", folder / "run"
+        text = patched((ROOT / "train" / "clm.py").read_text(), CHANGES[change]).replace("number <= 100", "number <= 2")
+        text = text.replace("if run.should_save(update):", "if run.should_save(update) or update.number == 3:")
+        script.write_text(text.replace("other.txt", str(material / "text" / "valid.txt")))
+        forked(
+            script, "--output_dir", output, "--model_name_or_path", llama, "--train_file",
+            material / "text" / "train.txt", "--block_size", "64", "--max_train_steps", "4", "--eval_steps", "2",
+            "--per_device_train_batch_size", "1", "--global_batch_size", "4", "--max_eval_samples", "8",
+            "--save_steps", "2", "--save_strategy", "steps", "--cache_dir", cache, "--strategy", strategy,
+            processes=processes,
+        )  # fmt: skip
+        assert (output / "model" / "model.safetensors").is_file()
+        assert [*(output / "checkpoints" / "update_00000003" / "state").glob("*.safetensors")], "one to resume from"
+        return metrics(output)
+
+    return run
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_loop(change, llama, material, cache, tmp_path):
-    script = tmp_path / "clm.py"
-    text = patched((ROOT / "train" / "clm.py").read_text(), CHANGES[change])
-    text = text.replace("if run.should_save(update):", "if run.should_save(update) or update.number == 3:")
-    script.write_text(text.replace("other.txt", str(material / "text" / "valid.txt")))
-    forked(
-        script, "--output_dir", tmp_path / "run", "--model_name_or_path", llama, "--train_file",
-        material / "text" / "train.txt", "--block_size", "64", "--max_train_steps", "4", "--eval_steps", "2",
-        "--per_device_train_batch_size", "2", "--max_eval_samples", "8", "--save_steps", "2", "--save_strategy",
-        "steps", "--cache_dir", cache, processes=1,
-    )  # fmt: skip
-    lines = metrics(tmp_path / "run")
+def test_a_change_of_the_loop(change, lines_of):
+    lines = lines_of(change, "single", 1)
     assert [line["update"] for line in lines] == [0, 1, 2, 3, 4]
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
-    assert [*(tmp_path / "run" / "checkpoints" / "update_00000003" / "state").glob("*.safetensors")], (
-        "one to resume from"
-    )
     if change == "A figure of one's own":
-        assert all(line["longest_batch"] == 128 for line in lines[1:])
+        assert all(line["longest_batch"] == 64 for line in lines[1:])
     if change == "Evaluate on a second data set":
         assert lines[-1]["eval_loss_other"] != lines[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2", *LONG])
+@pytest.mark.parametrize("change", OWN)
+def test_an_optimizer_of_the_script_is_the_same_under_every_strategy(change, strategy, lines_of):
+    check_alike(lines_of(change, strategy, 2), lines_of(change, "single", 1))

@@ -47,7 +47,11 @@ class DeepSpeedEngine(Engine):
     _folder: Path | None = None  # of this process, for an optimizer on a disk
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
-        zero = self.accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        zero = config["zero_optimization"]
+        if isinstance(optimizer, torch.optim.Optimizer):  # the script's own: it takes the place of the file's
+            config.pop("optimizer", None)
+            config.setdefault("zero_force_ds_cpu_optimizer", False)  # with offload any other is refused
         fill_bucket_size(zero, model)
         if keeps_optimizer_on_disk(zero):
             self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
