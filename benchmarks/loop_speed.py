@@ -206,7 +206,7 @@ def train_zerofit(work: Workload, laps: Laps) -> None:
     engine = run.prepare(model, optimizer, make_schedule(run.recipe, run.num_updates))
     for update in run.updates(data, CausalCollator(pad_id=0)):
         losses = engine.forward_backward(update.micro_batches, model_loss, update.scale)
-        run.log(update, engine.step(losses, run.bounds))
+        run.log(update, engine.step(losses, run.bounds()))
 
 
 def train_trainer(work: Workload, laps: Laps) -> None:

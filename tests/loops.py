@@ -62,7 +62,7 @@ def train(run: Run, data, collate, loss_sum=None, evaluate=None, **kwargs) -> Ru
 def _train(run: Run, data, collate, loss_sum, evaluate, **kwargs) -> Run:
     for update in run.updates(data, collate, evaluate_first=evaluate, **kwargs):
         losses = run.engine.forward_backward(update.micro_batches, loss_sum, update.scale)
-        outcome = run.engine.step(losses, run.bounds)
+        outcome = run.engine.step(losses, run.bounds())
         run.log(update, outcome)
         if run.should_evaluate(update):
             run.log_held_out(update, evaluate())

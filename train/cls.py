@@ -108,7 +108,7 @@ def main(start: Start) -> int:
         # batch (or by the sum of their weights).
         losses = engine.forward_backward(update.micro_batches, loss_sum, update.scale)
         # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike.
-        outcome = engine.step(losses, run.bounds)
+        outcome = engine.step(losses, run.bounds())
         run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
         if run.should_evaluate(update):
             run.log_held_out(update, evaluate())

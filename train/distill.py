@@ -21,7 +21,7 @@ from zerofit.model.loss import model_loss
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import check_rows, choose_loss_and_attention, fit_vocabulary
+from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, try_kernels
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.prepare import add_lora, build_model
@@ -54,7 +54,7 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    run.note(*check_rows(engine, recipe, collate))
+    run.note(*try_kernels(engine, recipe, collate))
 
     # The teacher, beside the student on each rank, reads each micro-batch as well; the loss compares the two.
     loss_sum = load_teacher(run, model, data, collate) if recipe.trains else model_loss
@@ -73,7 +73,7 @@ def main(start: Start) -> int:
         # whole global batch: it does not depend on how that is split.
         losses = engine.forward_backward(update.micro_batches, loss_sum, update.scale)
         # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike.
-        outcome = engine.step(losses, run.bounds)
+        outcome = engine.step(losses, run.bounds())
         run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
         if run.should_evaluate(update):
             run.log_held_out(update, evaluate())

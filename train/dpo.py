@@ -21,7 +21,7 @@ from zerofit.model.preference import without_dropout
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import check_rows, choose_loss_and_attention, fit_vocabulary
+from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, try_kernels
 from zerofit.training.evaluation import held_out_batches
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.preferences import held_out_pairs, measure_reference, preference_loss
@@ -51,7 +51,7 @@ def main(start: Start) -> int:
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
     pad, multiple = padding_token(data.tokenizer), multiple_for(run.device, config)
-    run.note(*check_rows(engine, recipe, CausalCollator(pad, multiple=multiple)))
+    run.note(*try_kernels(engine, recipe, CausalCollator(pad, multiple=multiple)))
 
     # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now.
     loss_sum = preference_loss(recipe)
@@ -74,7 +74,7 @@ def main(start: Start) -> int:
         # This rank's micro-batches. Their loss is a sum over pairs, divided by their number in the whole global batch.
         losses = engine.forward_backward(update.micro_batches, loss_sum, update.scale)
         # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike.
-        outcome = engine.step(losses, run.bounds)
+        outcome = engine.step(losses, run.bounds())
         run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
         if run.should_evaluate(update):
             run.log_held_out(update, evaluate())

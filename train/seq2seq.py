@@ -94,7 +94,7 @@ def main(start: Start) -> int:
         # these in the whole global batch: it does not depend on how that is split.
         losses = engine.forward_backward(update.micro_batches, model_loss, update.scale)
         # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike.
-        outcome = engine.step(losses, run.bounds)
+        outcome = engine.step(losses, run.bounds())
         run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
         if run.should_evaluate(update):
             run.log_held_out(update, evaluate())

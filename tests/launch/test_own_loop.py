@@ -36,7 +36,9 @@ def lines_of(llama, material, cache, tmp_path_factory):
     def run(change: str, strategy: str, processes: int) -> list[dict]:
         folder = tmp_path_factory.mktemp("own")
         script, output = folder / "clm.py", folder / "run"
-        text = patched((ROOT / "train" / "clm.py").read_text(), CHANGES[change]).replace("number <= 100", "number <= 2")
+        text = patched((ROOT / "train" / "clm.py").read_text(), CHANGES[change]).replace(
+            "number <= 100", "number <= 2"
+        )
         text = text.replace("if run.should_save(update):", "if run.should_save(update) or update.number == 3:")
         script.write_text(text.replace("other.txt", str(material / "text" / "valid.txt")))
         forked(

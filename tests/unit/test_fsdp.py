@@ -57,7 +57,7 @@ def test_what_it_is(read):
     dividing = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_ignored_modules": "experts"}})
     assert (dividing.name, dividing.divides_experts, strategy.divides_experts) == ("ep", True, False)
     twice = read({**OWN, "parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, processes=4)
-    assert (twice.name, twice.layout.replicas, twice.layout.shard_size) == ("hsdp", 2, 2)
+    assert (twice.name, twice.layout.dp_replicate, twice.layout.shard_size) == ("hsdp", 2, 2)
     once = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_sync_each_batch": False}})
     assert (strategy.syncs_each_batch, once.syncs_each_batch) == (True, False)
     near = {"fsdp_version": 2, "fsdp_reshard_after_forward": 2, "fsdp_reduce_dtype": "bf16"}

@@ -179,10 +179,10 @@ def test_what_the_launcher_gets(machine, monkeypatch):
 
 def test_which_failures_are_worth_a_restart(tmp_path):
     restarts = Restarts(tmp_path)
-    assert not Restarts(None).refused({-9, 143}), "the agent has ended the others"
-    assert Restarts(None).refused({1, 2}), "the others have lost a process"
+    assert not Restarts(None).record_failure({-9, 143}), "the agent has ended the others"
+    assert Restarts(None).record_failure({1, 2}), "the others have lost a process"
     (tmp_path / "metrics.jsonl").write_text('{"update": 7, "loss": 1.0}\n{"eval_loss": 1.0}\n{"upd')
-    assert not restarts.refused({-9})
-    assert "twice after update 7" in restarts.refused({1})
+    assert not restarts.record_failure({-9})
+    assert "twice after update 7" in restarts.record_failure({1})
     restarts.stop()
-    assert restarts.refused({85})
+    assert restarts.record_failure({85})

@@ -93,7 +93,7 @@ class AsyncCheckpointWriter:
         self.wait()
         engine, copied = self.engine, self.copies()
         if progress is not None:
-            engine.state.start()
+            engine.state.initialize_moments()
         pieces = engine.state.own() if progress is not None else []
         tensors = {**engine.state.tensors(), **engine.state.whole_tensors()} if progress is not None else {}
         tensors = self._on_the_host("state", tensors, copied)

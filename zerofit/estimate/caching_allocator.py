@@ -104,7 +104,7 @@ class Unused(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def unused_bytes(blocks: tuple[int, ...], before: tuple[int, ...] = (), between: tuple[int, ...] = ()) -> Unused:
-    """After a pass that is like the one before it.
+    """Return what the allocator holds beyond the peak after a pass that is like the one before it.
 
     Args:
         blocks: bytes that a pass takes, and (negative) gives back, in order.

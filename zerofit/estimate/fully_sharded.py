@@ -146,7 +146,7 @@ class FullyShardedMemory(GradientMemory):
         return max(most, self._wait(place))
 
     def _gather(self, place: Place | None) -> int:
-        """In the forward pass. Returns the most that is held meanwhile."""
+        """Gather a group for its forward pass. Returns the most that is held meanwhile, in bytes."""
         group = self.groups[place]
         most = self.held + group.cast + group.full
         self.arrived = group.full
@@ -154,7 +154,7 @@ class FullyShardedMemory(GradientMemory):
         return max(most, self.held)
 
     def _wait(self, place: Place) -> int:
-        """In the backward pass, for what was fetched ahead; then the next one is."""
+        """Wait for a group that the backward pass fetched ahead, then fetch the next one. Returns bytes, likewise."""
         group, most = self.groups[place], self.held
         if place not in self.here:
             if self.next != place:
@@ -167,7 +167,7 @@ class FullyShardedMemory(GradientMemory):
         return max(most, self._fetch_ahead(self.order.index(place)))
 
     def _fetch_ahead(self, place: int) -> int:
-        """The group before this place of the order."""
+        """Fetch the group before this place of the order. Returns bytes, likewise."""
         if place == 0 or self.order[place - 1] in self.here:
             return self.held
         self.next = self.order[place - 1]

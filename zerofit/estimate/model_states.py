@@ -53,13 +53,13 @@ class GradientMemory:
         return self.gathered, self.gradients, self.buffers
 
     def begin(self, first: bool, last: bool) -> None:
-        """A backward pass begins: of the first, and the last, micro-batch of an update."""
+        """Start the backward pass of a micro-batch, which may be the first or the last one of an update."""
         self.first, self.last = first, last
         if first:
             self.gradients = 0
 
     def enter(self, step: TracedStep) -> int:
-        """A step of the pass begins. Returns the most that is held at a moment meanwhile."""
+        """Start a traced step. Returns the peak of the bytes that are held while it runs."""
         return self.held
 
     def complete(self, name: str) -> int:

@@ -191,7 +191,7 @@ def pinned(sizes: list[int]) -> int:
 
 
 def _held(states: States) -> dict[str, int]:
-    """All the time."""
+    """Return the bytes that are there throughout an update, by kind."""
     return {
         "weights": states.weights,
         "gradients": states.gradients,

@@ -62,7 +62,7 @@ class PlannedModel:
 
     @property
     def teacher_weights(self) -> int:
-        """Their number."""
+        """The number of the teacher's weights; 0 without one."""
         return sum(each.numel() for each in self.teacher.parameters()) if self.teacher is not None else 0
 
     def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:

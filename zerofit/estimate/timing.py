@@ -380,7 +380,7 @@ class Timing:
         weights, world_size = self.model.weights_of(resolved.layout), resolved.layout.shard_size
         width = DTYPES[resolved.precision].itemsize
         if isinstance(resolved.sharding, FullyShards):
-            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding, resolved.layout.replicas)
+            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding, resolved.layout.dp_replicate)
         if resolved.zero is None:
             return torch_exchanges(weights, world_size, self.model.on_gpu, self.model.recipe.optim)
         if resolved.shards_parameters:

@@ -77,7 +77,7 @@ class RestartingAgent(AskingAgent):
         ends = ", ".join(f"rank {rank} {_end(failure.exitcode)}" for rank, failure in sorted(failures.items()))
         ended = f"{ends} after update {self.restarts.updates()}"
         codes = {failure.exitcode for failure in failures.values()}
-        refused = self.restarts.refused(codes) if allowed else "--max_restarts 0"
+        refused = self.restarts.record_failure(codes) if allowed else "--max_restarts 0"
         if allowed and self.group is not None and self.group.has_finished():
             refused = "another machine has finished"
         used = self._count(not have_saved(codes))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.rendezvous import LIMIT_S, LIMIT_VARIABLE
-from zerofit.launch.runs import layout_of
+from zerofit.launch.runs import launcher_options
 from zerofit.launch.schedulers import GENERIC, RANK_VARIABLES, SCHEDULERS, Machines, given_machines, read_machines
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.base import Recipe
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     is_launch = not wants_help(argv) and "--dry_run" not in argv
     with Supervisor(exit_code_of(argv), is_launch) as supervisor:
         options, program = read_options(argv)
-        layout = choose_layout(options, program)
+        layout = choose_launcher_options(options, program)
         return 0 if options.dry_run else supervisor.run(layout, program, environment_of_launcher(options))
 
 
@@ -97,7 +97,7 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     return ExitCode(find_folder(task, [*recipe, *words[bool(named) :]]), {"RANK": number})
 
 
-def choose_layout(options: LaunchOptions, program: list[str]) -> list[str]:
+def choose_launcher_options(options: LaunchOptions, program: list[str]) -> list[str]:
     """The options of `accelerate launch`. Prints them, the devices and the machines."""
     machines = choose_machines(options)
     check_devices()
@@ -111,7 +111,7 @@ def choose_layout(options: LaunchOptions, program: list[str]) -> list[str]:
     strategy = options.strategy or ("ddp" if processes > 1 else "single")
     if strategy == "single" and processes > 1:
         raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
-    layout = layout_of(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
+    layout = launcher_options(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
     if options.max_restarts:
         if processes == 1:
             raise UserError(

@@ -39,8 +39,8 @@ class Restarts:
     def stop(self) -> None:
         self.is_stopped = True
 
-    def refused(self, codes: set[int]) -> str:
-        """Return why the processes are not started again; empty where they are.
+    def record_failure(self, codes: set[int]) -> str:
+        """Take a failure into account. Returns why the processes are not started again; empty where they are.
 
         Args:
             codes: of the processes that have failed; negative: the signal that killed one. Those that the agent has

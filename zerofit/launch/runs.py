@@ -26,7 +26,9 @@ UPDATE = re.compile(r"^update +(\d+)/", re.MULTILINE)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def layout_of(config: Path, processes: int, machines: Machines = ONE_MACHINE, port: int | None = None) -> list[str]:
+def launcher_options(
+    config: Path, processes: int, machines: Machines = ONE_MACHINE, port: int | None = None
+) -> list[str]:
     """The options of `accelerate launch`, which every launch of ours gives it; without a port any free one, on one
     machine."""
     words = ["--config_file", str(config), "--num_processes", str(processes)]
@@ -57,7 +59,7 @@ class LaunchedRun:
     def command(self, num_processes: int) -> list[str]:
         """The command line of a launch."""
         options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
-        return [*LAUNCHER, *layout_of(self.config_file, num_processes), str(script(self.task)), *options]
+        return [*LAUNCHER, *launcher_options(self.config_file, num_processes), str(script(self.task)), *options]
 
 
 class RunningLaunch:

@@ -133,7 +133,7 @@ def check_split_rows(engine, collate, packed: bool) -> str | None:
     if not abs(split - full) <= allowed:  # both are 0 on a device without data
         raise UserError(
             f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {engine.module.config.model_type} with "
-            f"attn_implementation = {kernel_of(engine.module)!r} differs. Use a pair without it, such as zero3"
+            f"attn_implementation = {kernel_of(engine.module)!r} differs. Use a strategy without it, such as zero3"
         )
     if not engine.split_rows.in_a_ring:
         return None

@@ -62,7 +62,7 @@ def check_stages(config, stages: int, source: str) -> None:
     """
     degree = f"{source}: pipeline.stages = {stages}"
     if family_of(config).stage_plan is None:
-        raise UserError(f"{degree}: a {config.model_type} has no pipeline. Use a pair such as zero3")
+        raise UserError(f"{degree}: a {config.model_type} has no pipeline. Use a strategy such as zero3")
     if config.num_hidden_layers < stages:
         raise UserError(f"{degree}, and num_hidden_layers = {config.num_hidden_layers}. Use fewer stages")
 

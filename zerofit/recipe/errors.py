@@ -1,4 +1,4 @@
-"""Errors of the user: one message without a traceback, and exit code 2."""
+"""Exit codes, how a process ends, and errors of the user: one message without a traceback, and code 2."""
 
 import contextlib
 import difflib

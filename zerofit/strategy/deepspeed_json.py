@@ -1,7 +1,6 @@
-"""The DeepSpeed JSON of a strategy: read strictly, its "auto" filled in from the recipe, contradictions refused.
+"""The DeepSpeed JSON of a strategy, read and checked by itself: known keys, types, values that cannot be used.
 
-The recipe owns batch sizes, clipping, precision, the optimizer's settings and the schedule. A JSON that states one of
-them must agree with it; where the recipe leaves the option unset, the JSON's value becomes the recipe's.
+deepspeed_config.py fills "auto" in from the recipe, and refuses contradictions.
 """
 
 import json

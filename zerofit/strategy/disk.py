@@ -28,7 +28,7 @@ def keeps_optimizer_on_disk(zero: dict[str, Any]) -> bool:
 
 
 def check_async_io() -> None:
-    """Before a model is loaded.
+    """Check, before a model is loaded, that DeepSpeed can build what reads and writes an NVMe disk.
 
     Raises:
         UserError: DeepSpeed cannot compile what reads and writes the disk.

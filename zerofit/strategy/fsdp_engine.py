@@ -99,7 +99,7 @@ class FullyShardedEngine(TorchEngine):
 
     def _mesh(self) -> DeviceMesh:
         """Make the mesh of all ranks; with replicas (replicas, ranks that share one), the latter side by side."""
-        shards, replicas = self.layout.shard_size, self.layout.replicas
+        shards, replicas = self.layout.shard_size, self.layout.dp_replicate
         if replicas == 1:
             return init_device_mesh(self.device.type, (shards,))
         return init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
@@ -124,7 +124,7 @@ class FullyShardedEngine(TorchEngine):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if not self.strategy.syncs_each_batch:
             self.module.set_requires_gradient_sync(last)
-        elif self.layout.replicas > 1:  # sharded gradients are summed up, and travel between machines once
+        elif self.layout.dp_replicate > 1:  # sharded gradients are summed up, and travel between machines once
             self.module.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
@@ -177,7 +177,7 @@ class FullyShardedEngine(TorchEngine):
                 parameter.grad.to_local().div_(self.layout.world_size)
         square = super()._take_norm() ** 2  # of a replica's ranks together
         torch.distributed.all_reduce(square)
-        return (square / self.layout.replicas).sqrt()
+        return (square / self.layout.dp_replicate).sqrt()
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad()
@@ -229,7 +229,7 @@ class FullyShardedEngine(TorchEngine):
             "version": 2,
             "reshard_after_forward": self.strategy.reshards,
             "blocks": self.blocks,
-            "replicas": self.layout.replicas,
+            "replicas": self.layout.dp_replicate,
             "sync_each_batch": self.strategy.syncs_each_batch,
             "gathered_in": self.strategy.precision,
             "reduced_in": "bf16" if self.strategy.reduces_in_half else "fp32",

@@ -39,7 +39,7 @@ class ParallelLayout:
         tensor: ranks that split each layer.
         pipeline: stages, each with some of the layers.
         sequence: ranks that split each row.
-        replicas: groups of ranks, each with a sharded copy of its own of what is sharded (HSDP); neighbours share.
+        dp_replicate: groups of ranks, each with a sharded copy of its own of what is sharded (HSDP); neighbours share.
     """
 
     world_size: int = 1
@@ -47,7 +47,7 @@ class ParallelLayout:
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
-    replicas: int = 1
+    dp_replicate: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size % self.replica_size:
@@ -100,7 +100,7 @@ class ParallelLayout:
     @property
     def shard_size(self) -> int:
         """Ranks that shard the same weights."""
-        return self.data_size * self.sequence // self.replicas
+        return self.data_size * self.sequence // self.dp_replicate
 
     @property
     def is_main(self) -> bool:

@@ -197,7 +197,7 @@ class OptimizerState:
             steps: updates that the optimizer has made (fp16's skipped ones not counted).
             read_whole: of an optimizer that keeps other tensors than AdamW.
         """
-        self.start()
+        self.initialize_moments()
         for piece in self._in_memory(self.held(), written=True):
             for kind in self.kinds_of(piece.name):
                 self.set(kind, piece, read(kind, piece))
@@ -205,7 +205,7 @@ class OptimizerState:
         self._set_steps(steps)
         self._weights_follow()
 
-    def start(self) -> None:
+    def initialize_moments(self) -> None:
         """Let the optimizer make its moments, which it does at its first step only: a step that moves nothing."""
         if any(True for _ in self._step_holders()):
             return
@@ -259,7 +259,7 @@ class OptimizerState:
         """Keep a mean of the weights from now on, beside the moments: these come first, since an optimizer makes them
         where it finds nothing."""
         self.kinds = (*self.kinds, AVERAGE)
-        self.start()
+        self.initialize_moments()
         for tensor in self._optimized():
             self.optimizer.state[tensor][AVERAGE] = tensor.detach().clone()
 

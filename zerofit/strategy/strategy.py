@@ -37,7 +37,7 @@ class Strategy:
     batches: BatchSizes
     precision: str
     deepspeed: dict[str, Any] | None
-    source: str  # who stated the DeepSpeed configuration
+    source: str  # the file, or the launcher, that messages name
     notes: tuple[str, ...] = ()
     stated: tuple[PrecisionSetting, ...] = ()  # every place that states the precision
     tensor: int = 1  # ranks that share each layer
@@ -112,7 +112,7 @@ class Strategy:
             degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
             return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
         if self.fully_shards:
-            return "ep" if self.divides_experts else "hsdp" if self.layout.replicas > 1 else "fsdp2"
+            return "ep" if self.divides_experts else "hsdp" if self.layout.dp_replicate > 1 else "fsdp2"
         return "ddp" if self.launch.world_size > 1 else "single"
 
     @property

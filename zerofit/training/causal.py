@@ -34,9 +34,9 @@ def choose_loss_and_attention(model: Any, run: Run) -> None:
         run.note(choose_attention(model, recipe.attn_implementation, run.strategy.precision))
 
 
-def check_rows(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:
-    """Try the prepared model on random tokens: do packed documents stay apart, is the memory-saving loss its loss, and
-    do ranks that split rows find what one finds? Returns notes for the log.
+def try_kernels(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:
+    """Choose by trial, on random tokens, the attention kernel that keeps packed documents apart and the loss that is
+    the model's own; check that ranks that split rows find what one finds. Returns notes for the log.
 
     Args:
         collate: lays rows out as in training; it learns how the attention kernel takes packed rows.

@@ -1,4 +1,4 @@
-"""A run's configuration, resolved once: recipe, launch environment, strategy pair and earlier run."""
+"""A run's configuration, resolved once: recipe, launch environment, strategy and earlier run."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +57,7 @@ class RunConfiguration:
 
 
 def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
-    """Check that all sources agree. The recipe adopts what it leaves open from the strategy pair or the earlier run.
+    """Check that all sources agree. The recipe adopts what it leaves open from the strategy or the earlier run.
 
     Raises:
         UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.
@@ -156,7 +156,7 @@ def check_task(task: str, strategy: Strategy) -> None:
     kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
     if task not in CAUSAL and kinds:
         raise UserError(
-            f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a pair without it, "
+            f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a strategy without it, "
             "such as zero3"
         )
 

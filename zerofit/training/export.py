@@ -225,7 +225,7 @@ def answer(
         run.begin_evaluation(0)
         run.watchdog.phase("evaluate", patience=LONG)
         figures = evaluate()
-        clock = run.end_evaluation(figures, num_held_out)
+        clock = run.end_evaluation(num_held_out)
         files = ["metrics.jsonl", *(path.name for path in sorted(folder.path.glob("predictions*.jsonl")))]
         if run.is_main:
             folder.metrics.add(UpdateMetrics.of_evaluation(figures, clock).to_line())

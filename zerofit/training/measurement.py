@@ -132,7 +132,8 @@ class Measurement:
         if evaluate is not None and run.data.num_held_out:
             evaluate()  # warms up
             run.begin_evaluation(self.done)
-            took = run.end_evaluation(evaluate(), run.data.num_held_out)
+            evaluate()
+            took = run.end_evaluation(run.data.num_held_out)
             evaluation = {
                 "evaluation_seconds": took.seconds,
                 "evaluation_samples_per_s": took.samples_per_s,

@@ -22,6 +22,7 @@ from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror, open_mirror
 from zerofit.checkpoint.run_state import RunState
 from zerofit.data.lengths import growing_blocks
+from zerofit.data.pack import TaskData, TextData
 from zerofit.data.token_updates import updates_by_tokens
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
 from zerofit.health.failure import explain_failure
@@ -93,6 +94,7 @@ class Run:
         self.length: Any = None  # a RunLength, once the data is known
         self.compilation: str | None = None  # what torch_compile = auto has taken, and why
         self.model_configuration: Any = None
+        self.data: Any = None  # a TaskData, once the loop begins
         self.growth: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state, self.stop = RunState(), Stop()
         self.best: Any  # a BestMetricTracker; this and what follows are made by open_record
@@ -162,16 +164,18 @@ class Run:
         return config
 
     def use_precision(self, precision: str) -> None:
-        """Override the strategy's precision."""
+        """Override the strategy's precision, and the recipe's."""
+        if self.recipe.precision:
+            self.recipe.decide("precision", precision)
         self.strategy = self.strategy.with_precision(precision)
         self.config = replace(self.config, strategy=self.strategy)
         self.facts.strategy = self.strategy
 
-    def start(self, data: Any) -> None:
+    def start(self, data: TaskData) -> None:
         """Fix the number of updates, and start the ranks' process group: not before, since reading data may take long.
 
         Args:
-            data: what the task has prepared: `train` (the samples, or None), `samples_per_epoch`.
+            data: what the task has prepared; its `train` is None where nothing is trained.
 
         Raises:
             UserError: there are fewer samples than one global batch takes; machines differ.
@@ -186,6 +190,7 @@ class Run:
             self.length = run_length(recipe, num_samples, self.strategy.batches, self.by_tokens)
             if warmup := getattr(recipe, "block_size_warmup", None):
                 stated = recipe.source("block_size_warmup")
+                assert isinstance(data, TextData), "an option of causal tasks"
                 self.growth = growing_blocks(warmup, stated, data.block_size, data.is_chat)
         self.accelerator, notes = start_processes(self)
         self.notes += notes
@@ -256,7 +261,7 @@ class Run:
         self.timeline.mark("preparing the model")
         return self.engine
 
-    def announce(self, data: Any) -> None:
+    def announce(self, data: TaskData) -> None:
         """Say what is about to happen: the model, the strategy, the data, and what was noted."""
         self.say(*about_the_run(self, data))
 
@@ -264,7 +269,7 @@ class Run:
 
     def updates(
         self,
-        data: Any,
+        data: TaskData,
         collate: Callable[[list[Any]], Any],
         *,
         figures: Sequence[str] = ("loss", "perplexity"),
@@ -277,7 +282,7 @@ class Run:
         The samples of update k are the same under every strategy, whatever the number of processes and micro-batches.
 
         Args:
-            data: what the task has prepared: `train`, `order`, `tokenizer`, `num_held_out`.
+            data: what the task has prepared. Samples of your own: a SampleSet (data/pack.py) as its `train`.
             collate: samples -> Batch.
             figures: the names of the held-out figures, without their `eval_`; the first tells which evaluation is the
                 best, unless the recipe names another.
@@ -340,10 +345,10 @@ class Run:
         self.checkpoints.finish(after_anomaly=self.stop.reason is StopReason.ANOMALY)
         self.seconds = time.perf_counter() - self.began
 
-    @property
     def bounds(self) -> Bounds:
-        """Limits on this update's loss and gradient norm (see AnomalyDetector), with this rank's report to the others.
-        Prefetches the next update's micro-batches while the device still computes this one."""
+        """Return the limits of this update's loss and gradient norm (see AnomalyDetector), with this rank's report to
+        the others; for `step`, once for each update. The next update's micro-batches are fetched meanwhile, while the
+        device still computes this one."""
         if self.measurement:
             return self.measurement.bounds()
         if self._skips:
@@ -364,8 +369,9 @@ class Run:
         return replace(self.detector.bounds(self._totals.targets or 1.0), report=own)
 
     def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
-        """Record an update in metrics.jsonl, on the terminal and in trackers. If it was refused, do what `on_anomaly`
-        says: stop, skip it, or rewind to the last checkpoint. `own`: figures of the script's own, those of rank 0."""
+        """Take an update down for metrics.jsonl, the terminal and trackers; its line is written with the next update,
+        or with `save`, once an evaluation has been added. If it was refused, do what `on_anomaly` says: stop, skip it,
+        or rewind to the last checkpoint. `own`: figures of the script's own, those of rank 0."""
         if self.measurement:
             self.measurement.log(update, outcome)
             return
@@ -448,7 +454,7 @@ class Run:
 
     def log_held_out(self, update: Update, figures: dict[str, float]) -> None:
         """Take down the held-out figures of an evaluation after this update, `eval_loss` among them."""
-        timing = self.end_evaluation(figures, self.data.num_held_out)
+        timing = self.end_evaluation(self.data.num_held_out)
         self.state.held_out = figures
         self.throughput.evaluations.append(timing)
         self.recorder.show_held_out(update.number, figures)
@@ -484,7 +490,7 @@ class Run:
         synchronise(self.engine.device)
         self._evaluation_began = time.perf_counter()
 
-    def end_evaluation(self, figures: dict[str, float], num_samples: int) -> EvaluationTime:
+    def end_evaluation(self, num_samples: int) -> EvaluationTime:
         """Seconds of the evaluation on the slowest rank, generation and predictions.jsonl included."""
         synchronise(self.engine.device)
         own = time.perf_counter() - self._evaluation_began
@@ -492,14 +498,15 @@ class Run:
         return EvaluationTime(seconds, num_samples / seconds)
 
     def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> UpdateStream:
-        """The training data from the update on that the state is at: at the start of a launch, and after a rewind."""
+        """Evaluate before the first update, if that is asked for, and return the training data from the update on that
+        the state is at: at the start of a launch, and after a rewind."""
         state, recipe = self.state, self.recipe
         self.detector.begin(state.anomaly_history)
         self.recorder.begin(state.updates)
         if recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
             self.begin_evaluation(0)
             figures = evaluate()
-            timing = self.end_evaluation(figures, self.data.num_held_out)
+            timing = self.end_evaluation(self.data.num_held_out)
             state.held_out_before = state.held_out = figures
             self.throughput.evaluations.append(timing)
             self.recorder.write(UpdateMetrics.of_evaluation(figures, timing))

@@ -291,13 +291,13 @@ class VocabularyHead(nn.Module):
 
 
 def check_split(config, size: int, source: str) -> None:
-    """Check that so many ranks can share the layers of a model, as a pair says.
+    """Check that so many ranks can share the layers of a model, as a strategy says.
 
     Raises:
         UserError: its family has no plan, or the number divides its heads or its MLP's channels not evenly.
     """
     plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
-    otherwise = "Use a pair without it, such as zero3"
+    otherwise = "Use a strategy without it, such as zero3"
     if plan is None:
         raise UserError(f"{degree}: tensor parallelism does not support {config.model_type}. {otherwise}")
     # GPT-2's n_inner may be None: then it is four times the hidden size

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.launch.runs import LAUNCHER, layout_of
+from zerofit.launch.runs import LAUNCHER, launcher_options
 from zerofit.model.folders import model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if find_spec("lm_eval") is None:
         raise UserError(f"lm-evaluation-harness is not installed: pip install lm-eval=={VERSION}, or '.[tasks]'")
     if options.num_processes and "WORLD_SIZE" not in os.environ:
-        layout = layout_of(configs() / "ddp.yaml", options.num_processes)
+        layout = launcher_options(configs() / "ddp.yaml", options.num_processes)
         os.execv(sys.executable, [*LAUNCHER, *layout, "-m", "zerofit.cli", "evaluate", *(argv or [])])
     from zerofit.tools.evaluate.harness import evaluate
 

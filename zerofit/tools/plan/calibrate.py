@@ -24,7 +24,7 @@ from zerofit.estimate.operations import (
     RANDOM,
     REDUCE_SCATTER,
 )
-from zerofit.launch.runs import LAUNCHER, RunningLaunch, layout_of
+from zerofit.launch.runs import LAUNCHER, RunningLaunch, launcher_options
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.places import configs
 from zerofit.record.terminal import rounded, say
@@ -247,7 +247,7 @@ def _name_of_gpu() -> str:
 def _measure(processes: int) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        layout = layout_of(configs() / ("ddp.yaml" if processes > 1 else "single.yaml"), processes)
+        layout = launcher_options(configs() / ("ddp.yaml" if processes > 1 else "single.yaml"), processes)
         command = [*LAUNCHER, *layout, "-m", "zerofit.tools.plan.calibrate", name]
         with RunningLaunch(command, folder, folder / "log", environment={"OMP_WAIT_POLICY": "PASSIVE"}) as launch:
             if launch.wait(LIMIT_S) == "late":

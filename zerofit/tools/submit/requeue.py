@@ -57,7 +57,7 @@ def queue_again_refused(code: int, folder: Path, is_first: bool) -> str:
     file = folder.with_name(f"{folder.name}.requeue.json")
     before = None if is_first else read_record(file).get("failed_after")
     restarts = Restarts(folder, before if type(before) is int else None)
-    refused = restarts.refused({code})
+    refused = restarts.record_failure({code})
     if refused or restarts.failed_after is None:
         file.unlink(missing_ok=True)
     else:
