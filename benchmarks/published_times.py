@@ -77,7 +77,9 @@ def predict(row: MeasuredRow) -> tuple[str, float, dict[str, float]]:
         pair, degrees = read_pair(row.strategy), Degrees(row.tensor, row.pipeline)
         degrees = pair.degrees if degrees == Degrees() else degrees
         recipe = Planner(options, model, budget).resolved_recipe()
-        resolved = resolve_with(row.strategy, pair, degrees, recipe, model, row.gpus, row.gpus_per_node)
+        resolved = resolve_with(
+            row.strategy, pair, degrees, recipe, model, world_size=row.gpus, gpus_per_node=row.gpus_per_node
+        )
         timing, _ = make_timing(options, model, budget, gpu, {row.precision != "fp32"})
         time = timing.predict(resolved, row.micro_batch, row.accumulation).time
     except UserError as error:

@@ -103,8 +103,7 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path):
     ("", 0, "failed", None),
 ])  # fmt: skip
 def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where, tmp_path):
-    process = SimpleNamespace(returncode=code, poll=lambda: code)
-    ended = SimpleNamespace(text=text, process=process, log=tmp_path / "log", seconds=1.0)
+    ended = SimpleNamespace(text=text, exit_code=code, log=tmp_path / "log", seconds=1.0)
     result = outcome_of(ended)
     assert (result["outcome"], result.get("where")) == (how, where)
 
@@ -387,7 +386,7 @@ def test_a_headline_has_the_spread_and_the_load(seconds, load, words, without):
     (44, None, 44), (44, 64, 32), (44, 88, 44), (44, 90, 15), (8, 1024, 8), (200, 64, 32), (44, 2, 1),
 ])  # fmt: skip
 def test_the_batch_divides_the_global_batch(best, global_batch, size):
-    assert batch_to_train(SimpleNamespace(best={"size": best}), global_batch, 2) == size
+    assert batch_to_train(best, global_batch, 2) == size
 
 
 def test_runs_have_the_recipe_as_it_is(tmp_path):

@@ -125,6 +125,11 @@ class RunningLaunch:
         return "ended"
 
     @property
+    def exit_code(self) -> int | None:
+        """The exit code of its launcher; None before its end."""
+        return None if self.process is None else self.process.poll()
+
+    @property
     def newest_update(self) -> int:
         """The last update that this launch has printed; 0: none."""
         found = UPDATE.findall(self.text)
@@ -212,7 +217,7 @@ def failure(launch: RunningLaunch, how: str) -> str | None:
     Args:
         how: the result of `wait`.
     """
-    code, text = launch.process and launch.process.poll(), launch.text
+    code, text = launch.exit_code, launch.text
     if how == "late":
         problem = f"has not ended in {launch.seconds / 60:.1f} minutes"
     elif code:

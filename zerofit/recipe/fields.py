@@ -118,7 +118,8 @@ Base = type[int | float | str | FlagOrValue]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """The type of an option in parts: `list[float] | None` is base float, many, optional."""
+    """The type of an option in parts: `list[float] | None` is base float, many. An option is optional that has no
+    value by default; one that is required has one after the check, and no None in its annotation."""
 
     base: Base
     many: bool
@@ -132,16 +133,13 @@ class Kind:
         return f"a list, each {name}" if self.many else name
 
 
-def kind_of(annotation: Any) -> Kind:
+def kind_of(annotation: Any, optional: bool) -> Kind:
     """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any; or a type that
     is annotated with a FlagOrValue."""
-    optional = False
     if typing.get_origin(annotation) is Annotated:
         (annotation,) = annotation.__metadata__
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = [member for member in typing.get_args(annotation) if member is not type(None)]
-        optional = len(members) < len(typing.get_args(annotation))
-        (annotation,) = members
+        (annotation,) = (member for member in typing.get_args(annotation) if member is not type(None))
     many = typing.get_origin(annotation) is list
     if many:
         (annotation,) = typing.get_args(annotation)
@@ -152,7 +150,7 @@ def kind_of(annotation: Any) -> Kind:
 def kinds_of(options: type) -> dict[str, Kind]:
     """{option: its kind} of a dataclass of options."""
     hints = typing.get_type_hints(options, include_extras=True)
-    return {field.name: kind_of(hints[field.name]) for field in dataclasses.fields(options)}
+    return {each.name: kind_of(hints[each.name], each.default is None) for each in dataclasses.fields(options)}
 
 
 def from_text(text: str, base: Base) -> Any:

@@ -34,6 +34,11 @@ def has_fused_adamw(device: torch.device) -> bool:
     return True
 
 
+def accelerator() -> torch.device:
+    """Return the current accelerator; the CPU where there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done what it was asked for, so that a clock tells of it."""
     if device.type != "cpu":

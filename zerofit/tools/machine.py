@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofit.strategy.devices import bf16_slowdown, device_name, has_bf16
+from zerofit.strategy.devices import accelerator, bf16_slowdown, device_name, has_bf16
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.host_memory import host_memory, usable_cores
 
@@ -43,9 +43,9 @@ def inspect_machine() -> Machine:
     count = num_devices()
     if not count:
         return Machine(cores=usable_cores(), memory=total, memory_free=free, bf16_slowdown=bf16_slowdown())
-    kind, devices = torch.accelerator.current_accelerator().type, []
+    kind, devices = accelerator().type, []
     for index in range(count):
         device = torch.device(kind, index)
         free_there, total_there = torch.accelerator.get_memory_info(index)
-        devices.append(Device(device_name(device), total_there, free_there, has_bf16(device)))
+        devices.append(Device(device_name(device) or kind, total_there, free_there, has_bf16(device)))
     return Machine(kind, tuple(devices), usable_cores(), total, free)

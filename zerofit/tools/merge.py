@@ -39,12 +39,12 @@ REMEDY = """llama.cpp's converter is not here. Get it, and name its folder in LL
 class MergeOptions(Recipe):
     """Fold a LoRA adapter into its base"""
 
-    adapter: str | None = option(
+    adapter: str = option(
         None,
         "The adapter's folder: adapter_config.json and adapter_model.safetensors.",
         required="no adapter: set --adapter to the folder of one, e.g. outputs/RUN/model",
     )
-    output: str | None = option(
+    output: str = option(
         None,
         "The folder to write; it must not exist yet, or be empty.",
         required="no output: set --output to the folder that the merged model is to be written to",

@@ -4,9 +4,11 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zerofit import __version__
 from zerofit.model.adapter_folder import AdapterFolder
@@ -83,7 +85,7 @@ def merge(
     return Merged(probe.difference, effect, notes)
 
 
-def fold(adapted: AdaptedModel):
+def fold(adapted: AdaptedModel) -> PreTrainedModel:
     """The plain transformers model with the adapter in its weights. `adapted.model` is used up.
 
     A matrix that the base uses twice (its embeddings, as the head) becomes two where the adapter tells them apart, and
@@ -102,7 +104,7 @@ def fold(adapted: AdaptedModel):
     return model
 
 
-def _untie(model) -> None:
+def _untie(model: Any) -> None:
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
         weight = getattr(getattr(module, "base_layer", None), "weight", None)
@@ -117,11 +119,12 @@ class Probe:
     and has no other (BART's classifier reads there).
     """
 
-    def __init__(self, model):
+    def __init__(self, model: PreTrainedModel):
         config = model.config
         length = min(LENGTH, usable_positions(config) or LENGTH)
         generator = torch.Generator().manual_seed(0)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = model.get_input_embeddings()
+        vocabulary = embeddings.weight.shape[0]
         rows = torch.randint(0, vocabulary, (ROWS, 1, length), generator=generator)
         end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
         if end is not None and end < vocabulary:
@@ -130,7 +133,7 @@ class Probe:
         self.rows, self.difference = rows, 0.0
         self.has_decoder = config.is_encoder_decoder and model.get_output_embeddings() is not None
 
-    def logits(self, model):
+    def logits(self, model: PreTrainedModel) -> Tensor:
         """Logits of all rows, flattened, in fp32."""
         with torch.no_grad():
             logits = []
@@ -139,7 +142,7 @@ class Probe:
                 logits.append(model(input_ids=row, **more).logits.float().flatten())
         return torch.cat(logits)
 
-    def compare(self, before, model, effect: float | None, what: str) -> list[str]:
+    def compare(self, before: Tensor, model: PreTrainedModel, effect: float | None, what: str) -> list[str]:
         """A line for the terminal on how the model's logits differ from those before.
 
         Raises:
@@ -162,7 +165,7 @@ class Probe:
         return lines
 
 
-def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before) -> float | None:
+def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before: Tensor) -> float | None:
     """The largest change of a base's logit by the adapter. None where the base is not available without it."""
     if folder.settings.get("bias", "none") != "none":
         return None
@@ -171,7 +174,7 @@ def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before) 
     return (of_base - before).abs().max().item() if of_base.isfinite().all() else None
 
 
-def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: bool):
+def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer beside the adapter, with which it was trained; else the base's."""
     config = adapted.model.get_base_model().config
     if folder.has_tokenizer:
@@ -179,7 +182,7 @@ def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: 
     return read_tokenizer("base", adapted.base, config, trust_remote_code)
 
 
-def _write(model, folder: AdapterFolder, tokenizer, partial: Path) -> None:
+def _write(model: PreTrainedModel, folder: AdapterFolder, tokenizer: PreTrainedTokenizerBase, partial: Path) -> None:
     if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(folder.path)
     failed = export_model(model, model.state_dict().items(), tokenizer, partial)
@@ -187,7 +190,7 @@ def _write(model, folder: AdapterFolder, tokenizer, partial: Path) -> None:
         raise error
 
 
-def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool):
+def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool) -> PreTrainedModel:
     config = read_config("output", str(partial), trust_remote_code)
     model, missing = read_model(
         adapted.auto_class, "output", str(partial), config, precision=None, trust_remote_code=trust_remote_code
@@ -203,7 +206,7 @@ def _name(path: Path) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def _card(model, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str]) -> str:
+def _card(model: PreTrainedModel, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str]) -> str:
     """README.md of the merged model."""
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
     settings = {name: folder.settings.get(name) for name in of_adapter}

@@ -12,10 +12,13 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LLAMA_3 = ("begin_of_text end_of_text - - - - start_header_id end_header_id - eot_id").split()  # -: a numbered one
 LLAMA_3_1 = (
@@ -42,7 +45,7 @@ class ConvertedTokenizer:
 
     def save(self, folder: Path, positions: int) -> None:
         """Write it, with Meta's own file: tiktoken's in original/, so that it is not read as sentencepiece's."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or self.source is None:
             return
         self.tokenizer.model_max_length = positions
         self.tokenizer.save_pretrained(folder)
@@ -86,7 +89,7 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
     return made
 
 
-def tokenizer_of_file(file: Path):
+def tokenizer_of_file(file: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer in a tokenizer.model without a model. The params.json beside one of Llama 3 says which special
     tokens it has; without one they are those of 3.1."""
     params, ranks = file.with_name("params.json"), len(tiktoken_ranks(file) or ())
@@ -141,7 +144,7 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
 
     class Converter(TikTokenConverter):
         @staticmethod
-        def load_tiktoken_bpe(_):
+        def load_tiktoken_bpe(_: str) -> dict[bytes, int]:
             return ranks  # transformers' own needs the package tiktoken to read the same lines
 
     names = special_tokens(version, vocab - len(ranks))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from unittest.mock import patch
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 
@@ -13,7 +13,9 @@ LAUNCHER = ("ACCELERATE_", "DEEPSPEED_", "TORCHELASTIC_")  # variables that a la
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def environment_of_a_rank(world_size: int, local_world_size: int, base: Mapping[str, str]) -> AbstractContextManager:
+def environment_of_a_rank(
+    world_size: int, local_world_size: int, base: Mapping[str, str]
+) -> AbstractContextManager[None]:
     """The process' environment is `base`, and what torchrun adds for rank 0, until the context ends."""
     ranks = dict(zip(RANKS, ("0", "0", str(world_size), str(local_world_size))))
     return patch.dict(os.environ, {**base, **ranks}, clear=True)
@@ -24,7 +26,9 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(LAUNCHER)}
 
 
-def strategy_of_a_launch(recipe: Recipe, name: str, source: str, world_size: int, local_world_size: int) -> Strategy:
+def strategy_of_a_launch(
+    recipe: TrainingRecipe, name: str, source: str, world_size: int, local_world_size: int
+) -> Strategy:
     """The strategy as a run of so many processes has it. The recipe adopts what it leaves open and the pair states.
 
     Args:

@@ -1,8 +1,9 @@
 """Options of a tool that works on a training recipe: one command line sets both."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
@@ -10,13 +11,16 @@ from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.help import wants_help
-from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import flag_value, parse_recipe
 from zerofit.recipe.places import recipe_file
-from zerofit.recipe.tasks import TASKS, task_of_recipe
+from zerofit.recipe.tasks import TASKS, TaskRecipe, task_of_recipe
 from zerofit.record.terminal import say_aside
 
-T = TypeVar("T", bound=Recipe)
+if TYPE_CHECKING:
+    Joined = TaskRecipe  # which `join_with_recipe` adds to the options of a tool
+else:
+    Joined = Recipe
+T = TypeVar("T", bound="TaskOption")
 # A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
 NOT_KEPT = set(
     "output_dir overwrite_output_dir resume max_hours save_strategy save_steps save_total_limit mirror".split()
@@ -34,12 +38,17 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass
-class TaskOption(Recipe):
+class TaskOption(Joined):
     """The task"""
 
-    task: str | None = option(
+    task: str = option(
         None, "The task; by default the name of the recipe's folder.", choices=tuple(TASKS), common=True
     )
+
+    def settle(self) -> None:
+        """The task of the joined recipe holds where none is named."""
+        super().settle()
+        self.task = self.task or getattr(super(), "task", self.task)
 
 
 @dataclass
@@ -101,7 +110,7 @@ class ToolRecipe:
         return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
 
 
-def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TrainingRecipe]]:
+def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TaskRecipe]]:
     """(options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type).
 
     Raises:
@@ -114,7 +123,6 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
         raise UserError(f"{prog} takes --strategies: --strategies {options.strategy}")
     if not options.trains:
         raise UserError(f"{prog} trains: remove evaluate_only and predict_file")
-    options.task = task
     for note in options.left_out:
         say_aside(f"note      {note}")
     return options, cls
@@ -136,7 +144,9 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
     return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
 
-def recipe_values(options, cls: type[TrainingRecipe], omit: set[str], replace: dict[str, object]) -> dict[str, object]:
+def recipe_values(
+    options: TaskOption, cls: type[TaskRecipe], omit: set[str], replace: Mapping[str, object]
+) -> dict[str, Any]:
     """{option: value} of all options of the recipe that were set, without those in `omit`, and with the values of
     `replace` for options that the task has."""
     names = [field.name for field in dataclasses.fields(cls)]

@@ -1,16 +1,26 @@
-"""The strategies of a comparison, each with its changes of the recipe, and the recipe of their trials."""
+"""The options of a comparison; its strategies, each with its changes of the recipe; the recipe of their trials."""
 
 import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.fields import option
 from zerofit.recipe.parse import parse_recipe
+from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.plan.layouts import read_pair
-from zerofit.tools.tool_recipe import NOT_KEPT, QUIET, ToolRecipe, recipe_values
+from zerofit.tools.tool_recipe import (
+    NOT_KEPT,
+    QUIET,
+    BatchSizesOptions,
+    LaunchedStrategiesOptions,
+    ToolRecipe,
+    recipe_values,
+)
 
 OMITTED = NOT_KEPT | set(
     (
@@ -34,6 +44,35 @@ REPLACED = QUIET | {
 }
 
 
+@dataclass
+class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
+    """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
+
+    memory_limit: str | None = option(
+        None,
+        "Memory of one process' device: 24GiB; by default all it has. Without a GPU: --simulate.",
+        common=True,
+        form=(parse_bytes, "a size such as 24GiB, 800MiB or 24GB"),
+    )
+    simulate: str | None = option(
+        None,
+        "On simulated GPUs of this size: 24GiB, a100-80gb. Updates are timed, on this machine, with --steps.",
+        common=True,
+    )
+
+    granularity: int = option(1, "The largest batch is found as a multiple of this, up to 4096.", positive=True)
+    steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
+    trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
+    finish: bool = option(False, "Then train each strategy at its best batch, and compare.", common=True)
+    output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.batch_sizes != ["auto"] and self.source("granularity"):
+            problems.append(f"granularity = {self.granularity} has no effect with batch_sizes. Remove it")
+        return problems
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One line of the comparison.
@@ -53,7 +92,7 @@ class Candidate:
         return [word for name, text in self.overrides.items() for word in (f"--{name}", text)]
 
     @property
-    def contents(self) -> tuple[dict, dict | None]:
+    def contents(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """What the strategy's YAML and JSON say."""
         pair = read_pair(str(self.config))
         return pair.content, pair.config
@@ -82,7 +121,7 @@ def read_candidates(names: list[str]) -> list[Candidate]:
     return candidates
 
 
-def make_recipe(options, cls: type[TrainingRecipe]) -> ToolRecipe:
+def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> ToolRecipe:
     """The user's recipe without the options that a trial does not use.
 
     Raises:
@@ -102,13 +141,13 @@ def make_recipe(options, cls: type[TrainingRecipe]) -> ToolRecipe:
     return ToolRecipe(values, notes)
 
 
-def one_batch(options, batch_size: int) -> int:
+def one_batch(options: CompareOptions, batch_size: int) -> int:
     """Held-out samples of one batch on each process."""
     samples = batch_size * options.num_processes
     return min(options.max_eval_samples or samples, samples)
 
 
-def check_overrides(candidates: list[Candidate], recipe: ToolRecipe, cls: type[TrainingRecipe]) -> None:
+def check_overrides(candidates: list[Candidate], recipe: ToolRecipe, cls: type[TaskRecipe]) -> None:
     """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe."""
     problems = []
     for candidate in candidates:

@@ -13,17 +13,15 @@ and repeats nothing. Without a GPU the memory limit is that of simulated devices
 
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import say
-from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
+from zerofit.tools.compare.candidates import CompareOptions, check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.devices import (
     NOT_COUNTED,
@@ -35,7 +33,7 @@ from zerofit.tools.compare.devices import (
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from zerofit.tools.compare.finish import finish, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
-from zerofit.tools.tool_recipe import BatchSizesOptions, LaunchedStrategiesOptions, ToolRecipe, read_with_recipe
+from zerofit.tools.tool_recipe import ToolRecipe, read_with_recipe
 
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 
@@ -53,14 +51,16 @@ def main(argv: list[str] | None = None) -> int:
     to_finish = ToolRecipe(values_to_finish(options, cls), []) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    timer = machine = None
+    real, device = None, options.simulate or options.memory_limit
     if not options.simulate or options.source("steps") or options.finish:  # updates are timed on this machine
-        machine = inspect_trial_machine()
-    if options.simulate or (machine is not None and not machine.devices):
-        if not (options.simulate or options.memory_limit):
-            raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
-        machine, timer = simulated_machine(options.simulate or options.memory_limit, options.num_processes), machine
+        real = inspect_trial_machine()
+    if real is not None and real.devices and not options.simulate:
+        machine, timer = real, None
+    elif device:
+        machine, timer = simulated_machine(device, options.num_processes), real
         recipe = ToolRecipe(without_weights(recipe.values), [*recipe.notes, NOT_COUNTED])
+    else:
+        raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
     stated = parse_bytes(options.memory_limit) if options.memory_limit else None
     limit, notes = choose_limit(machine, options.num_processes, stated)
     notes = [*recipe.notes, *notes]
@@ -95,32 +95,3 @@ def main(argv: list[str] | None = None) -> int:
             raise
     say("", f"report    {output / 'report.html'}, report.md, results.csv")
     return 1 if comparison.problems or any(run.problem for run in report.finished) else 0
-
-
-@dataclass
-class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
-    """The largest batch of each strategy; zero2:lora=true, say, is zero2 with an option of the recipe of its own"""
-
-    memory_limit: str | None = option(
-        None,
-        "Memory of one process' device: 24GiB; by default all it has. Without a GPU: --simulate.",
-        common=True,
-        form=(parse_bytes, "a size such as 24GiB, 800MiB or 24GB"),
-    )
-    simulate: str | None = option(
-        None,
-        "On simulated GPUs of this size: 24GiB, a100-80gb. Updates are timed, on this machine, with --steps.",
-        common=True,
-    )
-
-    granularity: int = option(1, "The largest batch is found as a multiple of this, up to 4096.", positive=True)
-    steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
-    trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
-    finish: bool = option(False, "Then train each strategy at its best batch, and compare.", common=True)
-    output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.batch_sizes != ["auto"] and self.source("granularity"):
-            problems.append(f"granularity = {self.granularity} has no effect with batch_sizes. Remove it")
-        return problems

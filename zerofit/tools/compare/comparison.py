@@ -10,7 +10,7 @@ from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, rounded, say
-from zerofit.tools.compare.candidates import Candidate, one_batch
+from zerofit.tools.compare.candidates import Candidate, CompareOptions, one_batch
 from zerofit.tools.compare.devices import TrialMachine, launch_environment, timed_precision
 from zerofit.tools.compare.results import StrategyRow, common_size, outcome_text, with_rates_of
 from zerofit.tools.compare.search import next_size
@@ -40,7 +40,7 @@ class Comparison:
 
     def __init__(
         self,
-        options,
+        options: CompareOptions,
         candidates: list[Candidate],
         *,
         machine: TrialMachine,
@@ -87,7 +87,7 @@ class Comparison:
         while self._try_what_is_missing():
             pass
         if self.timer is not None:
-            self._time_updates()
+            self._time_updates(self.timer)
 
     def rows(self) -> list[StrategyRow]:
         """The results of each candidate so far."""
@@ -95,7 +95,7 @@ class Comparison:
         for candidate in self.candidates:
             key, trials = self.keys[candidate.name], [*self._results(candidate).values()]
             if self.machine.simulated:
-                timed = self.journal.results(self._timed_key(candidate), 0.0) if self.timer else {}
+                timed = self.journal.results(self._timed_key(candidate, self.timer), 0.0) if self.timer else {}
                 trials = [with_rates_of(line, timed.get(line["size"])) for line in trials]
             seconds = sum(line["seconds"] or 0.0 for line in self.journal.of(key, "end"))
             rows.append(
@@ -183,17 +183,16 @@ class Comparison:
             said = f"fits: {peak_of(result) / 2**20:,.0f}{limit} MiB{rate}"
         say(f"  {candidate.name}  {size:>5}  {said}")
 
-    def _time_updates(self) -> None:
+    def _time_updates(self, timer: TrialMachine) -> None:
         """Time updates on the real machine, at the largest batch that all hold and at each candidate's own."""
         for candidate, row in zip(self.candidates, self.rows()):
             if not row.largest:
                 continue
-            for size in sorted(
-                {row.largest, common_size(self.rows())} - {0, None} - {line["size"] for line in row.timed}
-            ):
-                precision, _ = timed_precision(self.timer, row.about["precision"])
-                key, flags = self._timed_key(candidate), ("--precision", precision)
-                result = self._launch(candidate, size, key, self.timer, self.options.steps, flags)
+            sizes = filter(None, (row.largest, common_size(self.rows())))
+            for size in sorted({*sizes} - {line["size"] for line in row.timed}):
+                precision, _ = timed_precision(timer, row.about["precision"])
+                key, flags = self._timed_key(candidate, timer), ("--precision", precision)
+                result = self._launch(candidate, size, key, timer, self.options.steps, flags)
                 if result["outcome"] != "fits":
                     said = result.get("text") or outcome_text(result)
                     say(f"{candidate.name}: not timed at {size}. {said}")
@@ -201,8 +200,8 @@ class Comparison:
                 self.journal.add("size", key=key, size=size, **result)
                 say(f"  {candidate.name}  {size:>5}  {rounded(result['samples_per_s'])} samples/s, in {precision}")
 
-    def _timed_key(self, candidate: Candidate) -> str:
-        return key_of(of=self.keys[candidate.name], steps=self.options.steps, machine=self.timer.identity)
+    def _timed_key(self, candidate: Candidate, timer: TrialMachine) -> str:
+        return key_of(of=self.keys[candidate.name], steps=self.options.steps, machine=timer.identity)
 
     def _launch(
         self,
@@ -245,7 +244,7 @@ class Comparison:
 
 
 def predict_peaks(
-    candidate: Candidate, options, recipe: Path, machine: TrialMachine, limit: int, sizes: list[int]
+    candidate: Candidate, options: CompareOptions, recipe: Path, machine: TrialMachine, limit: int, sizes: list[int]
 ) -> list[tuple[int, int]]:
     """(size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that fits.
 

@@ -175,7 +175,7 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
     )
 
 
-def without_weights(values: dict) -> dict:
+def without_weights(values: dict[str, Any]) -> dict[str, Any]:
     """The recipe's options for a model of the same shape that reads no weights: they would hold no data."""
     name = values.get("model_name_or_path")
     if not name:

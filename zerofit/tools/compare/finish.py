@@ -11,21 +11,20 @@ from typing import Any
 
 from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, rounded, say, size
-from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate
+from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate, CompareOptions
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.devices import launch_environment
-from zerofit.tools.compare.results import StrategyRow
 from zerofit.tools.compare.trial import key_of
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
 
 
-def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
+def values_to_finish(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str, Any]:
     """The user's recipe without the options that each run sets for itself. A global batch sets the accumulation.
 
     Raises:
@@ -39,10 +38,9 @@ def values_to_finish(options, cls: type[TrainingRecipe]) -> dict[str, Any]:
     return recipe_values(options, cls, SET_BY_EACH_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
 
 
-def batch_to_train(row: StrategyRow, global_batch: int | None, num_processes: int) -> int:
+def batch_to_train(best: int, global_batch: int | None, num_processes: int) -> int:
     """The micro-batch of the run: the best one. With a global batch, the largest one up to it that divides its part of
     a process."""
-    best = row.best["size"]
     if not global_batch:
         return best
     of_process = global_batch // num_processes
@@ -149,7 +147,7 @@ def agreement(runs: list[Finished]) -> str:
     }
     if not differences:
         return f"One global batch of {batches[0]} for all"
-    worst = max(differences, key=differences.get)
+    worst = max(differences, key=lambda name: differences[name])
     difference = f"at most {differences[worst]:.1e} of {first.name}'s ({worst.removeprefix('eval_')})"
     return (
         f"One global batch of {batches[0]} for all: the same samples in each update. The final held-out figures "
@@ -164,12 +162,12 @@ def finish(comparison: Comparison, recipe: Path) -> list[Finished]:
         recipe: the file of the runs' recipe.
     """
     rows = zip(comparison.candidates, comparison.rows())
-    return [_finish(comparison, recipe, candidate, row) for candidate, row in rows if row.best]
+    return [_finish(comparison, recipe, candidate, row.best["size"]) for candidate, row in rows if row.best]
 
 
-def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, row: StrategyRow) -> Finished:
+def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: int) -> Finished:
     options, machine = comparison.options, comparison.timer or comparison.machine
-    size = batch_to_train(row, options.global_batch_size, options.num_processes)
+    size = batch_to_train(best, options.global_batch_size, options.num_processes)
     key = key_of(
         recipe=recipe.read_text(encoding="utf-8"),
         task=options.task,
@@ -191,7 +189,7 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, row: Str
     environment = launch_environment(machine, options.num_processes)
     with RunningLaunch(command, folder, log, mark=about["mark"], environment=environment) as launch:
         launch.wait(math.inf)
-        problem = mistake(launch) or failure(launch, "ended") or "" if launch.process.returncode else ""
+        problem = mistake(launch) or failure(launch, "ended") or "" if launch.exit_code else ""
         comparison.journal.end(about, "failed" if problem else "done", launch.seconds)
     finished = Finished.read(candidate.name, size, folder, problem)
     say(f"{candidate.name}: {problem or f'trained in {duration(finished.training_s)}'}")

@@ -28,8 +28,10 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     for index, row in enumerate(rows):
         style, lines, fails = _style(index), row.fitting, row.fails
         if row in predicted:
-            sizes, peaks = zip(*sorted(row.predicted.items()))
-            axes.plot(sizes, [peak / unit for peak in peaks], color=style["color"], linewidth=1.2)
+            line = sorted(row.predicted.items())
+            axes.plot(
+                [size for size, _ in line], [peak / unit for _, peak in line], color=style["color"], linewidth=1.2
+            )
         sizes, peaks = [line["size"] for line in lines], [peak_of(line) / unit for line in lines]
         axes.plot(
             sizes, peaks, linestyle="none", label=shortened(row.name if lines else f"{row.name}: none", 40), **style
@@ -52,12 +54,13 @@ def throughput_plot(rows: list[StrategyRow]) -> Figure:
     """Samples a second, over all processes, against the batch size of one."""
     figure, axes = _figure("batch size", "samples/s")
     for index, row in enumerate(rows):
-        lines, style = row.timed, _style(index)
-        if lines:
+        lines, best, style = row.timed, row.best, _style(index)
+        if best:
             sizes, rates = [line["size"] for line in lines], [line["samples_per_s"] for line in lines]
             axes.plot(sizes, rates, linewidth=1.2, label=shortened(row.name, 40), **style)
-            size, rate = row.best["size"], row.best["samples_per_s"]
-            axes.plot([size], [rate], "o", color=style["color"], markersize=11, fillstyle="none")
+            axes.plot(
+                [best["size"]], [best["samples_per_s"]], "o", color=style["color"], markersize=11, fillstyle="none"
+            )
     axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _with_legend(figure, axes)
@@ -80,7 +83,7 @@ def _figure(x: str, y: str) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     return figure, axes
 
 

@@ -215,10 +215,11 @@ def markdown(parts: list[Part], pictures: list[str]) -> str:
 
 def html_page(parts: list[Part], pictures: dict[str, bytes]) -> str:
     """Return the parts as one page, with each picture, by its name, as SVG."""
+    title = next(part for part in parts if isinstance(part, str)).lstrip("# ")
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',
-        f"<title>{_escaped(parts[0].lstrip('# '))}</title><style>{STYLE}</style></head><body>",
+        f"<title>{_escaped(title)}</title><style>{STYLE}</style></head><body>",
     ]
     for part in parts:
         if isinstance(part, str):

@@ -159,23 +159,23 @@ def _sentences(rows: list[StrategyRow]) -> Iterator[str]:
         against = f", {rounded(largest / first.largest)} times the {first.largest:,} of {first.name}"
     holds = "holds" if len(holders) == 1 else "hold"
     yield f"{' and '.join(row.name for row in holders)} {holds} the largest batch, {largest:,} per process{against}."
-    timed = [row for row in rows if row.best]
+    timed = [(row, row.best) for row in rows if row.best]
     if not timed:
         return
-    fastest = max(timed, key=lambda row: row.best["samples_per_s"])
-    disturbed = [row for row in timed if _is_disturbed(row.best)]
+    fastest, best = max(timed, key=lambda pair: pair[1]["samples_per_s"])
+    disturbed = [(row, line) for row, line in timed if _is_disturbed(line)]
     if disturbed:
-        loads = ", ".join(f"{row.name} {load_text(row.best)}" for row in disturbed)
+        loads = ", ".join(f"{row.name} {load_text(line)}" for row, line in disturbed)
         yield (
-            f"No strategy is called the fastest: other programs were at work on the {disturbed[0].best['cores']} "
+            f"No strategy is called the fastest: other programs were at work on the {disturbed[0][1]['cores']} "
             f"cores (load average: {loads}). Measure again on a quiet machine."
         )
         return
     faster = speed_up(fastest, first)
     against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
-    rate = f"{rounded(fastest.best['samples_per_s'])} samples/s{against}"
-    yield f"The fastest is {fastest.name} at {fastest.best['size']} per process: {rate}."
-    low = rates(fastest.best)[0]
-    near = [row.name for row in timed if row is not fastest and rates(row.best)[1] >= low]
+    rate = f"{rounded(best['samples_per_s'])} samples/s{against}"
+    yield f"The fastest is {fastest.name} at {best['size']} per process: {rate}."
+    low = rates(best)[0]
+    near = [row.name for row, line in timed if row is not fastest and rates(line)[1] >= low]
     if near:
         yield f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves."

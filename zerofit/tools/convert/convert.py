@@ -32,10 +32,10 @@ USAGE = """usage: zerofit convert meta-to-hf --input FOLDER --output FOLDER [--o
 class FromMetaOptions(Recipe):
     """Meta's consolidated.*.pth, params.json and tokenizer.model to a folder that transformers loads"""
 
-    input: str | None = option(
+    input: str = option(
         None, "The folder of the checkpoint.", required="no input: set --input to the folder of the checkpoint"
     )
-    output: str | None = option(
+    output: str = option(
         None,
         "The folder to write; it must not exist yet, or be empty.",
         required="no output: set --output to the folder that the checkpoint is to be written to",

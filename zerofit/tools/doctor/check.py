@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -40,13 +40,14 @@ class Installation(Machine):
     @classmethod
     def here(cls, output: Path | None) -> "Installation":
         """This machine. `output`: the run's folder."""
-        disk = {}
-        if output:
-            path = output.expanduser().absolute()
-            place = next(place for place in (path, *path.parents) if place.exists())
-            disk = {"output": str(path), "disk_free": shutil.disk_usage(place).free, "disk_shared": is_shared(place)}
         shm = shutil.disk_usage(SHM).total if SHM.is_dir() else None
-        return cls(**vars(inspect_machine()), shm=shm, present=gpus_of_the_machine(), **disk)
+        found = cls(**vars(inspect_machine()), shm=shm, present=gpus_of_the_machine())
+        if not output:
+            return found
+        path = output.expanduser().absolute()
+        place = next(place for place in (path, *path.parents) if place.exists())
+        free, shared = shutil.disk_usage(place).free, is_shared(place)
+        return replace(found, output=str(path), disk_free=free, disk_shared=shared)
 
     def facts(self) -> list[tuple[str, str]]:
         """(what, facts in words) for a screen."""

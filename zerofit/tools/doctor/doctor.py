@@ -12,30 +12,17 @@ import contextlib
 import dataclasses
 import io
 import os
-from dataclasses import dataclass
 from unittest.mock import patch
 
-from zerofit.recipe.base import Recipe
-from zerofit.recipe.fields import option
 from zerofit.recipe.options import StrategyOptions, TrainingRecipe
 from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.record.environment import untried_versions
 from zerofit.record.terminal import say
-from zerofit.tools.doctor.report import ERROR, WARNING, DoctorReport
-from zerofit.tools.tool_recipe import TaskOption, join_with_recipe
+from zerofit.tools.doctor.report import ERROR, WARNING, DoctorOptions, DoctorReport
+from zerofit.tools.tool_recipe import join_with_recipe
 
 PROG = "zerofit doctor"
-
-
-@dataclass
-class DoctorOptions(TaskOption, StrategyOptions):
-    """What holds, who set it, and whether it can run here; options of the training recipe are looked at as well"""
-
-    num_processes: int | None = option(
-        None, "Processes of all machines; else the YAML's, or one for each accelerator.", positive=True, common=True
-    )
-    num_machines: int | None = option(None, "Machines; by default those of the YAML, else 1.", positive=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     return report.exit_code
 
 
-def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, Recipe, list[str]]:
+def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, TrainingRecipe, list[str]]:
     """(the doctor's options; the task, where one is named; the recipe as a run reads it; its problems).
 
     Raises:
@@ -69,7 +56,7 @@ def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, Recipe, li
 
 
 def make_report(
-    options: DoctorOptions, task: str | None, recipe: Recipe, problems: list[str], shell: dict[str, str]
+    options: DoctorOptions, task: str | None, recipe: TrainingRecipe, problems: list[str], shell: dict[str, str]
 ) -> DoctorReport:
     """The report on this machine, and on the launch that the options name.
 

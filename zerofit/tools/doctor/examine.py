@@ -21,12 +21,13 @@ from zerofit.model.compilation import missing_compiler
 from zerofit.model.configuration import known_architectures
 from zerofit.model.float8 import check_float8_device
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
-from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
 from zerofit.recipe.places import script, shown_path
 from zerofit.recipe.schedule import make_schedule
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import default_config
@@ -34,7 +35,7 @@ from zerofit.strategy.named import find_strategies, is_json
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.check import Installation, check_machine
-from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorReport
+from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorOptions, DoctorReport
 from zerofit.tools.rank_environment import RANKS, environment_of_a_rank
 from zerofit.training.auto_compile import choose
 from zerofit.training.configuration import check_model, resolve
@@ -45,7 +46,9 @@ TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads variables
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-def examine(report: DoctorReport, options: Any, task: str | None, recipe: Recipe, shell: dict[str, str]) -> None:
+def examine(
+    report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe, shell: dict[str, str]
+) -> None:
     """Fill in a report on this machine, and on the run if a task or a strategy is named."""
     with report.collected(WARNING, "zerofit launch: "):
         machines = read_machines(shell)
@@ -69,7 +72,7 @@ def examine(report: DoctorReport, options: Any, task: str | None, recipe: Recipe
 
 
 def _examine_run(
-    report: DoctorReport, options: Any, task: str | None, recipe: Recipe, shell: dict[str, str]
+    report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe, shell: dict[str, str]
 ) -> tuple[int, int, str | None]:
     """Look at the launch line, then at recipe and strategy.
 
@@ -116,24 +119,29 @@ def _examine_run(
     report.add(WARNING, *(f"{flag} has no effect on a launch that does not train" for flag in flags))
     with report.collected():
         schedule = make_schedule(recipe, recipe.max_train_steps or 0)
-        report.add(WARNING, *filter(None, [schedule and schedule.warning]))
+        if schedule and schedule.warning:
+            report.add(WARNING, schedule.warning)
     return needs
 
 
-def _launch(report: DoctorReport, options: Any, task: str | None, recipe: Recipe) -> tuple[int, int]:
+def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe) -> tuple[int, int]:
     """Find out and report the launch line. Returns (processes, machines).
 
     Raises:
         UserError: there is no such strategy, or its YAML cannot be read.
     """
-    devices, file, content, found = num_devices(), None, {}, {}
-    if not recipe.strategy:
-        if name := default_config():
-            report.add(NOTE, f"{name}: accelerate launch reads it. Use --strategy NAME for another")
+    devices, file, strategy = num_devices(), None, recipe.strategy
+    content: dict[str, Any] = {}
+    found: dict[str, int] = {}
+    if not strategy:
+        strategy = default_config()
+        if strategy:
+            report.add(NOTE, f"{strategy}: accelerate launch reads it. Use --strategy NAME for another")
         several = (options.num_processes or devices * (options.num_machines or 1)) > 1
-        recipe.adopt("strategy", name or ("ddp" if several else "single"), "--strategy")
-    if not is_json(recipe.strategy):
-        file = str(find_strategies([recipe.strategy])[recipe.strategy])
+        strategy = strategy or ("ddp" if several else "single")
+        recipe.adopt("strategy", strategy, "--strategy")
+    if not is_json(strategy):
+        file = str(find_strategies([strategy])[strategy])
         content = read_yaml(Path(file)) or {}
         try:
             load_config_from_file(file)
@@ -142,21 +150,22 @@ def _launch(report: DoctorReport, options: Any, task: str | None, recipe: Recipe
             report.add(ERROR, f"{what}. Name one of accelerate_configs/ with --strategy")
     for name, default in (("num_machines", 1), ("num_processes", max(1, devices))):
         given, of_file = getattr(options, name), content.get(name)
-        is_stated = isinstance(of_file, int) and of_file > 0
-        found[name] = given or (of_file if is_stated else default * found.get("num_machines", 1))
-        report.values.append((name, found[name], f"--{name}" if given else file if is_stated else DEFAULT))
+        stated = of_file if isinstance(of_file, int) and of_file > 0 else None
+        found[name] = given or stated or default * found.get("num_machines", 1)
+        report.values.append((name, found[name], f"--{name}" if given else file if file and stated else DEFAULT))
     machines, processes = found["num_machines"], found["num_processes"]
     if processes % machines:
         what = f"num_processes = {processes} on {machines} machines: each has the same number"
         report.add(ERROR, f"{what}. Use --num_processes {machines * max(1, processes // machines)}")
+    words: list[object]
     if file is None:
         words = ["torchrun", "--nproc_per_node", processes // machines]
         words += ["--nnodes", machines] if machines > 1 else []
     else:
         words = ["accelerate", "launch", "--config_file", file, "--num_processes", processes]
         address = content.get("main_process_ip") or "MACHINE_0"
-        several = ["--num_machines", machines, "--machine_rank", 0, "--main_process_ip", address]
-        words += several if machines > 1 else []
+        of_several = ["--num_machines", machines, "--machine_rank", 0, "--main_process_ip", address]
+        words += of_several if machines > 1 else []
     program = ["train/TASK.py", "--config", "RECIPE"]
     if task:
         program = [shown_path(script(task)), *recipe.flags_given(without=("strategy",) if file else ())]
@@ -164,13 +173,13 @@ def _launch(report: DoctorReport, options: Any, task: str | None, recipe: Recipe
     return processes, machines
 
 
-def _resolve(report: DoctorReport, task: str | None, recipe: Recipe) -> tuple[Recipe, Strategy | None]:
+def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> tuple[TrainingRecipe, Strategy | None]:
     """Resolve the whole run as its first process does; of a recipe with problems, or without training, the strategy.
 
     Raises:
         UserError: recipe, pair and earlier run contradict each other.
     """
-    if task and recipe.trains:
+    if task and isinstance(recipe, TaskRecipe) and recipe.trains:
         try:
             config = resolve(task, recipe)
         except NothingToDo as message:
@@ -184,7 +193,7 @@ def _resolve(report: DoctorReport, task: str | None, recipe: Recipe) -> tuple[Re
     return recipe, strategy
 
 
-def _look_at_model(report: DoctorReport, task: str, recipe: Recipe, strategy: Strategy | None) -> None:
+def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, strategy: Strategy | None) -> None:
     """Check model, layout, lengths, adapter and tokenizer; no weights are read.
 
     Raises:
@@ -203,7 +212,7 @@ def _look_at_model(report: DoctorReport, task: str, recipe: Recipe, strategy: St
         check_vocabulary(config, load_tokenizer(TokenizerOptions.of(on_base), config), on_base)
 
 
-def _to_download(recipe: Any, shell: Mapping[str, str]) -> tuple[str, list[str]]:
+def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str, list[str]]:
     """(how bad it is, messages on the weights and tokenizers that the recipe names and that are not here)."""
     messages = []
     offline = next((each for each in OFFLINE if shell.get(each, "").upper() in TRUE), None)
@@ -224,7 +233,7 @@ def _to_download(recipe: Any, shell: Mapping[str, str]) -> tuple[str, list[str]]
     return ERROR if offline else NOTE, messages
 
 
-def recipe_values(recipe: Any, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
+def recipe_values(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
     """The options of the recipe that somebody has set, and its batch, with the values that hold and who set them."""
     values = {}
     for field in dataclasses.fields(recipe):

@@ -1,4 +1,4 @@
-"""The report of `zerofit doctor`: findings, the values that hold with who set them, the machine."""
+"""The options of `zerofit doctor`, and its report: findings, the values that hold with who set them, the machine."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -7,12 +7,25 @@ from typing import Any
 
 from zerofit.recipe.base import shown
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.fields import option
+from zerofit.recipe.options import StrategyOptions
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import shortened
+from zerofit.tools.tool_recipe import TaskOption
 
 ERROR, WARNING, NOTE = LEVELS = ("error", "warning", "note")  # the run would stop; it may; good to know
 EXIT_CANNOT_RUN, EXIT_BAD_INPUT = 1, 2
 VALUE = 18  # columns of a value, at most
+
+
+@dataclass
+class DoctorOptions(TaskOption, StrategyOptions):
+    """What holds, who set it, and whether it can run here; options of the training recipe are looked at as well"""
+
+    num_processes: int | None = option(
+        None, "Processes of all machines; else the YAML's, or one for each accelerator.", positive=True, common=True
+    )
+    num_machines: int | None = option(None, "Machines; by default those of the YAML, else 1.", positive=True)
 
 
 @dataclass

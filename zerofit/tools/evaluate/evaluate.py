@@ -29,13 +29,13 @@ VERSION = "0.4.13"  # that the tests have run with
 class EvaluateOptions(Recipe):
     """Evaluate a model on tasks of lm-evaluation-harness."""
 
-    model: str | None = option(
+    model: str = option(
         None,
         "The model: a folder, a hub name, an adapter's folder, or a run's.",
         common=True,
         required="no model: set --model to a folder or a hub name",
     )
-    tasks: list[str] | None = option(  # noqa: RUF009
+    tasks: list[str] = option(  # noqa: RUF009
         None,
         "Names of the harness's tasks, or .yaml files of your own.",
         common=True,
@@ -54,16 +54,14 @@ class EvaluateOptions(Recipe):
     @property
     def results(self) -> Path:
         """The folder of the results."""
-        name = Path((self.model or "").rstrip("/"))
+        name = Path(self.model.rstrip("/"))
         run = name.parent if name.name == "model" else name
         return Path(self.output or (f"{run}-tasks" if run.is_dir() else Path("outputs") / f"{name.name}-tasks"))
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_recipe(EvaluateOptions, argv, prog="zerofit evaluate", tool=True)
-    missing = [
-        task for task in options.tasks or [] if Path(task).suffix in (".yaml", ".yml") and not Path(task).is_file()
-    ]
+    missing = [task for task in options.tasks if Path(task).suffix in (".yaml", ".yml") and not Path(task).is_file()]
     if missing:
         raise UserError(f"tasks: there is no file {', '.join(missing)}")
     if find_spec("lm_eval") is None:
@@ -73,4 +71,4 @@ def main(argv: list[str] | None = None) -> int:
         os.execv(sys.executable, [*LAUNCHER, *layout, "-m", "zerofit.cli", "evaluate", *(argv or [])])
     from zerofit.tools.evaluate.harness import evaluate
 
-    return evaluate(options, Path(model_folder(options.model or "")))
+    return evaluate(options, Path(model_folder(options.model)))

@@ -30,6 +30,7 @@ def evaluate(options: Any, folder: Path) -> int:
     """Evaluate, show the table, and write results.json and samples.jsonl.
 
     Args:
+        options: EvaluateOptions, whose module imports this one as it starts.
         folder: of the model, where it is one; a run's own figures are shown beside the tasks'.
 
     Raises:
@@ -37,7 +38,7 @@ def evaluate(options: Any, folder: Path) -> int:
     """
     check_folder_of(options.results, RESULTS, "evaluation on tasks")
     source = find_model(options)
-    known, tasks = _tasks(options.tasks or [])
+    known, tasks = _tasks(options.tasks)
     accelerator = Accelerator()
     if accelerator.device.index is not None:
         torch.accelerator.set_device_index(accelerator.device.index)
@@ -77,7 +78,7 @@ def _tasks(names: list[str]) -> tuple[TaskManager, list[str]]:
 
 def rows(found: dict[str, Any], own: dict[str, float]) -> list[tuple[str, ...]]:
     """The table: the run's own held-out figures, and those of each task."""
-    lines = [("task", "figure", "value", "+-", "questions")]
+    lines: list[tuple[str, ...]] = [("task", "figure", "value", "+-", "questions")]
     lines += [("held out, by the run", name, f"{value:.4g}", "", "") for name, value in own.items()]
     for task, figures in found["results"].items():
         for name, value in figures.items():

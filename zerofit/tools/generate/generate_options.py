@@ -11,7 +11,7 @@ from zerofit.tools.tool_recipe import PRECISIONS
 class WriterOptions(Recipe):
     """Who writes, and what about"""
 
-    model: str | None = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.")
+    model: str = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.")
     adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
     prompt: list[str] | None = option(None, "Texts to continue, each for itself.")  # noqa: RUF009
     prompt_file: str | None = option(None, ".txt, a prompt a line, or .jsonl with `prompt` or `messages`.")

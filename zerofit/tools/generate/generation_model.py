@@ -1,10 +1,16 @@
 """The model of `zerofit generate`: found and checked without its weights first, then loaded onto its device."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
@@ -13,7 +19,7 @@ from zerofit.model.folders import is_adapter, model_folder
 from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import say_aside
-from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.strategy.devices import accelerator
 
 NOT_WRITERS = (
     "ForSequenceClassification",
@@ -25,17 +31,26 @@ NOT_WRITERS = (
 NAMED_WITH = "--model BASE --adapter FOLDER"
 
 
+class NamedModel(Protocol):
+    """The options that name a model."""
+
+    model: str
+    adapter: str | None
+    precision: str | None
+    trust_remote_code: bool
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where the model comes from: its folder or hub name, or that of its base, and its adapter."""
 
     name: str
     adapter: AdapterFolder | None
-    config: Any
-    tokenizer: Any
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
 
 
-def find_model(options: GenerateOptions) -> ModelSource:
+def find_model(options: NamedModel) -> ModelSource:
     """Find the model, its adapter and its tokenizer; the weights are not loaded.
 
     Raises:
@@ -49,7 +64,7 @@ def find_model(options: GenerateOptions) -> ModelSource:
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
         raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
-    adapter = open_adapter(name if names_adapter else options.adapter, "model" if names_adapter else "adapter")
+    adapter = open_adapter(options.adapter or name, "adapter" if options.adapter else "model")
     option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
     if adapter.classifies:
         raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
@@ -58,17 +73,14 @@ def find_model(options: GenerateOptions) -> ModelSource:
     return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
 
 
-def load(source: ModelSource, options: GenerateOptions):
+def load(source: ModelSource, options: NamedModel) -> PreTrainedModel:
     """The model on its device, with its adapter if there is one.
 
     Raises:
         UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    how = {
-        "precision": options.precision or ("fp32" if device.type == "cpu" else None),
-        "trust_remote_code": options.trust_remote_code,
-    }
+    device, trust = accelerator(), options.trust_remote_code
+    precision = options.precision or ("fp32" if device.type == "cpu" else None)
     if source.adapter:
         adapted = load_with_adapter(
             source.adapter,
@@ -76,7 +88,8 @@ def load(source: ModelSource, options: GenerateOptions):
             base_option="model",
             named_with=NAMED_WITH,
             quantised="keep",
-            **how,
+            precision=precision,
+            trust_remote_code=trust,
         )
         for note in adapted.notes:
             say_aside(note)
@@ -84,7 +97,7 @@ def load(source: ModelSource, options: GenerateOptions):
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
     else:
-        model = _read(source, **how)
+        model = _read(source, precision, trust)
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
     adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
@@ -92,14 +105,17 @@ def load(source: ModelSource, options: GenerateOptions):
     return model
 
 
-def _read(source: ModelSource, **how):
-    model, missing = read_model(_auto_class(source.config, source.name), "model", source.name, source.config, **how)
+def _read(source: ModelSource, precision: str | None, trust: bool) -> PreTrainedModel:
+    auto_class = _auto_class(source.config, source.name)
+    model, missing = read_model(
+        auto_class, "model", source.name, source.config, precision=precision, trust_remote_code=trust
+    )
     if missing:
         raise UserError(f"model = {source.name!r} lacks {len(missing)} weights, such as {missing[0]}")
     return model
 
 
-def _auto_class(config, name: str):
+def _auto_class(config: PreTrainedConfig, name: str) -> Any:
     """The transformers class for a model that writes. Raises UserError if this one does not."""
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]

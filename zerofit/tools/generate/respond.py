@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from zerofit.data.chat.instructions import given_in, turns_in
 from zerofit.data.chat.prepare import unread_note
@@ -48,7 +49,7 @@ def respond(options: GenerateOptions) -> int:
     return 0
 
 
-def _open(name: str | None):
+def _open(name: str | None) -> TextIO | None:
     """The .jsonl file for generated texts, opened before the model is loaded; None if there is none.
 
     Raises:

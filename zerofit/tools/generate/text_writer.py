@@ -3,9 +3,10 @@
 import json
 import sys
 from contextlib import nullcontext
+from typing import Any, TextIO
 
 import torch
-from transformers import TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from zerofit.data.rendering import Prompt, Renderer
 from zerofit.model.configuration import usable_positions
@@ -30,10 +31,11 @@ class Writer:
     """Lets a model write.
 
     Args:
+        model: a PreTrainedModel that generates.
         stops: token ids that end a text, besides those of the model and its tokenizer.
     """
 
-    def __init__(self, model, tokenizer, options: GenerateOptions, stops: list[int]):
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, options: GenerateOptions, stops: list[int]):
         self.positions, self.has_encoder = usable_positions(model.config), model.config.is_encoder_decoder
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens = options.max_new_tokens
@@ -58,7 +60,7 @@ class Writer:
                 say_aside(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
         self.answers = self.has_encoder  # whether what it writes has an end; other texts go on
         self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
-        self.seed = options.seed
+        self.seed: int | None = None  # nothing is sampled
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
             usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
@@ -110,7 +112,7 @@ class Writer:
         room = self.room(len(ids))
         if room is not None and room <= 0:
             raise UserError(self.too_long(len(ids)))
-        if self.settings["do_sample"]:
+        if self.seed is not None:
             torch.manual_seed(self.seed + number)
         limit = self.limit(len(ids))
         inputs = torch.tensor([ids], device=self.model.device)
@@ -130,14 +132,14 @@ class Writer:
             say_aside(f"note: the model's {self.positions:,} positions are used up")
         elif self.answers and len(new) >= limit and not {*self.ends}.intersection(new[: limit - self.forced]):
             say_aside(f"note: the text is cut at max_new_tokens = {limit}")
-        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        text = self.tokenizer.batch_decode([new], skip_special_tokens=True)[0]
         empty = not text.strip() and sys.stdout.isatty()
         if empty or not streams:
             print(EMPTY if empty else printable(text) if sys.stdout.isatty() else text, flush=True)
         return text
 
 
-def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output=None) -> None:
+def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: TextIO | None = None) -> None:
     """Continue each prompt by itself, and write a record of each to `output` if there is one.
 
     Raises:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from zerofit.launch.runs import LAUNCHER, RunningLaunch, launcher_options
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.places import configs
 from zerofit.record.terminal import rounded, say
-from zerofit.strategy.devices import device_name, synchronise, use_threads_of_share
+from zerofit.strategy.devices import accelerator, device_name, synchronise, use_threads_of_share
 from zerofit.strategy.gpu_table import SLICE, gpu_of
 from zerofit.strategy.gpus import num_devices
 
@@ -107,13 +108,15 @@ class Bench:
         heads, length, width = (4, 256, 64) if self.is_cpu else (32, 2048, 128)
         query, key, value = (self.tensor(rows, heads, length, width, half=half).requires_grad_() for _ in range(3))
 
-        def both():
+        def both() -> None:
             scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
         flops = 2.0 * rows * heads * length * length * width  # half of them: the mask is causal
         return flops, 3.5 * flops / self.seconds(both)
 
-    def moved(self, work, count: int, tensors: int, half: bool) -> tuple[float, float]:
+    def moved(
+        self, work: Callable[[torch.Tensor, torch.Tensor], object], count: int, tensors: int, half: bool
+    ) -> tuple[float, float]:
         """(bytes, bytes/s)."""
         one = self.tensor(count, half=half)
         other = torch.empty_like(one)
@@ -124,7 +127,7 @@ class Bench:
         """What starting an operation takes, with its place in the graph of gradients."""
         one = torch.ones(1, device=self.device, requires_grad=True)
 
-        def chain():
+        def chain() -> None:
             value = one
             for _ in range(200):
                 value = value * 1.0
@@ -177,13 +180,11 @@ class Bench:
 def measure_rank(folder: Path) -> None:
     """One process of the measurement, as a launcher starts it."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    on_cpu = not torch.accelerator.is_available()
     use_threads_of_share()
-    if on_cpu:
-        device = torch.device("cpu")
-    else:
+    device = accelerator()
+    on_cpu = device.type == "cpu"
+    if not on_cpu:
         torch.accelerator.set_device_index(rank)
-        device = torch.accelerator.current_accelerator()
     if world_size > 1:
         backend = "gloo" if on_cpu else dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, timeout=timedelta(minutes=2))
@@ -239,12 +240,13 @@ def describe(calibration: Calibration) -> list[str]:
 
 
 def _name_of_gpu() -> str:
-    name = device_name(torch.accelerator.current_accelerator())
+    device = accelerator()
+    name = device_name(device) or device.type
     gpu = gpu_of(name)
     return gpu.model if gpu and SLICE not in name else name
 
 
-def _measure(processes: int) -> dict:
+def _measure(processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layout = launcher_options(configs() / ("ddp.yaml" if processes > 1 else "single.yaml"), processes)
@@ -252,7 +254,7 @@ def _measure(processes: int) -> dict:
         with RunningLaunch(command, folder, folder / "log", environment={"OMP_WAIT_POLICY": "PASSIVE"}) as launch:
             if launch.wait(LIMIT_S) == "late":
                 raise UserError(f"calibrate: no result in {LIMIT_S} s. Try again when the machine is idle")
-            if launch.process.returncode:
+            if launch.exit_code:
                 lines = launch.text.strip().splitlines() or ["it said nothing"]
                 raise UserError(f"calibrate: a process failed: {lines[-1]}")
         return json.loads((folder / "found.json").read_text())

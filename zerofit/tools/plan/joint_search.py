@@ -15,7 +15,8 @@ from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
 from zerofit.tools.plan.parallel import in_processes
-from zerofit.tools.plan.planner import Planner, search
+from zerofit.tools.plan.plan_options import PlanOptions
+from zerofit.tools.plan.planner import Check, Planner, search
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
 EACH = 64  # micro-batches are tried one by one up to here, then powers of two
@@ -45,7 +46,7 @@ class Combination:
         largest = max((one.micro_batch for one in made if one.fits), default=0)
         if not largest:
             return None
-        speeds = {size: planner.speed(outcome.resolved, size).tokens_per_s for size in sizes if size <= largest}
+        speeds = {size: planner.tokens_per_s(outcome.resolved, size) for size in sizes if size <= largest}
         for size in sorted(speeds, key=lambda size: (-speeds[size], -size)):
             found = planner.predict(outcome.resolved, size)
             if found.fits:  # accumulation takes gradients that a larger micro-batch may not have
@@ -53,7 +54,7 @@ class Combination:
         return None
 
 
-def variants(recipe: Any) -> Iterator[Options]:
+def variants(recipe: PlanOptions) -> Iterator[Options]:
     """What is tried: recomputation, its inputs on the host, the loss, and the optimizer where none is named."""
     recomputed = [False, "selective", True]
     others = [name for name in OPTIMIZERS if name != "muon"]  # which is no matter of memory
@@ -83,7 +84,7 @@ def candidates_of(planner: Planner, outcome: LayoutOutcome) -> list[int]:
     return planner.possible(sizes, outcome.resolved.layout.data_size)
 
 
-def combinations(planner: Planner, names: list[str], check: Callable) -> list[list[Combination]]:
+def combinations(planner: Planner, names: list[str], check: Check) -> list[list[Combination]]:
     """Every combination that is possible, without bounds; those with the same options together. A strategy is resolved
     once for each optimizer: the other options change the passes alone."""
     resolved: dict[str, list[LayoutOutcome]] = {}
@@ -120,7 +121,7 @@ def _changed(planner: Planner, options: Options) -> Planner | None:
     return Planner(recipe, model, planner.budget, timing and timing.of(model))
 
 
-def _saving(recipe: Any, on_gpu: bool) -> Iterator[Options]:
+def _saving(recipe: PlanOptions, on_gpu: bool) -> Iterator[Options]:
     """The options that save memory, those first that change least of what is trained: one, then two together."""
     options: list[Options] = [{"gradient_checkpointing": True}]
     options += [{"loss": "chunked"}] if recipe.task != "cls" else []
@@ -152,9 +153,14 @@ class Remedies:
         finder: of a planner and what was found: the function that adds the predictions of a layout.
     """
 
-    def __init__(self, planner: Planner, check: Callable, finder: Callable[[Planner, LayoutOutcome], Callable]):
+    def __init__(
+        self,
+        planner: Planner,
+        check: Check,
+        finder: Callable[[Planner, LayoutOutcome], Callable[[LayoutOutcome], None]],
+    ):
         self.planner, self.check, self.finder = planner, check, finder
-        self._planners: dict[tuple, Planner | None] = {}
+        self._planners: dict[tuple[tuple[str, Any], ...], Planner | None] = {}
 
     def add(self, outcome: LayoutOutcome) -> None:
         """Add the first remedies of a layout: options that are enough alone, else two together."""
@@ -173,21 +179,20 @@ class Remedies:
         if key not in self._planners:
             self._planners[key] = _changed(self.planner, options)
         changed = self._planners[key]
-        for again in changed.layouts(outcome.strategy, self.check) if changed else ():
+        if changed is None:
+            return None
+        for again in changed.layouts(outcome.strategy, self.check):
             if again.degrees == outcome.degrees and not again.refused and _may_fit(changed, again):
                 self.finder(changed, outcome)(again)
                 return again.best
         return None
 
 
-def find_best(
-    planner: Planner, names: list[str], check: Callable, top: int = 1
-) -> list[tuple[Combination, Prediction]]:
+def find_best(planner: Planner, names: list[str], check: Check, top: int = 1) -> list[tuple[Combination, Prediction]]:
     """The fastest combinations that fit, the fastest first.
 
     Args:
         planner: with a timing.
-        check: as that of Planner.layouts.
         top: how many.
     """
     groups = combinations(planner, names, check)
@@ -196,25 +201,22 @@ def find_best(
             one.bound = bound
     found: list[tuple[Combination, Prediction]] = []
     for one in sorted(itertools.chain(*groups), key=lambda one: -one.bound):
-        if len(found) >= top and one.bound <= found[-1][1].speed.tokens_per_s:
+        if len(found) >= top and one.bound <= found[-1][1].tokens_per_s:
             break
         best = one.best()
         if best is not None and _is_possible(one, check):
-            found = sorted([*found, (one, best)], key=lambda pair: -pair[1].speed.tokens_per_s)[:top]
+            found = sorted([*found, (one, best)], key=lambda pair: -pair[1].tokens_per_s)[:top]
     return found
 
 
 def _bounds(group: list[Combination]) -> list[float]:
     return [
-        max(
-            one.planner.speed(one.outcome.resolved, size).tokens_per_s
-            for size in candidates_of(one.planner, one.outcome)
-        )
+        max(one.planner.tokens_per_s(one.outcome.resolved, size) for size in candidates_of(one.planner, one.outcome))
         for one in group
     ]
 
 
-def _is_possible(one: Combination, check: Callable) -> bool:
+def _is_possible(one: Combination, check: Check) -> bool:
     """Whether the strategy, resolved with all options, is what it was without them."""
     again = one.planner.layouts(one.outcome.strategy, check)
     return any(outcome.degrees == one.outcome.degrees and not outcome.refused for outcome in again)

@@ -22,6 +22,7 @@ from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.recipe.places import place
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.strategy.named import find_strategies
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.configuration import check_layout, check_task, check_teacher
 
@@ -74,7 +75,7 @@ class StrategyPair:
 
     def with_degrees(self, degrees: Degrees) -> "StrategyPair":
         """The same with these degrees, in place of those that it has."""
-        if degrees == self.degrees:
+        if degrees == self.degrees or self.config is None:
             return self
         return replace(self, config=with_degrees(self.config, **vars(degrees)))
 
@@ -153,7 +154,9 @@ def _divisors(number: int, most: int) -> list[int]:
     return [count for count in range(2, min(number, most) + 1) if number % count == 0]
 
 
-def resolve(name: str, recipe, model: PlannedModel, world_size: int, gpus_per_node: int) -> PlannedStrategy:
+def resolve(
+    name: str, recipe: PlanOptions, model: PlannedModel, world_size: int, gpus_per_node: int
+) -> PlannedStrategy:
     """The strategy as read_strategy has it in a process of such a launch.
 
     Raises:
@@ -176,7 +179,14 @@ def resolve(name: str, recipe, model: PlannedModel, world_size: int, gpus_per_no
 
 
 def resolve_with(
-    name: str, pair: StrategyPair, degrees: Degrees, recipe, model: PlannedModel, world_size: int, gpus_per_node: int
+    name: str,
+    pair: StrategyPair,
+    degrees: Degrees,
+    recipe: PlanOptions,
+    model: PlannedModel,
+    *,
+    world_size: int,
+    gpus_per_node: int,
 ) -> PlannedStrategy:
     """The same for a pair with other degrees than its own: it is written with them, as `--write` does, and read.
 

@@ -6,13 +6,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.tools.plan.prediction import LayoutOutcome
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def find_all(
@@ -33,7 +36,7 @@ def find_all(
             key = model.trace_settings(about.precision, about.sharding, about.layout)
             shares.setdefault(key, []).append(outcome)
 
-    def find(share: list[LayoutOutcome]) -> list[tuple]:
+    def find(share: list[LayoutOutcome]) -> list[tuple[Any, ...]]:
         for outcome in share:
             find_one(outcome)
         return [(outcome.predictions, outcome.refused, outcome.remedies) for outcome in share]
@@ -47,15 +50,15 @@ def find_all(
 
 
 def in_processes(
-    function: Callable, items: list, progress: Callable[[int, int], None] = lambda done, count: None
-) -> list:
+    function: Callable[[A], B], items: list[A], progress: Callable[[int, int], None] = lambda done, count: None
+) -> list[B]:
     """[function(item) for each item], in copies of this process where one can work, one for each core; an error is
     raised in this one."""
     _shared["work"] = function, items  # closures cannot be pickled: copies find them here
-    done: list = []
+    done: list[B] = []
     workers = min(usable_cores(), len(items))
     with contextlib.ExitStack() as stack:
-        results: Iterable = map(function, items)
+        results: Iterable[B] = map(function, items)
         if workers > 1 and _can_fork():
             # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads of this process.
             fork = multiprocessing.get_context("fork")

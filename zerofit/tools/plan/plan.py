@@ -28,6 +28,7 @@ from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.places import configs
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import doing, rounded, say, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
@@ -39,7 +40,7 @@ from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
 from zerofit.tools.plan.plan_report import PlanReport, refusals
-from zerofit.tools.plan.planner import LengthPlanner, Planner, possible_lengths
+from zerofit.tools.plan.planner import Check, LengthPlanner, Planner, possible_lengths
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
 from zerofit.tools.plan.write import make_folder, write_pairs, write_recipe
 from zerofit.tools.tool_recipe import read_with_recipe
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(refusals(outcomes))
         find_all(
             model,
-            report.misfits,
+            [one for one, _ in report.misfits],
             Remedies(planner, check, finder).add,
             lambda done, count: say_now(f"remedies: {done} of {count} groups of layouts"),
         )
@@ -113,7 +114,7 @@ def _writes_json(content: object, file: str | None) -> bool:
     return file == "-"
 
 
-def prepare(options: PlanOptions) -> tuple[Planner, list[str], Callable, list[LayoutOutcome], str]:
+def prepare(options: PlanOptions) -> tuple[Planner, list[str], Check, list[LayoutOutcome], str]:
     """(the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests on), of
     options with a task.
 
@@ -140,9 +141,9 @@ def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
 def _search(
     planner: Planner,
     options: PlanOptions,
-    recipe: type,
+    recipe: type[TaskRecipe],
     names: list[str],
-    check: Callable,
+    check: Check,
     known: str,
     folder: Path,
 ) -> int:
@@ -163,8 +164,8 @@ def _search(
             one.label,
             f"{one.micro_batch} x {one.accumulation}",
             size(one.peak.needed),
-            rounded(one.speed.time.seconds),
-            rounded(one.speed.tokens_per_s),
+            rounded(one.speed.time.seconds) if one.speed else "-",
+            rounded(one.tokens_per_s),
             " ".join(words_of(combination.options)) or "-",
         )
         for combination, one in found
@@ -173,18 +174,18 @@ def _search(
     return 0
 
 
-def make_budget(options, gpu: Gpu | None, on_gpu: bool) -> Budget:
+def make_budget(options: PlanOptions, gpu: Gpu | None, on_gpu: bool) -> Budget:
     """What there is, from the options.
 
     Raises:
         UserError: a process takes more before there is a model; a CPU's memory is not known.
     """
-    host = options.host_memory and parse_bytes(options.host_memory)
+    host = parse_bytes(options.host_memory) if options.host_memory else None
     stated = options.device_memory
     if stated:
         device = parse_bytes(stated[0])
     elif gpu is not None:
-        device = gpu.usable_bytes
+        device = int(gpu.usable_bytes)
     elif host:
         device = host // min(options.num_gpus, options.gpus_per_node)
     else:
@@ -229,7 +230,7 @@ def make_timing(
     speeds, links, known = device_speeds(options, gpu, model.on_gpu)
     has_links = links is not None or budget.num_gpus == 1
     is_known = speeds is not None and has_links and all(map(speeds.computes, halves))
-    if not is_known:
+    if speeds is None or not is_known:
         if speeds is not None and has_links:
             known = f"not known of {options.gpu} in fp32"
         speeds, links = stand_in_speeds(options)

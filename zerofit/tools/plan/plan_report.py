@@ -1,6 +1,7 @@
 """What `zerofit plan` prints: the ranked table, what does not fit, and what is not possible."""
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -94,13 +95,14 @@ class PlanReport:
             "host": _size(one.host_bytes) if one.host_bytes else "",
         }
         columns = ("s/update", "tokens/s", "MFU", "days", "GPU-hours", "cost")
-        if not one.is_timed:
+        speed = one.timed
+        if speed is None:
             return cells | dict.fromkeys(columns, "")
-        hours = tokens / one.speed.tokens_per_s / 3600 * one.layout.world_size if tokens else 0.0
-        price, mfu = self.planner.recipe.price, one.speed.mfu
+        hours = tokens / speed.tokens_per_s / 3600 * one.layout.world_size if tokens else 0.0
+        price, mfu = self.planner.recipe.price, speed.mfu
         times = (
-            rounded(one.speed.time.seconds),
-            rounded(one.speed.tokens_per_s),
+            rounded(speed.time.seconds),
+            rounded(speed.tokens_per_s),
             "-" if mfu is None else f"{mfu:.0%}",
             rounded(hours / 24 / one.layout.world_size) if tokens else "",
             rounded(hours) if tokens else "",
@@ -119,16 +121,17 @@ class PlanReport:
             labels, phase = ", ".join(one.label for one in limited), limited[0].peak.phase
             size_of_batch = self.planner.recipe.per_device_eval_batch_size
             lines.append(f"  {labels}: peak in {phase}; a smaller {LOWERS[phase]} than {size_of_batch} lowers it")
-        if best.is_timed:
-            spent = {name: seconds for name, seconds in best.speed.time.parts.items() if seconds >= 5e-4}
+        if best.timed:
+            time = best.timed.time
+            spent = {name: seconds for name, seconds in time.parts.items() if seconds >= 5e-4}
             lines += [
                 f"  seconds of {best.label}: {_listed(spent, rounded)}",
-                *self._compiled(best),
+                *self._compiled(best, time.seconds),
                 *self.trust(best),
             ]
         return [*lines, ""]
 
-    def _compiled(self, best: Prediction) -> list[str]:
+    def _compiled(self, best: Prediction, before_s: float) -> list[str]:
         """What --torch_compile auto takes for the first row, and why; its speed with that, since the table is
         without."""
         recipe, model, budget = self.planner.recipe, self.planner.model, self.planner.budget
@@ -143,27 +146,27 @@ class PlanReport:
         model = model.with_options(recipe, model.rows)
         timing = self.planner.timing and self.planner.timing.of(model)
         found = Planner(recipe, model, budget, timing).predict(resolved, best.micro_batch)
-        seconds = rounded(found.speed.time.seconds)
+        seconds = rounded(found.speed.time.seconds) if found.speed else "?"
         return [
             f"{what}{taken.value} under {best.label} ({taken.why}): {seconds} s/update in {size(found.peak.needed)}; "
-            f"the table is without, {rounded(best.speed.time.seconds)} s"
+            f"the table is without, {rounded(before_s)} s"
         ]
 
     def _advice(self) -> list[str]:
         """What is predicted to be faster on several GPUs than what was asked for: fsdp2 in place of zero3, and weights
         that stay in full between the passes."""
-        found = {one.strategy: (one.best, one.resolved) for one in self.outcomes if one.best and one.best.is_timed}
+        found = {one.strategy: (one.best, one.resolved) for one in self.outcomes if one.best and one.best.timed}
         if "fsdp2" not in found or self.lengths is not None or not self.planner.model.on_gpu:
             return []
         (best, resolved), (zero3, _) = found["fsdp2"], found.get("zero3", (None, None))
-        lines, fast = [], best.speed.tokens_per_s
-        if zero3 is not None and fast > WORTH * zero3.speed.tokens_per_s:
-            gain = fast / zero3.speed.tokens_per_s - 1
+        lines, fast = [], best.tokens_per_s
+        if zero3 is not None and fast > WORTH * zero3.tokens_per_s:
+            gain = fast / zero3.tokens_per_s - 1
             lines.append(f"  fsdp2 shards as much as zero3, and is predicted to make {gain:.0%} more tokens/s")
         if isinstance(resolved.sharding, FullyShards) and resolved.sharding.reshards is True:
             keeping = replace(resolved, sharding=replace(resolved.sharding, reshards=False))
             kept = self.planner.predict(keeping, best.micro_batch)
-            if kept.fits and kept.speed.tokens_per_s > WORTH * fast:
+            if kept.fits and kept.speed and kept.tokens_per_s > WORTH * fast:
                 lines.append(
                     f"  {RESHARDS}: false in the YAML of fsdp2 fits, too: {rounded(kept.speed.time.seconds)} s/update "
                     f"in {size(kept.peak.needed)}"
@@ -173,7 +176,7 @@ class PlanReport:
     def trust(self, best: Prediction) -> list[str]:
         """How far published seconds were from predictions of this kind."""
         recipe, layout, model = self.planner.recipe, best.layout, self.planner.model
-        if not recipe.gpu or recipe.gpu == CPU:
+        if not recipe.gpu or recipe.gpu == CPU or best.speed is None:
             return []
         gpu, length, parameters = recipe.gpu, model.rows.length, model.weights.trained + model.weights.frozen
         is_divided = layout.tensor * layout.pipeline * layout.sequence > 1
@@ -194,33 +197,34 @@ class PlanReport:
         ]
 
     @property
-    def misfits(self) -> list[LayoutOutcome]:
+    def misfits(self) -> list[tuple[LayoutOutcome, Prediction]]:
         """Of each strategy that nothing fits of, the layout that lacks least; of named micro-batches, each layout that
-        one does not fit in."""
-        misfits = [one for one in self.outcomes if one.smallest_misfit]
+        one does not fit in. Each has the smallest that does not fit."""
+        misfits = [(one, one.smallest_misfit) for one in self.outcomes if one.smallest_misfit]
         if self.is_named:
             return misfits
-        fitting, nearest = {one.strategy for one in self.outcomes if one.largest}, {}
-        for one in sorted(misfits, key=lambda one: one.smallest_misfit.lacking):
+        fitting = {one.strategy for one in self.outcomes if one.largest}
+        nearest: dict[str, LayoutOutcome] = {}
+        for one, _ in sorted(misfits, key=lambda pair: pair[1].lacking):
             if one.strategy not in fitting:
                 nearest.setdefault(one.strategy, one)
-        return [one for one in misfits if nearest.get(one.strategy) is one]
+        return [pair for pair in misfits if nearest.get(pair[0].strategy) is pair[0]]
 
     def _misfit_lines(self) -> list[str]:
         """The smallest that does not fit, with the options that make it fit and the batch (or rows) it then has."""
-        groups: dict[tuple, list[LayoutOutcome]] = {}
-        for one in self.misfits:
-            needs = [_needs(each) for each in (one.smallest_misfit, *(found for _, found in one.remedies))]
-            groups.setdefault((*needs, *(str(options) for options, _ in one.remedies)), []).append(one)
+        groups: dict[tuple[object, ...], tuple[Prediction, list[LayoutOutcome]]] = {}
+        for one, smallest in self.misfits:
+            needs = [_needs(each) for each in (smallest, *(found for _, found in one.remedies))]
+            key = (*needs, *(str(options) for options, _ in one.remedies))
+            groups.setdefault(key, (smallest, []))[1].append(one)
         lines = []
-        for group in groups.values():
-            misfit = group[0].smallest_misfit
+        for misfit, group in groups.values():
             what = f"rows of {misfit.length:,} tokens" if self.lengths else f"micro-batch {misfit.micro_batch}"
             lines += [f"  {', '.join(one.label for one in group)}, {what}: {self._misfit(misfit)}"]
             for options, found in group[0].remedies:
                 batch = f"{found.length:,} tokens" if self.lengths else f"{found.micro_batch} x {found.accumulation}"
                 fits = f"{batch} fits, {size(found.peak.needed)}"
-                fits += f", {rounded(found.speed.tokens_per_s)} tokens/s" if found.is_timed else ""
+                fits += f", {rounded(found.tokens_per_s)} tokens/s" if found.timed else ""
                 lines += [f"    with {' '.join(words_of(options))}: {fits}"]
             if not group[0].remedies:
                 lines += ["    with no option that saves memory, nor two of them. Take shorter rows, or more GPUs"]
@@ -247,15 +251,16 @@ class PlanReport:
         if self.lengths:
             length = " to ".join(f"{one:,}" for one in dict.fromkeys((self.lengths[0], self.lengths[-1])))
         which = self.planner.recipe.gradient_checkpointing
-        recomputed = {False: "", True: ", recomputed"}.get(which, f", recomputed ({which})")
+        how = f" ({which})" if isinstance(which, str) else ""
+        recomputed = f", recomputed{how}" if which else ""
         return f"{config.model_type}, {total:,} parameters{trained}, rows of {length} tokens{recomputed}"
 
     def to_json(self) -> dict[str, Any]:
         """{predictions, best, largest, refused, ...}. Where lengths were searched, `best` and `largest` are
         the longest rows."""
         weights, best = self.planner.model.weights, self.best
-        by_rank = sorted((one for one in self.outcomes if one.best), key=lambda one: one.best.rank)
-        largest = best if self.lengths else [one.largest for one in by_rank]
+        fitting = [(one.best.rank, one.largest) for one in self.outcomes if one.best and one.largest]
+        largest = best if self.lengths else [one for _, one in sorted(fitting, key=lambda pair: pair[0])]
         return {
             "predictions": [one.to_dict() for outcome in self.outcomes for one in outcome.predictions],
             "best": [_place(one) for one in best],
@@ -263,7 +268,7 @@ class PlanReport:
             "refused": {one.label: one.refused for one in self.outcomes if one.refused},
             "remedies": {
                 one.label: [{**found.to_dict(), "options": options} for options, found in one.remedies]
-                for one in self.misfits
+                for one, _ in self.misfits
             },
             "checkpoint_bytes": self.planner.model.checkpoint_bytes,
             "parameters": weights.trained + weights.frozen,
@@ -283,13 +288,13 @@ def refusals(outcomes: list[LayoutOutcome]) -> list[str]:
 
 def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
     """Those that need the same in the same time are together; the first one of each stands for them."""
-    groups: dict[tuple, list[Prediction]] = {}
+    groups: dict[tuple[object, ...], list[Prediction]] = {}
     for one in predictions:
         groups.setdefault(_needs(one), []).append(one)
     return list(groups.values())
 
 
-def _needs(one: Prediction) -> tuple:
+def _needs(one: Prediction) -> tuple[object, ...]:
     seconds = one.speed.time.seconds if one.speed else None
     return one.size, one.accumulation, one.peak.needed, one.host_bytes, one.disk_bytes, seconds, one.degrees
 
@@ -304,6 +309,6 @@ def _size(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 10 * 2**30 else size(count)
 
 
-def _listed(parts: dict[str, float], text) -> str:
+def _listed(parts: Mapping[str, float], text: Callable[[float], str]) -> str:
     """Parts in words, the largest first."""
     return ", ".join(f"{name} {text(part)}" for name, part in sorted(parts.items(), key=lambda item: -item[1]))

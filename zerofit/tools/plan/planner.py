@@ -1,6 +1,6 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -30,11 +30,13 @@ from zerofit.model.configuration import usable_positions
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.layouts import possible_degrees, read_pair, resolve_with
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
 FURTHEST = 16  # times as large a candidate as the largest that was seen to fit
 STEP = 1024  # tokens between the lengths that are looked at where none is named
+Check = Callable[[PlannedStrategy], str]  # what stands against a strategy on this device; empty if nothing does
 T = TypeVar("T")  # a Prediction, or what else has `fits` and `device_bytes`
 
 
@@ -45,28 +47,23 @@ class Planner:
         timing: None: memory is predicted, and no time.
     """
 
-    def __init__(self, recipe, model: PlannedModel, budget: Budget, timing: Timing | None = None):
+    def __init__(self, recipe: PlanOptions, model: PlannedModel, budget: Budget, timing: Timing | None = None):
         self.recipe, self.model, self.budget, self.timing = recipe, model, budget, timing
 
-    def layouts(self, name: str, check: Callable[[PlannedStrategy], str]) -> list[LayoutOutcome]:
-        """Those that a strategy can have, without predictions.
-
-        Args:
-            check: says what stands against a resolved strategy on this device; empty if nothing does.
-        """
+    def layouts(self, name: str, check: Check) -> list[LayoutOutcome]:
+        """Those that a strategy can have, without predictions."""
         pair, recipe, budget = read_pair(name), self.resolved_recipe(), self.budget
-        outcomes = []
+        outcomes, ranks = [], {"world_size": budget.num_gpus, "gpus_per_node": budget.gpus_per_node}
         tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.model.num_layers)
         for degrees in tried:
             outcome = LayoutOutcome(name, degrees)
             outcomes.append(outcome)
             try:
-                outcome.resolved = resolve_with(
-                    name, pair, degrees, recipe, self.model, budget.num_gpus, budget.gpus_per_node
-                )
+                outcome.found = resolve_with(name, pair, degrees, recipe, self.model, **ranks)
             except UserError as error:
                 outcome.refused = "; ".join(error.problems)
-            outcome.refused = outcome.refused or check(outcome.resolved)
+            else:
+                outcome.refused = check(outcome.found)
         return outcomes
 
     def find(self, outcome: LayoutOutcome, sizes: list[int] | None, max_batch_size: int) -> None:
@@ -144,7 +141,7 @@ class Planner:
         recipe, config = self.recipe, self.model.config
         if not getattr(recipe, "predict_with_generate", False):
             return {}
-        beams = recipe.num_beams or getattr(config, "num_beams", None) or 1
+        beams = getattr(recipe, "num_beams", None) or getattr(config, "num_beams", None) or 1
         return self._cache.parts(recipe, recipe.per_device_eval_batch_size * beams, DTYPES[precision].itemsize)
 
     @cached_property
@@ -156,6 +153,11 @@ class Planner:
             return None
         accumulation = self.accumulation(micro_batch, resolved.layout.data_size)
         return self.timing.predict(resolved, micro_batch, accumulation)
+
+    def tokens_per_s(self, resolved: PlannedStrategy, micro_batch: int) -> float:
+        """Tokens per second, known or only for the rank; 0 where no time is predicted."""
+        speed = self.speed(resolved, micro_batch)
+        return speed.tokens_per_s if speed else 0.0
 
     # -------------------------------------------------------------------------------------------------- global batches
 
@@ -170,7 +172,7 @@ class Planner:
         """The global batch, or the limit to it."""
         return self.recipe.max_global_batch_size or self.recipe.global_batch_size
 
-    def resolved_recipe(self):
+    def resolved_recipe(self) -> PlanOptions:
         """Without the recipe's own global batch where there is only a limit to it."""
         if not self.recipe.max_global_batch_size:
             return self.recipe
@@ -179,7 +181,7 @@ class Planner:
             recipe.reset_option(name)
         return recipe
 
-    def possible(self, sizes, replicas: int) -> list[int]:
+    def possible(self, sizes: Iterable[int], replicas: int) -> list[int]:
         """Those that make the global batch, if there is one, or stay within its limit."""
         total, most = self.recipe.global_batch_size, self.recipe.max_global_batch_size
         if most:
@@ -196,7 +198,7 @@ class Planner:
                 f"of {sizes[0] if sizes else 1}. Set it to at least {minimum}, or a smaller --num_gpus"
             )
         return (
-            f"global_batch_size = {self.recipe.global_batch_size}: {' or '.join(map(str, sizes)) or 1} rows "
+            f"global_batch_size = {self.recipe.global_batch_size}: {' or '.join(map(str, sizes or [1]))} rows "
             f"on {holders} do not divide it: set it to a multiple of {minimum}"
         )
 
@@ -205,14 +207,14 @@ class Planner:
     def _add_fastest(self, outcome: LayoutOutcome, candidates: list[int]) -> None:
         """Add the prediction of the fastest candidate that fits. Its time is known before its memory: it lies between
         those of sizes that were traced; so where all sizes accumulate alike, one of those is the fastest."""
-        if outcome.largest is None or outcome.largest.speed is None or self._total is None:
+        largest, best = outcome.largest, outcome.best
+        if largest is None or best is None or largest.speed is None or self._total is None:
             return
         made = {one.micro_batch for one in outcome.predictions}
-        smaller = [size for size in candidates if size < outcome.largest.micro_batch]
-        speeds = {size: self.speed(outcome.resolved, size).tokens_per_s for size in smaller}
-        best = outcome.best.speed.tokens_per_s
+        smaller = [size for size in candidates if size < largest.micro_batch]
+        speeds = {size: self.tokens_per_s(outcome.resolved, size) for size in smaller}
         for size in sorted(speeds, key=lambda size: (-speeds[size], -size))[:FASTEST_TRIED]:
-            if speeds[size] <= best or size in made:
+            if speeds[size] <= best.tokens_per_s or size in made:
                 return
             found = self.predict(outcome.resolved, size)
             outcome.predictions = sorted([*outcome.predictions, found], key=lambda one: one.micro_batch)
@@ -223,7 +225,7 @@ class Planner:
 def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unused:
     """Of the allocator, on the stream that computes and on that which gathers weights."""
     forward = [size for step in training if step.phase != "backward" for size in step.blocks]
-    blocks, gradients = [], []
+    blocks, gradients = list[int](), list[int]()
     for step in training:
         blocks += step.blocks
         if step.completed and states.gradients_each:
@@ -289,7 +291,7 @@ def _next_place(made: dict[int, Any], candidates: Sequence[int], fits: int, fail
     return min(max(place, fits + 1), fails - 1, FURTHEST * fits + 3 if growing else fails)
 
 
-def possible_lengths(options: Any, config: Any) -> list[int]:
+def possible_lengths(options: PlanOptions, config: Any) -> list[int]:
     """The lengths to look at, ascending: those that were named; auto: multiples of 1024 up to the model's positions.
 
     Raises:
@@ -301,7 +303,7 @@ def possible_lengths(options: Any, config: Any) -> list[int]:
             raise UserError(f"lengths = auto: a {config.model_type} has no limit. Set --lengths 8k,16k,32k")
         return sorted({*range(STEP, positions + 1, STEP), positions})
     if positions and options.named_lengths[-1] > positions:
-        given = " ".join(options.lengths)
+        given = " ".join(options.lengths or ())
         raise UserError(f"lengths = {given}: the model has {positions} positions. Choose less")
     return options.named_lengths
 

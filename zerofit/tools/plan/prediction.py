@@ -65,9 +65,14 @@ class Prediction:
         return self.peak.needed
 
     @property
-    def is_timed(self) -> bool:
-        """Whether the time is known, and not only the rank."""
-        return self.speed is not None and self.speed.is_known
+    def timed(self) -> UpdateSpeed | None:
+        """The speed where it is known, and not only ranks layouts."""
+        return self.speed if self.speed and self.speed.is_known else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, known or only for the rank; 0 where no time is predicted."""
+        return self.speed.tokens_per_s if self.speed else 0.0
 
     @property
     def global_batch(self) -> int:
@@ -81,7 +86,7 @@ class Prediction:
     @property
     def rank(self) -> tuple[float, int]:
         """The place among others of its strategy: the fastest first, then the largest."""
-        return (-self.speed.tokens_per_s if self.speed else 0.0, -self.micro_batch)
+        return -self.tokens_per_s, -self.micro_batch
 
     def to_dict(self) -> dict[str, Any]:
         peak, layout = asdict(self.peak), self.layout
@@ -107,7 +112,7 @@ class Prediction:
             "disk_bytes": self.disk_bytes,
             "phase": peak["phase"],
             "components": peak["components"],
-            **(self.speed.to_dict() if self.is_timed else unknown),
+            **(self.timed.to_dict() if self.timed else unknown),
             "fits": self.fits,
         }
 
@@ -117,6 +122,7 @@ class LayoutOutcome:
     """What was found of one strategy in one layout.
 
     Attributes:
+        found: the strategy; None: it is refused.
         largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
             smallest do.
         best: the fastest that fits.
@@ -127,7 +133,7 @@ class LayoutOutcome:
 
     strategy: str
     degrees: Degrees = field(default_factory=Degrees)
-    resolved: PlannedStrategy | None = None
+    found: PlannedStrategy | None = None
     predictions: list[Prediction] = field(default_factory=list)
     refused: str = ""
     remedies: list[tuple[dict[str, Any], Prediction]] = field(default_factory=list)
@@ -135,6 +141,13 @@ class LayoutOutcome:
     @property
     def label(self) -> str:
         return labelled(self.strategy, self.degrees)
+
+    @property
+    def resolved(self) -> PlannedStrategy:
+        """The strategy of a layout that is not refused."""
+        if self.found is None:
+            raise ValueError(f"{self.label} is refused: {self.refused}")
+        return self.found
 
     @property
     def largest(self) -> Prediction | None:

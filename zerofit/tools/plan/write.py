@@ -3,14 +3,15 @@
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from zerofit.launch.command import program_of
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import rounded, size
 from zerofit.tools.plan.layouts import labelled, read_pair
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.prediction import Prediction
 
 EACH_MACHINE = "On each of the {} machines, with MACHINE_RANK=0, 1, ... and MAIN_PROCESS_IP, the address of machine 0."
@@ -21,7 +22,7 @@ RENDEZVOUS = (
 SET_HERE = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 
-def write_recipe(folder: Path, options: Any, recipe: type) -> Path:
+def write_recipe(folder: Path, options: PlanOptions, recipe: type[TaskRecipe]) -> Path:
     """recipe.yaml with each option of the task that was set, in place of a recipe's file and flags."""
     names = [
         field.name for field in dataclasses.fields(recipe) if options.source(field.name) and field.name != "config"
@@ -44,7 +45,11 @@ def make_folder(folder: Path) -> Path:
 
 
 def write_pairs(
-    predictions: list[Prediction], folder: Path, options: Any, recipe: type, recipe_file: Path | None = None
+    predictions: list[Prediction],
+    folder: Path,
+    options: PlanOptions,
+    recipe: type[TaskRecipe],
+    recipe_file: Path | None = None,
 ) -> list[Path]:
     """NAME.yaml, NAME.json (of ZeRO) and NAME.sh of each prediction; NAME has the degrees of parallelism: tp_x4.
 
@@ -59,7 +64,7 @@ def write_pairs(
     return [_write_pair(prediction, folder, options, flags) for prediction in predictions]
 
 
-def _write_pair(prediction: Prediction, folder: Path, options: Any, flags: list[str]) -> Path:
+def _write_pair(prediction: Prediction, folder: Path, options: PlanOptions, flags: list[str]) -> Path:
     pair = read_pair(prediction.strategy)
     file = folder / f"{labelled(pair.source.stem, prediction.degrees).replace(' ', '_')}.yaml"
     if file.resolve() == pair.source.resolve():
@@ -81,7 +86,7 @@ def _script(said: str, config: Path, machines: int, program: str) -> str:
     return f"#!/bin/sh\n# {said}\n# {EACH_MACHINE.format(machines)}\n{launch} {RENDEZVOUS} {program}\n"
 
 
-def batch_flags(prediction: Prediction, options: Any) -> list[str]:
+def batch_flags(prediction: Prediction, options: PlanOptions) -> list[str]:
     """The batches that were predicted, and their length where it was searched. A global batch of the recipe's file
     gives way to the predicted one."""
     words = [
@@ -95,7 +100,7 @@ def batch_flags(prediction: Prediction, options: Any) -> list[str]:
 
 
 def _said(one: Prediction) -> str:
-    speed = f", {rounded(one.speed.tokens_per_s)} tokens/s" if one.is_timed else ""
+    speed = f", {rounded(one.tokens_per_s)} tokens/s" if one.timed else ""
     return (
         f"zerofit plan predicts for {one.layout.world_size} processes, micro-batch {one.micro_batch}, accumulation "
         f"{one.accumulation}: {size(one.peak.needed)} of each{speed}"

@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
-from transformers import GPT2Config
+from transformers import GPT2Config, PreTrainedTokenizerBase
 
 from zerofit import __version__
 from zerofit.data.encodings import proposal
@@ -43,7 +43,7 @@ def prepare(options: PrepareOptions) -> list[str]:
     if any(file.kind == "text" for file in files) and options.json_keys != ["text"]:
         raise UserError(f"json_keys = {' '.join(options.json_keys)}: plain text has `text` only")
     silence_libraries()
-    if options.vocab_file:
+    if options.vocab_file and options.merge_file:
         tokenizer = tokenizer_from_vocabulary_files(options.vocab_file, options.merge_file)
         options.tokenizer = options.vocab_file  # its name in messages and in the corpus' card
     else:
@@ -51,7 +51,7 @@ def prepare(options: PrepareOptions) -> list[str]:
     return _write(options, prefixes, files, tokenizer)
 
 
-def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
+def named_tokenizer(option: str, name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, of a hub name, or in a tokenizer.model: the one that training loads from there.
 
     Bare vocabulary files do not say which kind of tokenizer they are for. A config.json beside them says it, as in
@@ -77,7 +77,7 @@ def named_tokenizer(option: str, name: str, trust_remote_code: bool = False):
     return load_tokenizer(TokenizerOptions(option, name, trust_remote_code=trust_remote_code), config)
 
 
-def encoder_of(tokenizer, options: PrepareOptions) -> Encoder:
+def encoder_of(tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> Encoder:
     """The encoder of the workers: the native tokenizer where it gives the same ids on edge-case texts.
 
     Raises:
@@ -100,12 +100,14 @@ def encoder_of(tokenizer, options: PrepareOptions) -> Encoder:
     return fast if fast.ids(texts) == plain.ids(texts) else plain
 
 
-def vocab_size(tokenizer) -> int:
+def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id, and at least what transformers calls the length."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def _write(options: PrepareOptions, prefixes: list[str], files: list[InputFile], tokenizer) -> list[str]:
+def _write(
+    options: PrepareOptions, prefixes: list[str], files: list[InputFile], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """One pass over the input, which writes all corpora. Returns lines for the terminal."""
     encoder = encoder_of(tokenizer, options)
     data = DataOptions({}, TableCache(cache_root(None)), encoding=options.encoding)

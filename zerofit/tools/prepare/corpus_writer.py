@@ -50,7 +50,6 @@ class CorpusWriter:
         self.paths = {ending: Path(f"{prefix}{ending}{PARTIAL}") for ending in ENDINGS}
         self.documents, self.tokens, self.empty, self.largest = 0, 0, 0, -1
         self.published = False
-        self.lock = None
 
     def __enter__(self) -> "CorpusWriter":
         content = self.paths[".bin"]
@@ -111,8 +110,8 @@ class CorpusWriter:
         """
         with self._writing():
             if about is not None:
-                numbers = {"documents": self.documents, "tokens": self.tokens, "largest_id": self.largest}
-                Card(**about, **numbers).write(self.paths[".json"])
+                card = Card(**about, documents=self.documents, tokens=self.tokens, largest_id=self.largest)
+                card.write(self.paths[".json"])
             self.builder.finalize(str(self.paths[".idx"]))
             for path in self.paths.values():
                 if path.exists():

@@ -98,6 +98,7 @@ def parts_of(file: InputFile, options: DataOptions, keys: tuple[str, ...], separ
         UserError: the file cannot be read, is a broken .gz or .parquet, or has no such column.
     """
     try:
+        records: Iterator[tuple[int, bytes | dict[str, Any], int]]
         if file.kind == "text":
             kind, records = "text", _documents(file.path, separator, options.encoding)
         elif file.kind == "json" and not _is_list(file.path, options.encoding):
@@ -107,7 +108,7 @@ def parts_of(file: InputFile, options: DataOptions, keys: tuple[str, ...], separ
         held, size = [], 0
         for line, record, read in records:
             held.append((line, record))
-            size += sum(len(str(value)) for value in record.values()) if kind == "table" else len(record)
+            size += sum(len(str(value)) for value in record.values()) if isinstance(record, dict) else len(record)
             if size >= PART:
                 yield Part(str(file.path), kind, held, read)
                 held, size = [], 0

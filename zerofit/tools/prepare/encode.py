@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import active_children, get_context, parent_process
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from tokenizers import Tokenizer
@@ -28,6 +28,8 @@ CODES = {"uint16": "H", "int32": "i"}  # of array.array
 TOGETHER = 256  # texts that are tokenised at a time: an Encoding takes many times the memory of its ids
 PARTS_AHEAD = 3  # for each worker: this bounds the memory
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+T = TypeVar("T")
+_of_this_process: list["Encoder"] = []  # of a worker
 Encoded = tuple[list[list[bytes]], list[str]]  # ids of the documents of each key; what is wrong with each bad record
 
 
@@ -171,7 +173,7 @@ class Workers:
 
     def encode(self, parts: Iterator[Part]) -> Iterator[tuple[Part, Encoded]]:
         """(part, what `Encoder.encode` makes of it) in the order of the parts."""
-        waiting: deque[tuple[Part, Future]] = deque()
+        waiting: deque[tuple[Part, Future[Encoded]]] = deque()
         while True:
             for part in islice(parts, PARTS_AHEAD * self.count - len(waiting)):
                 waiting.append((part, self.pool.submit(_encode, part)))
@@ -180,7 +182,7 @@ class Workers:
             part, future = waiting.popleft()
             yield part, self._result(future)
 
-    def _result(self, future: Future) -> Any:
+    def _result(self, future: Future[T]) -> T:
         try:
             return future.result()
         except BrokenProcessPool:
@@ -189,14 +191,15 @@ class Workers:
 
 def _begin(encoder: Encoder) -> None:
     """Begin the work of a process, which ends with its parent, also where that is killed."""
-    _encode.encoder = encoder
+    _of_this_process.append(encoder)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
 
 
 def _end_with_the_parent() -> None:
-    parent_process().join()
+    if parent := parent_process():
+        parent.join()
     os._exit(1)
 
 
 def _encode(part: Part) -> Encoded:
-    return _encode.encoder.encode(part)
+    return _of_this_process[0].encode(part)

@@ -23,11 +23,11 @@ MORE = "\nAlso: zerofit prepare merge   several corpora, one after another, as o
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] == "merge":
-        options = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
+        merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
         from zerofit.tools.prepare.merge_corpora import join
 
         with ending_in_order():
-            return join(options)
+            return join(merged)
     if argv and not argv[0].startswith("-"):
         raise UserError(f"zerofit prepare {argv[0]}: use zerofit prepare --input ..., or merge")
     hints = {**PREPARE_HINTS, "word_memo": "remove it: whole documents go through the tokenizer"}

@@ -12,17 +12,17 @@ from zerofit.strategy.host_memory import usable_cores
 class PrepareOptions(Recipe):
     """Text to corpora in Megatron's format"""
 
-    input: list[str] | None = option(  # noqa: RUF009
+    input: list[str] = option(  # noqa: RUF009
         None,
         "Files, folders, globs (** too): .jsonl, .json, .csv, .tsv, .xlsx, .parquet, .txt; also .gz, .bz2, .xz, .zst.",
         required="no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'",
     )
-    output_prefix: str | None = option(
+    output_prefix: str = option(
         None,
         "PREFIX_KEY_document.bin, .idx and .json are written, of each key.",
         required="no output: set --output_prefix, e.g. corpora/wiki for corpora/wiki_text_document.bin",
     )
-    tokenizer: str | None = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
+    tokenizer: str = option(None, "A folder, a hub name, or a tokenizer.model: the one to train with.")
     vocab_file: str | None = option(
         None, "GPT-2's vocab.json or one like it, with merge_file.", needs="merge_file", excludes="tokenizer"
     )
@@ -62,12 +62,12 @@ class PrepareOptions(Recipe):
 class JoinOptions(Recipe):
     """Several corpora, one after another, as one"""
 
-    input: list[str] | None = option(  # noqa: RUF009
+    input: list[str] = option(  # noqa: RUF009
         None,
         "Prefixes of corpora, what stands before .bin; or folders of them, taken in the order of their names.",
         required="no input: set --input to prefixes of corpora, what stands before .bin, or to a folder",
     )
-    output_prefix: str | None = option(
+    output_prefix: str = option(
         None,
         "What the new corpus is called, without .bin.",
         required="no output: set --output_prefix to what the new corpus is to be called",

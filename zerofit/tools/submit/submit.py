@@ -280,7 +280,7 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
     machines = ["--num_machines", str(options.nodes)] if kind == "jobset" else []
     if machines and options.nodes > 1:
         machines += ["--main_process_ip", f"{values['name']}-node-0-0.{values['name']}"]
-    if kind == "slurm":
+    if isinstance(options, SlurmOptions):
         head, site = _read_site(Path(options.site)) if options.site else ([], [])
         values |= {"head": head, "site": site}
     protocols = {word.partition("://")[0].rpartition("=")[2] for word in words if "://" in word}

@@ -14,7 +14,7 @@ Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: wheth
 
 def after_update(update: int, delay_s: float = 0.0) -> Moment:
     """This long after an update was printed; or a later one, where an earlier launch printed it."""
-    printed = []
+    printed: list[float] = []
 
     def come(launch: RunningLaunch) -> bool:
         if not printed and launch.newest_update >= update:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any
 
 from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.recipe import UserError
@@ -17,6 +18,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, say, table
 from zerofit.tools.verify.killing import Killed, alternating, run_and_kill, spread_moments
 from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
+from zerofit.tools.verify.shorten import VerifyOptions
 
 REFERENCE, ONE_PROCESS = "reference", "single"  # the folder, the strategy
 
@@ -44,8 +46,8 @@ class Outcome:
 
     def problems(self, tolerance: float) -> list[str]:
         """Its problems as messages; empty if there are none."""
-        if self.failure:
-            return [self.failure]
+        if self.failure or self.difference is None or self.ledger is None:
+            return [self.failure or "it was not compared"]
         problems, largest = list(self.difference.problems), self.difference.largest
         if far := [FIGURES[name] for name, value in largest.items() if value > tolerance]:
             problems.append(f"it differs by more than {tolerance:g} in {' and '.join(far)}")
@@ -62,17 +64,15 @@ class Proof:
     """All launches of one `zerofit verify`.
 
     Args:
-        options: of verify; its tolerance is set.
         configs: {strategy: accelerate YAML}.
         output: the folder of all runs.
         recipe: the shortened recipe's file.
-        save_steps: updates between two checkpoints of a run that is killed.
     """
 
-    def __init__(self, options, configs: dict[str, Path], output: Path, recipe: Path, save_steps: int):
+    def __init__(self, options: VerifyOptions, configs: dict[str, Path], output: Path, recipe: Path):
         self.options, self.configs, self.output, self.recipe = options, configs, output, recipe
-        self.save_flags = ("--save_steps", str(save_steps), "--save_total_limit", "2")
-        self.reference: Outcome | None = None
+        self.save_flags = ("--save_steps", str(options.saved_every), "--save_total_limit", "2")
+        self.reference = Outcome(ONE_PROCESS, [1], "it was not launched")
         self.agreement: list[Outcome] = []
         self.resumed: list[Outcome] = []
         self.began = time.monotonic()
@@ -144,14 +144,14 @@ class Proof:
         """True if every run was made, and equals the run that it must equal."""
         number = len(self.options.names)
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
-        return complete and all(outcome.is_well(self.options.tolerance) for outcome in self._all())
+        return complete and all(outcome.is_well(self.options.largest_difference) for outcome in self._all())
 
     def _all(self) -> list[Outcome]:
         return [self.reference, *self.agreement, *self.resumed]
 
     def report(self, width: int | None = None) -> str:
         """The tables, the problems and the verdict, for a screen of this width."""
-        tolerance, blocks = self.options.tolerance, []
+        tolerance, blocks = self.options.largest_difference, list[str]()
         if self.agreement:
             about = f"each against one process ({ONE_PROCESS}): the largest relative differences\n"
             blocks.append(about + table(_rows(self.agreement, tolerance), width))
@@ -168,7 +168,7 @@ class Proof:
         after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
         if not self.is_well:
             return f"NOT verified ({after}). The runs and their logs are in {self.output}"
-        kills = sum(each.killed.kills_resumed for each in self.resumed)
+        kills = sum(each.killed.kills_resumed for each in self.resumed if each.killed)
         left = "1 kill has" if kills == 1 else f"{kills} kills have"
         also = f", and {left} left no trace" if kills else "; no run was killed"
         agree = "agrees" if len(self.options.names) == 1 else "agree"
@@ -196,7 +196,7 @@ def _rows(outcomes: list[Outcome], tolerance: float) -> list[tuple[str, ...]]:
         if killed:
             kills = (killed.kills, killed.kills_while_saving, killed.kills_while_starting, killed.resumes)
             about += map(str, kills)
-        if outcome.failure:
+        if outcome.failure or outcome.difference is None:
             rows.append((*about, *["-"] * len((*FIGURES, *LEDGER)), "FAILED"))
             continue
         figures = [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
@@ -209,9 +209,9 @@ def _folder_name(strategy: str) -> str:
     return Path(strategy).stem
 
 
-def _metrics(folder: Path) -> list[dict]:
+def _metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
 
 
-def _samples(folder: Path) -> list[dict]:
+def _samples(folder: Path) -> list[dict[str, Any]]:
     return JsonlFile(folder / "samples.jsonl").read()

@@ -58,7 +58,7 @@ def _by_update(lines: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     return by_update
 
 
-def _gaps(by_update: dict[int, list], num_updates: int, whose: str) -> list[str]:
+def _gaps(by_update: dict[int, list[dict[str, Any]]], num_updates: int, whose: str) -> list[str]:
     missing = [update for update in range(1, num_updates + 1) if update not in by_update]
     beyond = [update for update in by_update if update > num_updates]
     twice = [update for update, lines in by_update.items() if len(lines) > 1]

@@ -3,6 +3,7 @@ unknown. No flag is dropped silently."""
 
 import re
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 from zerofit.recipe.fields import option
 from zerofit.recipe.megatron_flags import CARRIED, flag_status
@@ -129,13 +130,19 @@ class FlagLedger:
         """All words that follow a flag."""
         return self.flags.get(name, [])
 
+    @overload
+    def text(self, name: str, default: str) -> str: ...
+
+    @overload
+    def text(self, name: str, default: None = None) -> str | None: ...
+
     def text(self, name: str, default: str | None = None) -> str | None:
         words = self.words(name)
         if len(words) > 1:
             self.wrong(name, "one value was expected")
         return words[0] if words else default
 
-    def number(self, name: str, kind: type = int, default=None):
+    def number(self, name: str, kind: type[int | float] = int, default: Any = None) -> Any:
         """The value of a flag as a number; `default` where it is not given, or is not a number."""
         text = self.text(name)
         if text is None:

@@ -74,9 +74,8 @@ def _plain(done: ConvertedScript) -> None:
     """Carry over the flags that are an option by another name."""
     flags = done.flags
     for name, (option, kind, default) in PLAIN.items():
-        if kind is bool:
-            value = flags.has(name) or None
-        else:
+        value: str | float | None = flags.has(name) or None
+        if kind is not bool:
             value = flags.text(name) if kind is str else flags.number(name, kind, default)
         if value is not None:
             carry(done, name, option, value, default=default)

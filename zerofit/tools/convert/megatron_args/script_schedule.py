@@ -27,7 +27,7 @@ class ConvertedScript:
 
     recipe: dict[str, Any]
     flags: FlagLedger
-    layout: Layout | None = None
+    layout: Layout
     shape: Shape | None = None
     batch: int = 1
     vocabulary: int | None = None

@@ -11,6 +11,7 @@ import json
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -152,7 +153,7 @@ def closing(done: ConvertedScript, searched: bool) -> list[str]:
     return lines
 
 
-def parameters_of(values: dict, vocabulary: int) -> int:
+def parameters_of(values: dict[str, Any], vocabulary: int) -> int:
     """The number of weights of the recipe's model, which is built on the meta device."""
     recipe = ClmRecipe(config_name=values["config_name"], config_overrides=values["config_overrides"])
     config = load_configuration(recipe)

@@ -116,7 +116,9 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
         of_ffn = int(flags.number("ffn_hidden_coeff", float, 8 / 3 if llama else 4.0) * hidden)
     norm = flags.text("normalization") or flags.text("layernorm_type") or ("rmsnorm" if llama else "layernorm")
     if norm.lower() not in ("rmsnorm", "layernorm"):
-        flags.wrong(flags.first("normalization", "layernorm_type"), "neither family has it: RMSNorm or LayerNorm")
+        flags.wrong(
+            flags.first("normalization", "layernorm_type") or "", "neither family has it: RMSNorm or LayerNorm"
+        )
     rms, bias = norm.lower() == "rmsnorm", not (llama or flags.first("disable_bias_linear", "no_bias"))
     values = {
         "hidden_size": hidden,
@@ -160,8 +162,8 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
     shape = Shape(family, values)
     _add_rows(flags, shape)
     if llama:
-        words = "its own defaults: rmsnorm, swiglu, rotary positions, no biases, an untied head"
-        flags.rows["=program"] = FlagRow("(pretrain_llama.py)", "carried over", words)
+        own = "its own defaults: rmsnorm, swiglu, rotary positions, no biases, an untied head"
+        flags.rows["=program"] = FlagRow("(pretrain_llama.py)", "carried over", own)
     return None if flags.problems else shape
 
 

@@ -77,7 +77,7 @@ def scaling_factor(meta: MetaFolder) -> float | None:
     return float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
 
 
-def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None):
+def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None) -> LlamaConfig:
     """transformers' configuration for a checkpoint of Meta's.
 
     Args:
@@ -106,7 +106,7 @@ def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float
     )
 
 
-def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
+def _describe(meta: MetaFolder, config: LlamaConfig, factor: float | None) -> list[str]:
     sizes = meta.sizes
     lines = [
         f"read         {counted(len(meta.files), 'file')}: {sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, "
@@ -118,7 +118,7 @@ def _describe(meta: MetaFolder, config, factor: float | None) -> list[str]:
     return lines
 
 
-def _write_hf(meta: MetaFolder, config, tokenizer: ConvertedTokenizer, folder: Path) -> dict[str, str]:
+def _write_hf(meta: MetaFolder, config: LlamaConfig, tokenizer: ConvertedTokenizer, folder: Path) -> dict[str, str]:
     """Write the folder; the weights of one file are in memory. Returns {name of a weight: file}.
 
     Raises:

@@ -183,7 +183,7 @@ class MetaFolder:
     def dtype(self) -> torch.dtype:
         return self.shards[0]["tok_embeddings.weight"].dtype
 
-    def read(self, weight: MetaWeight):
+    def read(self, weight: MetaWeight) -> torch.Tensor:
         """The full weight, concatenated from its shards, in Meta's order."""
         cut, shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
         if cut.axis is None or len(shards) == 1:

@@ -85,7 +85,7 @@ def _layer(s: Sizes, meta: str, hf: str) -> list[MetaWeight]:
     ]
 
 
-def to_hf(tensor, heads: int):
+def to_hf(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Meta's weight as transformers has it: of each head first the even rows, then the odd ones."""
     if not heads:
         return tensor
@@ -93,7 +93,7 @@ def to_hf(tensor, heads: int):
     return tensor.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def is_converted(meta, hf, heads: int) -> bool:
+def is_converted(meta: torch.Tensor, hf: torch.Tensor, heads: int) -> bool:
     """Compare transformers' weight with Meta's, bit for bit: of each head the even rows, then the odd ones."""
     if not heads:
         return same_bits(meta, hf)
@@ -113,7 +113,7 @@ def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> Sha
     return None
 
 
-def same_bits(tensor, expected) -> bool:
+def same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     """Compare two tensors bit for bit, NaN included."""
     if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return False

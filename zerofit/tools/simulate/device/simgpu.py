@@ -15,18 +15,24 @@ Environment:
 import importlib.util
 import os
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, Self
 
 import torch
 
 NAME = os.environ.get("SIMGPU_NAME", "simgpu")
 WITHOUT_DATA = os.environ.get("SIMGPU_WITHOUT_DATA") == "1"
+Which = torch.device | str | int | None  # a device; None: the current one
 
 
-def _load():
-    spec = importlib.util.spec_from_file_location("simgpu_c", os.environ["SIMGPU_LIBRARY"])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def _load() -> ModuleType:
+    path = os.environ["SIMGPU_LIBRARY"]
+    loader = ExtensionFileLoader("simgpu_c", path)
+    module = importlib.util.module_from_spec(ModuleSpec("simgpu_c", loader, origin=path))
+    loader.exec_module(module)
     return module
 
 
@@ -34,7 +40,7 @@ _C = _load()
 _C.init([int(size) for size in os.environ.get("SIMGPU_MEMORY", str(16 << 30)).split(",")], WITHOUT_DATA)
 
 
-def _index(device=None) -> int:
+def _index(device: Which = None) -> int:
     if isinstance(device, int):
         return device
     found = None if device is None else torch.device(device).index
@@ -65,22 +71,22 @@ device_count = _C.device_count
 current_device = _C.current_device
 
 
-def set_device(device) -> None:
+def set_device(device: Which) -> None:
     _C.set_device(_index(device))
 
 
 synchronize = torch.accelerator.synchronize  # nothing is asynchronous here; an observer sees it
 
 
-def get_device_name(device=None) -> str:
+def get_device_name(device: Which = None) -> str:
     return os.environ.get("SIMGPU_MODEL") or f"simulated device {_index(device)}"
 
 
-def get_device_capability(device=None) -> tuple[int, int]:
+def get_device_capability(device: Which = None) -> tuple[int, int]:
     return 9, 0
 
 
-def get_device_properties(device=None) -> SimpleNamespace:
+def get_device_properties(device: Which = None) -> SimpleNamespace:
     major, minor = get_device_capability(device)
     return SimpleNamespace(
         name=get_device_name(device),
@@ -91,7 +97,7 @@ def get_device_properties(device=None) -> SimpleNamespace:
     )
 
 
-def device(which):
+def device(which: Which) -> AbstractContextManager[object]:
     """The context in which a device is the current one."""
     return torch.accelerator.device_index(_index(which))
 
@@ -117,7 +123,7 @@ empty_cache = torch.accelerator.empty_cache
 mem_get_info = torch.accelerator.get_memory_info
 
 
-def set_per_process_memory_fraction(fraction: float, device=None) -> None:
+def set_per_process_memory_fraction(fraction: float, device: Which = None) -> None:
     index = _index(device)
     _C.set_limit(index, int(_C.total(index) * fraction))
 
@@ -133,7 +139,7 @@ def peak_host_bytes(reset: bool = False) -> int:
     return _C.peak_host_bytes(reset)
 
 
-def observe(observer) -> None:
+def observe(observer: Callable[..., None] | None) -> None:
     """Have a function called with each collective, of tensors of the device or the host, and with each thing that the
     host of a GPU would wait for; None: with nothing any more.
 
@@ -165,21 +171,21 @@ def initial_seed() -> int:
     return default_generators[_C.current_device()].initial_seed()
 
 
-def get_rng_state(device=None) -> torch.Tensor:
+def get_rng_state(device: Which = None) -> torch.Tensor:
     return default_generators[_index(device)].get_state()
 
 
-def set_rng_state(state: torch.Tensor, device=None) -> None:
+def set_rng_state(state: torch.Tensor, device: Which = None) -> None:
     default_generators[_index(device)].set_state(state.cpu())
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device=None, priority=0, **kwargs):
+    def __new__(cls, device: Which = None, priority: int = 0, **kwargs: Any) -> Self:
         return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
 
 
 class Event(torch.Event):
-    def __new__(cls, enable_timing=False, **_):
+    def __new__(cls, enable_timing: bool = False, **_: Any) -> Self:
         return super().__new__(cls, device=torch.device(NAME, _C.current_device()), enable_timing=enable_timing)
 
 
@@ -190,15 +196,15 @@ set_stream = torch.accelerator.set_stream
 class stream:
     """The context in which a stream is the current one; None: nothing changes."""
 
-    def __init__(self, which):
+    def __init__(self, which: torch.Stream | None):
         self.which = which
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         if self.which is not None:
             self.before = current_stream()
             set_stream(self.which)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         if self.which is not None:
             set_stream(self.before)
 

@@ -1,5 +1,8 @@
 """The simulated device as DeepSpeed's accelerator: its memory, streams and random state, the CPU's built operators."""
 
+from collections.abc import Callable
+from typing import Any
+
 import simgpu
 import torch
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
@@ -32,7 +35,7 @@ YES = ("is_available", "is_bf16_supported", "is_fp16_supported")
 NO = ("is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
 
 
-def _answers(what):
+def _answers(what: Any) -> Callable[..., Any]:
     """A method that gives what a function gives, or a value."""
     return lambda self, *args, **kwargs: what(*args, **kwargs) if callable(what) else what
 
@@ -40,7 +43,7 @@ def _answers(what):
 class SimulatedAccelerator(CPU_Accelerator):
     """A CPU_Accelerator, since its operators (CPUAdam) are to be built for the host, with a device all the same."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._name, self._communication_backend_name = simgpu.NAME, "gloo"
 
@@ -51,42 +54,42 @@ class SimulatedAccelerator(CPU_Accelerator):
     _torch_empty_pinned = DeepSpeedAccelerator._torch_empty_pinned
 
     @property
-    def Stream(self):
+    def Stream(self) -> type[torch.Stream]:
         return simgpu.Stream
 
     @property
-    def Event(self):
+    def Event(self) -> type[torch.Event]:
         return simgpu.Event
 
-    def communication_backend_name(self):
+    def communication_backend_name(self) -> str:
         return "gloo"
 
-    def device_name(self, device_index=None):
+    def device_name(self, device_index: int | None = None) -> str:
         return simgpu.NAME if device_index is None else f"{simgpu.NAME}:{device_index}"
 
-    def current_device_name(self):
+    def current_device_name(self) -> str:
         return self.device_name(simgpu.current_device())
 
-    def default_generator(self, device_index):
+    def default_generator(self, device_index: int) -> torch.Generator:
         return simgpu.default_generators[device_index]
 
-    def total_memory(self, device_index=None):
+    def total_memory(self, device_index: int | None = None) -> int:
         return simgpu.mem_get_info(device_index)[1]
 
-    def available_memory(self, device_index=None):
+    def available_memory(self, device_index: int | None = None) -> int:
         return self.total_memory(device_index) - self.memory_allocated(device_index)
 
-    def on_accelerator(self, tensor):
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == simgpu.NAME
 
-    def supported_dtypes(self):
+    def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float, torch.half, torch.bfloat16]
 
 
-def _tensor_type(dtype: torch.dtype):
+def _tensor_type(dtype: torch.dtype) -> property:
     """Make a property like torch.cuda.FloatTensor, which is called with sizes or with data."""
 
-    def make(*args):
+    def make(*args: Any) -> torch.Tensor:
         if args and not isinstance(args[0], int):
             return torch.tensor(args[0], dtype=dtype, device=simgpu.NAME)
         return torch.empty(args, dtype=dtype, device=simgpu.NAME)

@@ -7,32 +7,35 @@ ACCELERATE_TORCH_DEVICE; several processes have to be a MULTI_GPU job for it, ov
 import importlib.machinery
 import os
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 
-class AfterImport(importlib.machinery.PathFinder):
+class AfterImport:
     """A finder that calls `changes[name](module)` as soon as a module of that name has been imported."""
 
-    def __init__(self, changes: dict):
+    def __init__(self, changes: dict[str, Callable[[Any], None]]):
         self.changes = changes
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.changes:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None:
             return None
-        run, change = spec.loader.exec_module, self.changes[fullname]
+        loader: Any = spec.loader
+        run, change = loader.exec_module, self.changes[fullname]
 
-        def exec_module(module):
+        def exec_module(module: ModuleType) -> None:
             run(module)
             change(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
-def register(torch) -> None:
+def register(torch: ModuleType) -> None:
     import simgpu
 
     rank = int(os.environ.get("LOCAL_RANK", "0")) % simgpu.device_count()  # processes may share devices
@@ -40,8 +43,10 @@ def register(torch) -> None:
     simgpu.set_device(rank)
 
 
-def tell_accelerate(state) -> None:
-    def prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
+def tell_accelerate(state: Any) -> None:
+    def prepare_backend(
+        self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, Any]:
         if int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:
             return backend or "gloo", state.DistributedType.MULTI_GPU
         return backend, state.DistributedType.NO
@@ -49,7 +54,7 @@ def tell_accelerate(state) -> None:
     state.PartialState._prepare_backend = prepare_backend
 
 
-def give_accelerate_a_scaler(modeling) -> None:
+def give_accelerate_a_scaler(modeling: Any) -> None:
     """accelerate asks for torch.cuda's scaler of fp16 gradients, whatever the device."""
     import simgpu
     import torch
@@ -57,17 +62,17 @@ def give_accelerate_a_scaler(modeling) -> None:
     modeling.get_grad_scaler = lambda distributed_type=None, **kwargs: torch.amp.GradScaler(simgpu.NAME, **kwargs)
 
 
-def tell_deepspeed(real_accelerator) -> None:
+def tell_deepspeed(real_accelerator: Any) -> None:
     from simgpu_deepspeed import SimulatedAccelerator
 
     real_accelerator.ds_accelerator = SimulatedAccelerator()
 
 
-def leave_out_adam_on_the_host(builder) -> None:
+def leave_out_adam_on_the_host(builder: Any) -> None:
     """DeepSpeed's Adam of the host would read and write all offloaded states; its state is made as ever."""
     import simgpu
 
-    def nothing(*args):
+    def nothing(*args: object) -> None:
         """In place of create_adam, adam_update and the others."""
 
     names = ("create_adam", "destroy_adam", "adam_update", "adam_rollback")
