@@ -81,7 +81,11 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     recipe = parse_recipe(TASKS[task], words).draft()
     adapter = to_train_on(recipe, task)
     config, _ = trained_on_configuration(adapter, load_configuration(recipe), recipe)
-    return recipe, adapter, build_model(CLASSES[task], config, recipe, ALONE, recipe.seed, adapter.full_weights)
+    return (
+        recipe,
+        adapter,
+        build_model(CLASSES[task], config, recipe, ALONE, recipe.seed, ignored_weights=adapter.full_weights),
+    )
 
 
 def continued(folder: Path, *flags: str, task: str = "clm"):

@@ -64,7 +64,8 @@ class ModelExporter:
         if in_thread and self._tokenizer_of_thread is None:
             self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
         module, is_adapter = self._engine.whole, self._adapter is not None
-        tokenizer = self._tokenizer_of_thread if in_thread else self._tokenizer
+        own = self._tokenizer_of_thread if in_thread else None
+        tokenizer = self._tokenizer if own is None else own
         if self._adapter is not None:
             failed = self._adapter.save(module, dict(weights), tokenizer, folder)
         else:

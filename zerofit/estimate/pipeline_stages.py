@@ -6,8 +6,7 @@ an update's (deepspeed/runtime/pipe/schedule.py, TrainSchedule).
 """
 
 from dataclasses import dataclass, replace
-
-import torch
+from typing import Any
 
 from zerofit.estimate.operations import EXCHANGES
 from zerofit.estimate.traced_steps import TracedStep
@@ -41,7 +40,7 @@ class Stage:
 WHOLE = Stage(0, 1, 0)  # no pipeline
 
 
-def stages_of(layout: ParallelLayout, model: torch.nn.Module) -> list[Stage]:
+def stages_of(layout: ParallelLayout, model: Any) -> list[Stage]:
     """Return the stages of which one needs most: the first, the last, and the first of those with most layers.
 
     Args:

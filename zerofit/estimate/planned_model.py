@@ -253,12 +253,14 @@ class PlannedModel:
         return build
 
 
-def make_model(config: Any, task: str, dtype: torch.dtype, attention: str | None, traced: bool) -> torch.nn.Module:
+def make_model(
+    config: Any, task: str, dtype: torch.dtype, attention: str | None, traced: bool
+) -> transformers.PreTrainedModel:
     """A model with random weights, on the default device."""
     name = OF_WORDS if task == "cls" and has_head(config, "TokenClassification") else TASKS[task]
     auto_class = getattr(transformers, name)
 
-    def build(attention: str | None) -> torch.nn.Module:
+    def build(attention: str | None) -> Any:
         return fuse_gelu(auto_class.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention))
 
     if attention == "eager":

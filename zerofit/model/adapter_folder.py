@@ -10,8 +10,8 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,11 @@ from zerofit.recipe.model_options import merge_command
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import why_no_model
 from zerofit.recipe.tasks import kind_of
+
+if TYPE_CHECKING:
+    import torch
+    from peft import LoraConfig
+    from transformers import PretrainedConfig
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"  # of an older peft
@@ -167,7 +172,7 @@ def _plain(name: str) -> str:
     return NAMED.sub(r"\1", WRAPPED.sub("", name)).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
-def adapter_settings(folder: AdapterFolder, where: str):
+def adapter_settings(folder: AdapterFolder, where: str) -> "LoraConfig":
     """peft's configuration of the adapter, for inference.
 
     Raises:
@@ -349,7 +354,7 @@ def base_revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:
 
 
 def trained_config(
-    folder: AdapterFolder, config, where: str, name: str, overrides: str | None = None
+    folder: AdapterFolder, config: "PretrainedConfig", where: str, name: str, overrides: str | None = None
 ) -> tuple[Any, list[str]]:
     """The configuration that the adapter was trained with, and notes on it.
 
@@ -404,7 +409,7 @@ def _num_labels(folder: AdapterFolder) -> int | None:
     return next((shape[0] for name, shape in folder.shapes.items() if f".{name}".endswith(endings)), None)
 
 
-def _headed(config, folder: AdapterFolder):
+def _headed(config: "PretrainedConfig", folder: AdapterFolder) -> "PretrainedConfig":
     """The configuration with the tokens of the adapter's embeddings, and of a classifier with its head; the base's may
     be others, or none."""
     if rows := _num_rows(folder):
@@ -413,9 +418,6 @@ def _headed(config, folder: AdapterFolder):
         config.architectures = [f"AutoModelFor{TASK_TYPES[folder.settings['task_type']][1]}"]
     return config
 
-
-if TYPE_CHECKING:
-    import torch
 
 BASE_SAMPLE = "base_weights.json"
 NUM_VALUES = 64
@@ -435,7 +437,7 @@ def sample_weights(weight: "torch.Tensor") -> list[float]:
     return weight.detach().flatten()[indices].float().tolist()
 
 
-def adapted_weight(layer) -> "torch.Tensor":
+def adapted_weight(layer: Any) -> "torch.Tensor":
     """The frozen weight that a layer of peft adapts; of experts a weight of all of them."""
     return layer.get_param() if hasattr(layer, "parameter_name") else layer.get_base_layer().weight
 
@@ -449,7 +451,13 @@ def differs(recorded: Sequence[float], sample: Sequence[float]) -> bool:
 
 
 def check_base_weights(
-    base, folder: Path, where: str, name: str, quantised: bool, gathered=lambda weight: nullcontext()
+    base: "torch.nn.Module",
+    folder: Path,
+    where: str,
+    name: str,
+    *,
+    quantised: bool,
+    gathered: Callable[["torch.Tensor"], AbstractContextManager[Any]],
 ) -> list[str]:
     """Compare the frozen weights with those recorded in training. Returns a note if that is not possible.
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,9 +39,16 @@ from zerofit.model.parameters import true_shape
 from zerofit.model.pretrained_io import read_model
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.model_options import merge_command
+from zerofit.recipe.options import TrainingRecipe
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PretrainedConfig
+
+    from zerofit.strategy.strategy import Strategy
 
 NAME = "default"  # peft's name for the only adapter
-ALONE = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and weights keep their precision
+ALONE: Any = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and weights keep their precision
     deepspeed={},
     shards_parameters=False,
     fully_shards=False,
@@ -117,11 +124,11 @@ def load_with_adapter(
             setattr(model.get_submodule(owner), attribute, own)
         model.config.tie_word_embeddings = False
     saved = _saved_modules(folder, model, settings)
-    adapted, more = _inject(folder, model, name, ALONE, is_quantised, settings, saved, where)
+    adapted, more = _inject(folder, model, name, ALONE, settings, quantised=is_quantised, saved=saved, where=where)
     return AdaptedModel(adapted.eval(), name, auto_class, [*notes, *more])
 
 
-def _task_type(config) -> str:
+def _task_type(config: "PretrainedConfig") -> str:
     """The task of a model whose adapter does not name one."""
     if config.is_encoder_decoder:
         return "SEQ_2_SEQ_LM"
@@ -135,7 +142,7 @@ def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name:
         raise UserError(f"{where} and {name!r} lack {name_some(lacking)}. Name the adapter's own base")
 
 
-def _dequantize(model, option: str, name: str):
+def _dequantize(model: Any, option: str, name: str) -> Any:
     try:
         model = model.dequantize()
     except (NotImplementedError, ValueError, ImportError) as error:
@@ -147,12 +154,14 @@ def _dequantize(model, option: str, name: str):
     return model
 
 
-def _quantises(step) -> bool:
+def _quantises(step: Any) -> bool:
     """Return whether a step of transformers' weight loading makes quantised weights."""
     return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
 
 
-def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, strategy, quantised: bool) -> list[str]:
+def inject_adapter(
+    folder: AdapterFolder, model: torch.nn.Module, name: str, strategy: "Strategy", quantised: bool
+) -> list[str]:
     """Inject an adapter's layers into the model, as training does, and load its weights into them.
 
     Args:
@@ -166,10 +175,13 @@ def inject_adapter(folder: AdapterFolder, model: torch.nn.Module, name: str, str
         UserError: the adapter is for another base.
     """
     settings = adapter_settings(folder, _where(folder))
-    return _inject(folder, model, name, strategy, quantised, settings, _saved_modules(folder, model, settings))[1]
+    saved = _saved_modules(folder, model, settings)
+    return _inject(folder, model, name, strategy, settings, quantised=quantised, saved=saved)[1]
 
 
-def continue_adapter(folder: AdapterFolder, model: torch.nn.Module, recipe, strategy) -> Adapter:
+def continue_adapter(
+    folder: AdapterFolder, model: torch.nn.Module, recipe: TrainingRecipe, strategy: "Strategy"
+) -> Adapter:
     """Inject an adapter that is trained on: its layers, and the modules that it has in full, are trained further.
 
     Args:
@@ -184,9 +196,9 @@ def continue_adapter(folder: AdapterFolder, model: torch.nn.Module, recipe, stra
     drawn = [name for name in getattr(model, "initialized_weights", ()) if name not in folder.full_weights]
     fresh = [*(name.rpartition(".")[0] for name in drawn), *getattr(model, "resized_modules", ())]  # in no file yet
     saved = with_tied(model, [*_saved_modules(folder, model, settings), *fresh])
-    base, quantised = recipe.model_name_or_path, recipe.quantised is not None
+    base, quantised = str(recipe.model_name_or_path), recipe.quantised is not None
     torch.manual_seed(recipe.seed)
-    _, notes = _inject(folder, model, base, strategy, quantised, settings, saved)
+    _, notes = _inject(folder, model, base, strategy, settings, quantised=quantised, saved=saved)
     written = replace(original, base_model_name_or_path=published_base(base), lora_dropout=recipe.lora_dropout)
     adapter = make_trainable(model, written, saved, strategy)
     lines = [f"{folder.path}, trained on: {adapter.note}"]
@@ -198,7 +210,7 @@ def _where(folder: AdapterFolder) -> str:
     return f"model_name_or_path = {str(folder.path)!r}"
 
 
-def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings) -> list[str]:
+def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings: "LoraConfig") -> list[str]:
     """Names of the modules that the adapter has in full: those that it names, and embeddings that were resized."""
     fully_trained = tuple(f".{module}" for module in settings.modules_to_save or ())  # the model's own modules
     names = [name for name, _ in model.named_modules() if fully_trained and f".{name}".endswith(fully_trained)]
@@ -209,7 +221,15 @@ def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings) -> l
 
 
 def _inject(
-    folder, model, name: str, strategy, quantised: bool, settings, saved: list[str], where: str | None = None
+    folder: AdapterFolder,
+    model: Any,
+    name: str,
+    strategy: "Strategy",
+    settings: "LoraConfig",
+    *,
+    quantised: bool,
+    saved: list[str],
+    where: str | None = None,
 ) -> tuple[Any, list[str]]:
     """Inject the adapter's layers, and load all weights of its file into them and into the modules that it has in
     full; no weight of a layer stays random. Returns the PeftModel of a tool, which says `where`, and notes."""
@@ -250,10 +270,10 @@ def _inject(
             parameter.copy_(tensor)
     mark_magnitudes(model, strategy)
     gathered = partial(strategy.gathered, written=False)
-    return adapted, check_base_weights(model, folder.path, where, name, quantised, gathered)
+    return adapted, check_base_weights(model, folder.path, where, name, quantised=quantised, gathered=gathered)
 
 
-def trained_apart(tensors: dict[str, torch.Tensor], model: torch.nn.Module, settings) -> list[list[str]]:
+def trained_apart(tensors: dict[str, torch.Tensor], model: torch.nn.Module, settings: "LoraConfig") -> list[list[str]]:
     """Names of each weight that the base uses twice (its embeddings, as the head) and the adapter trained apart."""
     tensors = {key.replace(".base_layer.", "."): tensor for key, tensor in tensors.items()}  # below an adapter
     names: dict[int, list[str]] = {}

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from zerofit.compat.transformers import attention_of, attentions_of, documents_found_by
 from zerofit.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # torch 2.11 computes with fewer heads of key and value unasked.
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -34,7 +37,9 @@ FASTEST_FIRST = {9: "324", 10: "42", 12: "24"}
 WIDEST_HEAD_OF_4 = 128  # elements; 2 takes heads of 256
 
 
-def choose_attention(model, requested: str | None, precision: str, device: torch.device | None = None) -> str:
+def choose_attention(
+    model: "PreTrainedModel", requested: str | None, precision: str, device: torch.device | None = None
+) -> str:
     """Before the model is prepared: choose the kernel for packed documents. Returns a line for the log.
 
     Args:
@@ -42,9 +47,7 @@ def choose_attention(model, requested: str | None, precision: str, device: torch
         precision: fp32, bf16 or fp16, of the computation.
         device: that the model will run on; None: the accelerator, where there is one.
     """
-    if device is None:
-        on_gpu = torch.accelerator.is_available()
-        device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
+    device = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     reason = "as the recipe says"
     if not requested:
         reason = _why_no_flash(model, precision, device) or _use_flash(model, precision, device)
@@ -103,7 +106,7 @@ def takes_lengths(model: Any) -> bool:
     return kernel == VARLEN or is_flash_attention_requested(requested_attention_implementation=kernel)
 
 
-def _why_no_flash(model, precision: str, device: torch.device) -> str:
+def _why_no_flash(model: "PreTrainedModel", precision: str, device: torch.device) -> str:
     """Why no flash kernel can run; empty if one can."""
     config = model.config.get_text_config()
     if device.type != "cuda":
@@ -122,7 +125,7 @@ def _why_no_flash(model, precision: str, device: torch.device) -> str:
     return ""
 
 
-def _use_flash(model, precision: str, device: torch.device) -> str:
+def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -> str:
     """Set the first flash kernel that works here. Returns its name in words, or why none works."""
     from transformers import utils
 
@@ -136,8 +139,8 @@ def _use_flash(model, precision: str, device: torch.device) -> str:
             try:
                 model.set_attn_implementation(name)
                 return f"the flash-attn package, version {version}, is installed"
-            except (ImportError, ValueError, RuntimeError, OSError) as problem:
-                problems.append(f"{name}: {' '.join(str(problem).split())}")
+            except (ImportError, ValueError, RuntimeError, OSError) as error:
+                problems.append(f"{name}: {' '.join(str(error).split())}")
     problem = _why_not_varlen(model, precision, device, dropout)
     if not problem:
         set_attention(model, VARLEN)
@@ -145,14 +148,14 @@ def _use_flash(model, precision: str, device: torch.device) -> str:
     return "; ".join([*problems, problem])
 
 
-def has_attention_dropout(config) -> bool:
+def has_attention_dropout(config: "PretrainedConfig") -> bool:
     """Return whether there is dropout on attention weights, by the names that configurations have for it."""
     return any(
         getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     )
 
 
-def _why_not_varlen(model, precision: str, device: torch.device, dropout: bool) -> str:
+def _why_not_varlen(model: "PreTrainedModel", precision: str, device: torch.device, dropout: bool) -> str:
     config = model.config.get_text_config()
     if torch.version.hip is not None:
         return "torch has no flash kernel for packed documents here, and flash-attn is not installed"
@@ -179,7 +182,17 @@ def _register() -> None:
 # ------------------------------------------------------------------------------------------------ torch's flash kernel
 
 
-def varlen_attention(module, query, key, value, attention_mask, *, dropout=0.0, scaling=None, **kwargs):
+def varlen_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention for transformers' AttentionInterface: inside documents, if their lengths are given (LENGTHS).
 
     Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
@@ -205,11 +218,12 @@ def varlen_attention(module, query, key, value, attention_mask, *, dropout=0.0, 
     parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
     groups = {"enable_gqa": query.shape[1] != key.shape[1]} if TAKES_GROUPS else {}
-    output = varlen_attn(*parts, *lengths, scale=scaling, window_size=window, **groups)
+    attend: Any = varlen_attn  # other versions of torch have other arguments
+    output = attend(*parts, *lengths, scale=scaling, window_size=window, **groups)
     return output[None, ..., :width], None
 
 
-def _mask_beside_lengths(*, q_length=0, kv_length=0, **kwargs):
+def _mask_beside_lengths(*, q_length: int = 0, kv_length: int = 0, **kwargs: Any) -> torch.Tensor | None:
     """No mask for packed rows (for which transformers sets allow_is_causal_skip to False), else that of sdpa."""
     from transformers.masking_utils import sdpa_mask
 
@@ -222,17 +236,17 @@ def _mask_beside_lengths(*, q_length=0, kv_length=0, **kwargs):
 def _trial(device: torch.device, dtype: torch.dtype) -> str:
     """Why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
     generator = torch.Generator().manual_seed(0)
-    parts = [
+    query, key, value = parts = tuple(
         torch.randn(1, heads, 16, 16, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)
-    ]
+    )
     ends = torch.tensor([0, 5, 16], dtype=torch.int32, device=device)  # of two documents
     is_second = torch.arange(16, device=device) >= 5
     seen = (is_second[:, None] == is_second).tril()
     try:
-        lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 11, "max_length_k": 11}
-        output, _ = varlen_attention(None, *parts, None, **lengths)
+        lengths: dict[str, Any] = dict(zip(LENGTHS, (ends, ends, 11, 11)))
+        output, _ = varlen_attention(None, query, key, value, None, **lengths)
         gradients = torch.autograd.grad(output.float().square().sum(), parts)
-        wide = [part.float() for part in parts]
+        wide = query.float(), key.float(), value.float()
         expected = F.scaled_dot_product_attention(*wide, attn_mask=seen, enable_gqa=True).transpose(1, 2)
         expected_gradients = torch.autograd.grad(expected.square().sum(), parts)
         pairs = zip((output, *gradients), (expected, *expected_gradients))
@@ -245,12 +259,12 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------------- sdpa's mask
 
 
-def additive_mask(*args, dtype=torch.float32, device="cpu", **kwargs) -> torch.Tensor | None:
+def additive_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
     """sdpa's mask (B, 1, T, T) as torch adds it: 0 where a position sees another, else minus infinity. From a boolean
     mask torch makes the same tensor, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
     from transformers.masking_utils import sdpa_mask
 
-    mask = sdpa_mask(*args, device=device, **kwargs)
+    mask = sdpa_mask(**kwargs)
     return None if mask is None else added_mask(mask, dtype)
 
 

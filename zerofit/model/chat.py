@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLACEHOLDER = "\ue0f1{}\ue0f2"  # for an answer: private-use characters, which no template compares or strips
@@ -79,7 +82,9 @@ def known_templates() -> list[str]:
     return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
 
 
-def install_template(tokenizer, requested: str | None, default: str | None = None) -> Template:
+def install_template(
+    tokenizer: "PreTrainedTokenizerBase", requested: str | None, default: str | None = None
+) -> Template:
     """Give the tokenizer the requested template, else its own, else the default one; it is exported with it.
 
     Raises:
@@ -104,7 +109,7 @@ def install_template(tokenizer, requested: str | None, default: str | None = Non
     return Template(origin, f"template  {name or origin}{aside}")
 
 
-def _own_template(tokenizer) -> str | dict[str, str] | None:
+def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | dict[str, str] | None:
     """The tokenizer's template; of several, of which one may be for records with tools, all."""
     try:
         if tokenizer.chat_template:
@@ -115,7 +120,7 @@ def _own_template(tokenizer) -> str | dict[str, str] | None:
         raise UserError(f"several chat templates ({names}): name a .jinja file with --chat_template") from None
 
 
-def _for_tokenizer(name: str, tokenizer) -> str:
+def _for_tokenizer(name: str, tokenizer: "PreTrainedTokenizerBase") -> str:
     """A template's text. The templates of zerofit begin like the tokenizer's texts: some tokenizers put the
     beginning-of-text token there."""
     text = named_template(name)
@@ -162,7 +167,7 @@ def check_arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def for_template(tokenizer, messages: list[Message]) -> Conversation:
+def for_template(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> Conversation:
     """A conversation as the tokenizer's template reads it: tools of a message go beside the messages unless the
     template looks for them there, and arguments of calls are objects or JSON texts, as the template writes them."""
     conversation = Conversation(messages, _given_to(tokenizer, messages))
@@ -174,7 +179,7 @@ def for_template(tokenizer, messages: list[Message]) -> Conversation:
     return _with_arguments(conversation, _as_object if takes_objects else _as_json)
 
 
-def unread_keys(tokenizer, messages: list[Message], text: str | None = None) -> list[str]:
+def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], text: str | None = None) -> list[str]:
     """The keys of messages, and of what their record gives, that the template does not mention.
 
     Args:
@@ -184,13 +189,15 @@ def unread_keys(tokenizer, messages: list[Message], text: str | None = None) -> 
     found = {key for message in messages for key in message if key not in OWN_KEYS} | given.keys()
     hoisted = {"functions"} if "tools" in given else set()
     unread = {key for key in found - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer))}
-    for message in messages if text is not None else ():  # of an answer, reasoning may be left out
+    if text is None:
+        return sorted(unread)
+    for message in messages:  # of an answer, reasoning may be left out
         if message["role"] != "assistant" and "instruction" not in message and message["content"].strip() not in text:
             unread.add(f"{message['role']}.content")
     return sorted(unread)
 
 
-def _given_to(tokenizer, messages: list[Message]) -> dict[str, Any]:
+def _given_to(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> dict[str, Any]:
     """The arguments of a template beside the messages: what the record gives, and the tools of a message, unless the
     template looks for them there."""
     given = dict(getattr(messages, "given", {}))
@@ -203,7 +210,7 @@ def _given_to(tokenizer, messages: list[Message]) -> dict[str, Any]:
     return given
 
 
-def _source(tokenizer) -> str:
+def _source(tokenizer: "PreTrainedTokenizerBase") -> str:
     """The text of the tokenizer's templates, without comments."""
     held = tokenizer.chat_template or ""
     return re.sub(r"{#.*?#}", "", held if isinstance(held, str) else "\n".join(held.values()), flags=re.DOTALL)
@@ -244,7 +251,7 @@ def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -
     return Conversation(messages, conversation.given)
 
 
-def _writes(tokenizer, conversation: Conversation, probe: Any) -> bool:
+def _writes(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, probe: Any) -> bool:
     """Return whether the template writes arguments of this form as an object: neither encoded twice nor as Python
     would."""
     try:
@@ -259,7 +266,10 @@ def _writes(tokenizer, conversation: Conversation, probe: Any) -> bool:
 
 
 def apply_template(
-    tokenizer, messages: list[Message], add_generation_prompt: bool = False, given: dict[str, Any] | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[Message],
+    add_generation_prompt: bool = False,
+    given: dict[str, Any] | None = None,
 ) -> str:
     """The text of a conversation; `add_generation_prompt`: up to the place of the next answer.
 
@@ -272,9 +282,8 @@ def apply_template(
     """
     try:
         with limited():
-            return tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(given or {})
-            )
+            apply: Callable[..., Any] = tokenizer.apply_chat_template  # which returns a text with tokenize=False
+            return apply(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(given or {}))
     except BeyondLimits as error:
         raise UserError(f"chat template of {tokenizer.name_or_path!r}: {error}. Set --chat_template") from None
     except Exception as error:  # an expression in a template can raise anything
@@ -287,14 +296,14 @@ def apply_template(
         raise BadTemplate(first_line(error), line if syntax else frames[-1], syntax) from None
 
 
-def question_ids(tokenizer, question: str, system_prompt: str | None = None) -> list[int]:
+def question_ids(tokenizer: "PreTrainedTokenizerBase", question: str, system_prompt: str | None = None) -> list[int]:
     """Token ids of a question, up to the place of its answer."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     text = apply_template(tokenizer, [*system, {"role": "user", "content": question}], add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
+def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tuple[str, list[Span]]:
     """(text of a conversation, the parts of it that are trained on).
 
     A part is all that a turn adds to its generation prompt, such as an empty <think> block, an answer, calls of tools,
@@ -320,7 +329,7 @@ def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
         if added and text.startswith(prompt + added):
             start, stop = len(prompt), len(prompt) + len(added)
         else:
-            start, stop = _place_in(text, tokenizer, conversation, turn, prompt, stop)
+            start, stop = _place_in(text, tokenizer, conversation, turn, prompt=prompt, begin=stop)
         for call in message.get("tool_calls", ()):
             name = _function(call).get("name")
             if not name or name not in text[start:stop]:
@@ -330,14 +339,16 @@ def render(tokenizer, messages: list[Message]) -> tuple[str, list[Span]]:
     return text, spans
 
 
-def _added_calls(tokenizer, messages: Conversation, turn: int, prompt: str) -> str | None:
+def _added_calls(tokenizer: "PreTrainedTokenizerBase", messages: Conversation, turn: int, prompt: str) -> str | None:
     """The text that a turn with calls of tools adds to its prompt, up to and including its last end-of-text token."""
     so_far = apply_template(tokenizer, messages[: turn + 1], given=messages.given)
     body, mark, _ = so_far[len(prompt) :].rpartition(tokenizer.eos_token)
     return (body + mark or so_far[len(prompt) :].rstrip()) if so_far.startswith(prompt) else None
 
 
-def _place_in(text: str, tokenizer, messages: Conversation, turn: int, prompt: str, begin: int) -> Span:
+def _place_in(
+    text: str, tokenizer: "PreTrainedTokenizerBase", messages: Conversation, turn: int, *, prompt: str, begin: int
+) -> Span:
     """The place of an answer in the text of a conversation, found with another answer in its place: what follows it
     does not change. It begins after its generation prompt, or, where later turns change the text before it (such as
     the reasoning of earlier answers, which is dropped), after that prompt's last words.
@@ -377,7 +388,7 @@ def _ends_with(written: str, message: Message) -> bool:
     return same > 0 and (not rest or rest[-1] in "\n>")
 
 
-def missing_end_token(tokenizer, template: Template) -> list[str]:
+def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: Template) -> list[str]:
     """A warning if the template ends an answer with something else than the end-of-text token."""
     question = [{"role": "user", "content": "a"}]
     try:
@@ -402,7 +413,7 @@ def missing_end_token(tokenizer, template: Template) -> list[str]:
     ]
 
 
-def _end_mark(ending: str, after: str, tokenizer) -> str:
+def _end_mark(ending: str, after: str, tokenizer: "PreTrainedTokenizerBase") -> str:
     """The mark at the end of an answer: the text after it, as far as that does not depend on a next turn."""
     common = ending[: _in_common(ending, after)]
     end = common.find(tokenizer.eos_token)
@@ -462,5 +473,5 @@ class _Stop(BaseException):
     """No Exception, which the code might catch."""
 
 
-def _stop(*_) -> None:
+def _stop(*_: Any) -> None:
     raise _Stop

@@ -2,15 +2,21 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from zerofit.model.compilation import failing_compiler
+from zerofit.recipe.causal_options import DistillationOptions
 from zerofit.recipe.tasks import LossOptions
 
+if TYPE_CHECKING:
+    from zerofit.model.tensor_parallel.layers import VocabularyShare
+
+Share: TypeAlias = "VocabularyShare | None"  # None: no tensor parallelism
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
@@ -34,13 +40,13 @@ class Distillation(NamedTuple):
     reverse: bool = False
     head: Any = None
 
-    def losses(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    def losses(self, student: Tensor, teacher: Tensor) -> Tensor:
         """(N,) T^2 KL of log-probabilities (N, V)."""
         of_student, of_teacher = (F.log_softmax(each / self.temperature, dim=-1) for each in (student, teacher))
         target, other = (of_student, of_teacher) if self.reverse else (of_teacher, of_student)
         return self.temperature**2 * (target.exp() * (target - other)).sum(dim=-1)
 
-    def with_gradient(self, student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_gradient(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """(losses (N,), their gradient (N, V) with regard to `student`), where autograd is switched off."""
         with torch.enable_grad():
             student = student.detach().requires_grad_()
@@ -52,10 +58,10 @@ class Distillation(NamedTuple):
 class TeacherStates(NamedTuple):
     """A teacher's last hidden states (N, H) and its head; its logits are made for some tokens at a time."""
 
-    hidden: torch.Tensor
+    hidden: Tensor
     head: Any
 
-    def log_probabilities(self, start: int, stop: int) -> torch.Tensor:
+    def log_probabilities(self, start: int, stop: int) -> Tensor:
         """(stop - start, V) fp32."""
         return self.head(self.hidden[start:stop]).float().log_softmax(-1)
 
@@ -74,9 +80,14 @@ class TokenLoss(NamedTuple):
     distillation: Distillation | None = None
 
     @property
+    def soft_weight(self) -> float:
+        """The factor of the divergence from a teacher."""
+        return 0.0 if self.distillation is None else self.distillation.weight
+
+    @property
     def hard_weight(self) -> float:
         """The factor of the loss of the next token itself."""
-        return 1.0 if self.distillation is None else 1 - self.distillation.weight
+        return 1 - self.soft_weight
 
 
 PLAIN = TokenLoss()
@@ -84,10 +95,10 @@ PLAIN = TokenLoss()
 
 def terms_of(recipe: LossOptions) -> TokenLoss:
     """The terms that a recipe adds to the cross entropy of tokens."""
-    divergence = getattr(recipe, "distill_divergence", None)  # of train/distill.py
     distillation = None
-    if divergence:
-        distillation = Distillation(recipe.distill_weight, recipe.distill_temperature, divergence == "reverse")
+    if isinstance(recipe, DistillationOptions):
+        reverse = recipe.distill_divergence == "reverse"
+        distillation = Distillation(recipe.distill_weight, recipe.distill_temperature, reverse)
     return TokenLoss(recipe.label_smoothing, recipe.z_loss, distillation)
 
 
@@ -111,14 +122,15 @@ def chunk_starts(num_rows: int, rows: int) -> Iterable[int]:
 
 @torch.compiler.disable  # it would unroll the loop
 def chunked_loss(
-    hidden,
-    weight,
-    bias,
-    targets,
-    share=None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    share: Share = None,
+    *,
     terms: TokenLoss = PLAIN,
     teacher: TeacherStates | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
 
     Args:
@@ -136,13 +148,15 @@ def chunked_loss(
     return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share, terms, teacher, compiled)
 
 
-def _rows_of_chunk(hidden, weight, share) -> int:
+def _rows_of_chunk(hidden: Tensor, weight: Tensor, share: Share) -> int:
     vocab_size = weight.shape[0] if share is None else max(share.sizes)  # the ranks' chunks have the same rows
     return chunk_rows(vocab_size, has_half_matmul(hidden.device))
 
 
 @torch.compiler.disable
-def chunked_token_losses(hidden, weight, bias, targets, share=None) -> torch.Tensor:
+def chunked_token_losses(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, share: Share = None
+) -> Tensor:
     """The loss (N,), fp32, of each token, some rows of logits at a time. Arguments as of chunked_loss."""
     return _ChunkedTokens.apply(hidden, weight, bias, targets, _rows_of_chunk(hidden, weight, share), share)
 
@@ -156,16 +170,28 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, needs_grad, share, terms, teacher, compiled):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        rows: int,
+        needs_grad: Sequence[bool],
+        share: Share,
+        terms: TokenLoss,
+        teacher: TeacherStates | None,
+        compiled: Callable[..., Tensor] | None,
+    ) -> Tensor:
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         loss, divergence = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
         size = len(weight)
         vocab_size = size if share is None else sum(share.sizes)
         weight, bias = _cast(hidden, weight, bias)
-        grad_hidden, grad_weight, grad_bias = (
-            torch.zeros_like(tensor, dtype=dtype) if needed else None
+        totals = [
+            torch.zeros_like(tensor, dtype=dtype) if needed and tensor is not None else None
             for tensor, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
-        )
+        ]
         for start in chunk_starts(len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
             is_ignored = (target == IGNORE)[:, None]
@@ -173,36 +199,36 @@ class _Chunked(torch.autograd.Function):
                 gradient = _room(weight, len(chunk), size)
                 logits = _logits(chunk, weight, bias, size)
                 loss += compiled(logits, target, gradient[:, :size], *terms[:2]).sum()
-                _add_gradients((grad_hidden, grad_weight, grad_bias), start, gradient, weight, chunk, is_ignored)
+                _add_gradients(totals, start, gradient, weight, chunk, is_ignored=is_ignored)
                 continue
-            log_probabilities, target, at_target, log_sums = _log_probabilities(
-                chunk, weight, bias, target, share, size
-            )
-            loss += _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size, terms)
+            scores = _scores(chunk, weight, bias, target, share=share, size=size)
+            loss += _loss_of_chunk(scores, is_ignored, vocab_size, terms)
             soft = None
             if terms.distillation is not None:
+                assert teacher is not None, "terms that distil need a teacher's states"
                 of_teacher = teacher.log_probabilities(start, start + rows)
-                losses, soft = terms.distillation.with_gradient(log_probabilities, of_teacher)
+                losses, soft = terms.distillation.with_gradient(scores.log_probabilities, of_teacher)
                 divergence += losses.masked_fill(is_ignored[:, 0], 0).sum()
-            at_target = at_target * (terms.hard_weight * (1 - terms.label_smoothing))
             if not any(needs_grad):
                 continue
-            gradient = _gradient_of_logits(log_probabilities, target, at_target, log_sums, vocab_size, terms, soft)
+            at_target = scores.at_target * (terms.hard_weight * (1 - terms.label_smoothing))
+            gradient = _gradient_of_logits(scores._replace(at_target=at_target), vocab_size, terms, soft)
             if weight.dtype == torch.float32:
                 gradient = gradient.to(hidden.dtype).float()
             else:
                 gradient = _in_room(weight, gradient)
-            _add_gradients((grad_hidden, grad_weight, grad_bias), start, gradient, weight, chunk, is_ignored)
+            _add_gradients(totals, start, gradient, weight, chunk, is_ignored=is_ignored)
         if share is not None:
             loss = share.summed(loss)
         if terms.distillation is not None:
-            loss = terms.hard_weight * loss + terms.distillation.weight * divergence
+            loss = terms.hard_weight * loss + terms.soft_weight * divergence
+        grad_hidden, grad_weight, grad_bias = totals
         ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight[:size], grad_bias
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, scale):
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         scaled = (
             None if gradient is None else gradient.float().mul_(scale).to(dtype)
@@ -216,7 +242,9 @@ class _ChunkedTokens(torch.autograd.Function):
     the logits again: the head costs a third more than in _Chunked, and nothing is held but its inputs."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, rows, share):
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, share: Share
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.rows, ctx.share = rows, share
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -224,13 +252,13 @@ class _ChunkedTokens(torch.autograd.Function):
         weight, bias = _cast(hidden, weight, bias)
         for start in chunk_starts(len(hidden), rows):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
-            log_probabilities, target, *_ = _log_probabilities(chunk, weight, bias, target, share, size)
-            losses[start : start + rows] = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="none")
+            found, target, *_ = _scores(chunk, weight, bias, target, share=share, size=size)
+            losses[start : start + rows] = F.nll_loss(found, target, ignore_index=IGNORE, reduction="none")
         return losses if share is None else share.summed(losses)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, scales):
+    def backward(ctx: Any, scales: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         dtypes, needs = [None if each is None else each.dtype for each in (weight, bias)], ctx.needs_input_grad
         size = len(weight)
@@ -241,8 +269,8 @@ class _ChunkedTokens(torch.autograd.Function):
         for start in chunk_starts(len(hidden), ctx.rows):
             chunk, target = hidden[start : start + ctx.rows].to(weight.dtype), targets[start : start + ctx.rows]
             scale = scales[start : start + ctx.rows].masked_fill(target == IGNORE, 0)[:, None]
-            found = _log_probabilities(chunk, weight, bias, target, ctx.share, size)
-            gradient = _gradient_of_logits(*found[:3]).mul_(scale)
+            scores = _scores(chunk, weight, bias, target, share=ctx.share, size=size)
+            gradient = _gradient_of_logits(scores).mul_(scale)
             gradient = gradient if weight.dtype == torch.float32 else _in_room(weight, gradient)
             if grad_hidden is not None:
                 grad_hidden[start : start + ctx.rows] = gradient @ weight
@@ -256,7 +284,7 @@ class _ChunkedTokens(torch.autograd.Function):
         return grad_hidden, *of_head, None, None, None
 
 
-def _cast(hidden, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weight and bias that are held in fp32, in the dtype of the hidden states; the weight in fp32 where products
     are.
 
@@ -277,7 +305,9 @@ def _cast(hidden, weight, bias) -> tuple[torch.Tensor, torch.Tensor | None]:
     return wider, bias
 
 
-def _add_gradients(totals, start: int, gradient, weight, chunk, is_ignored) -> None:
+def _add_gradients(
+    totals: Iterable[Tensor | None], start: int, gradient: Tensor, weight: Tensor, chunk: Tensor, *, is_ignored: Tensor
+) -> None:
     """Add what a chunk's gradient of its logits (N, V or more) comes to, where `totals` (of hidden states, weight and
     bias) has a tensor; rows that are ignored count as zeros."""
     of_hidden, of_weight, of_bias = totals
@@ -289,7 +319,9 @@ def _add_gradients(totals, start: int, gradient, weight, chunk, is_ignored) -> N
         of_bias += ((~is_ignored).to(gradient.dtype).T @ gradient)[0, : len(of_bias)]
 
 
-def loss_and_gradient(logits, target, gradient, label_smoothing: float, z_loss: float) -> torch.Tensor:
+def loss_and_gradient(
+    logits: Tensor, target: Tensor, gradient: Tensor, label_smoothing: float, z_loss: float
+) -> Tensor:
     """The loss (N,), fp32, of each row of logits (N, V), fp32, against targets (N,), 0 where a row is ignored. The
     gradient (N, V) of the logits is written into `gradient`.
 
@@ -313,7 +345,7 @@ def loss_and_gradient(logits, target, gradient, label_smoothing: float, z_loss: 
 
 
 @functools.cache
-def compiled_chunk(device: torch.device) -> Callable[..., torch.Tensor] | None:
+def compiled_chunk(device: torch.device) -> Callable[..., Tensor] | None:
     """`loss_and_gradient` for a device, compiled; None where chunks are computed by separate operations: on others
     than CUDA, and where torch's compiler does not work. Where it fails at this very function, that runs as it is."""
     if device.type != "cuda" or not has_half_matmul(device):
@@ -344,26 +376,33 @@ def or_as_it_is(compiled: Callable[..., Any], function: Callable[..., Any]) -> C
     return call
 
 
-def _log_probabilities(chunk, weight, bias, target, share, size: int) -> tuple[torch.Tensor, ...]:
-    """(log probabilities (N, V), fp32; the targets (N,) among them; -1, or 0 where another rank has the target,
-    (N, 1) or (1, 1); the logsumexp of the logits (N, 1))."""
+class Scores(NamedTuple):
+    """The log probabilities of some rows, fp32, and what their loss and its gradient are made of."""
+
+    log_probabilities: Tensor  # (N, V)
+    target: Tensor  # (N,), among them; IGNORE also where another rank has it
+    at_target: Tensor  # (N, 1) or (1, 1): -1, or 0 where another rank has the target
+    log_sums: Tensor  # (N, 1), the logsumexp of the logits
+
+
+def _scores(chunk: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, share: Share, size: int) -> Scores:
     logits = _logits(chunk, weight, bias, size)
     if share is None:
         log_probabilities = F.log_softmax(logits, dim=-1)
         log_sums = logits[:, :1] - log_probabilities[:, :1]
-        return log_probabilities, target, log_probabilities.new_full((1, 1), -1), log_sums
+        return Scores(log_probabilities, target, log_probabilities.new_full((1, 1), -1), log_sums)
     log_probabilities, log_sums = share.log_softmax(logits)
     target, is_own = share.own(target)
-    return log_probabilities, target.masked_fill(~is_own, IGNORE), -is_own[:, None].float(), log_sums
+    return Scores(log_probabilities, target.masked_fill(~is_own, IGNORE), -is_own[:, None].float(), log_sums)
 
 
-def _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size: int, terms: TokenLoss) -> torch.Tensor:
+def _loss_of_chunk(scores: Scores, is_ignored: Tensor, vocab_size: int, terms: TokenLoss) -> Tensor:
     """The summed loss of some rows; under tensor parallelism this rank's part of it.
 
     Args:
-        target: (N,) IGNORE also where another rank has it.
         is_ignored: (N, 1) whether a row has no target on any rank.
     """
+    log_probabilities, target, _, log_sums = scores
     loss = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
     if smoothing := terms.label_smoothing:
         over_vocabulary = log_probabilities.sum(dim=-1, keepdim=True).masked_fill_(is_ignored, 0).sum()
@@ -374,26 +413,21 @@ def _loss_of_chunk(log_probabilities, target, log_sums, is_ignored, vocab_size: 
 
 
 def _gradient_of_logits(
-    log_probabilities,
-    target,
-    at_target,
-    log_sums=None,
-    vocab_size: int = 1,
-    terms: TokenLoss = PLAIN,
-    soft: torch.Tensor | None = None,
-) -> torch.Tensor:
+    scores: Scores, vocab_size: int = 1, terms: TokenLoss = PLAIN, soft: Tensor | None = None
+) -> Tensor:
     """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` and teacher add theirs.
 
     Args:
         soft: (N, V) the gradient of the divergence. It adds up to 0 over the vocabulary, so it is that of the logits.
     """
-    target, gradient = target[:, None], log_probabilities.exp_()
+    log_probabilities, targets, at_target, log_sums = scores
+    target, gradient = targets[:, None], log_probabilities.exp_()
     if terms.z_loss or soft is not None:
         factor = terms.hard_weight * (1 + 2 * terms.z_loss * log_sums)
         gradient.mul_(factor)
     gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
     if soft is not None:
-        gradient.add_(soft, alpha=terms.distillation.weight)
+        gradient.add_(soft, alpha=terms.soft_weight)
     smoothing = terms.hard_weight * terms.label_smoothing / vocab_size
     return gradient.sub_(smoothing) if smoothing else gradient
 
@@ -424,7 +458,7 @@ def adds_half_products(device: torch.device) -> bool:
     return bool((total == 9).all())
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total (M, N), fp32, += left (M, K) @ right (K, N)."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
@@ -434,21 +468,21 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _room(weight: torch.Tensor, rows: int, size: int) -> torch.Tensor:
+def _room(weight: Tensor, rows: int, size: int) -> Tensor:
     """A new matrix for the gradient of some rows of logits: as wide as the weight has rows, zero behind `size`."""
     room = weight.new_empty(rows, len(weight))
     room[:, size:] = 0
     return room
 
 
-def _in_room(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _in_room(weight: Tensor, gradient: Tensor) -> Tensor:
     """The gradient of logits (N, V) in the weight's dtype, as wide as the weight has rows."""
     room = _room(weight, *gradient.shape)
     room[:, : gradient.shape[1]] = gradient
     return room
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, size: int) -> torch.Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> Tensor:
     """Return logits (N, V) in fp32 of hidden states (N, H), of any dtype, and the first `size` rows of a weight."""
     if weight.dtype == torch.float32:
         return F.linear(hidden, weight, None if bias is None else bias.float())

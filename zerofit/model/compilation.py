@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.activations import GELUTanh, NewGELUActivation
@@ -21,6 +21,9 @@ from zerofit.compat.torch import compute_uncompiled_after_errors
 from zerofit.compat.transformers import undivided_modules
 from zerofit.model.float8 import without_float8
 from zerofit.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
 
@@ -40,7 +43,7 @@ def fuse_gelu(model: Any) -> Any:
 
 
 def compile_model(
-    model: torch.nn.Module, what: str, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
+    model: "PreTrainedModel", what: str, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
 ) -> None:
     """Compile a model when it is called: its "blocks", or all of it ("model"). In place, so that weights keep their
     names and hooks that come later (FSDP2's) are called.
@@ -112,7 +115,7 @@ def _outermost(model: torch.nn.Module, is_one: Callable[[torch.nn.Module], bool]
     return list(found.values())
 
 
-def ends_of(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     """([the embedding], [the final norm, the head]) of a model that predicts tokens: what is gathered for itself,
     as torchtitan does, beside the blocks; empty where other modules share a weight of it, as tied ends do."""
     blocks, embedding, head = blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()

@@ -6,9 +6,10 @@ import pickle
 import re
 import socket
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -20,6 +21,9 @@ from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.paths import is_missing_folder, why_no_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # What transformers raises at files that are not as it expects.
 OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
@@ -41,7 +45,7 @@ ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flas
 def known_architectures() -> dict[str, dict[str, Any]]:
     """{name or alias, lower case: fields of its configuration} of the architectures in this tree. A file has one
     architecture, or under `_sizes` several by name, with what differs from its other fields."""
-    known = {}
+    known: dict[str, dict[str, Any]] = {}
     for path in sorted(ARCHITECTURES.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         for name, own in content.get("_sizes", {path.stem: {}}).items():
@@ -52,7 +56,7 @@ def known_architectures() -> dict[str, dict[str, Any]]:
     return known
 
 
-def load_configuration(recipe: ModelOptions, auto_class=None):
+def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "PretrainedConfig":
     """The transformers configuration that the recipe names, with its overrides applied.
 
     It is read from a folder of that name with a config.json, else from the architectures of this tree (`config_name`
@@ -92,13 +96,13 @@ def load_configuration(recipe: ModelOptions, auto_class=None):
     return config
 
 
-def check_auxiliary_loss(config) -> None:
+def check_auxiliary_loss(config: "PretrainedConfig") -> None:
     """Raises UserError if the configuration asks for an auxiliary loss that is not computed for such a model."""
     if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
         raise UserError("output_router_logits = true: set --config_overrides output_router_logits=false")
 
 
-def check_task(recipe: ModelOptions, config, auto_class) -> None:
+def check_task(recipe: ModelOptions, config: "PretrainedConfig", auto_class: Any) -> None:
     """Raises UserError if transformers has no model of this architecture for the task."""
     if not has_model(auto_class, config):
         option = next(name for name in ("model_name_or_path", "config_name", "model_type") if getattr(recipe, name))
@@ -108,7 +112,7 @@ def check_task(recipe: ModelOptions, config, auto_class) -> None:
         )
 
 
-def has_model(auto_class, config) -> bool:
+def has_model(auto_class: Any, config: "PretrainedConfig") -> bool:
     """Return whether transformers may have a model of this architecture for the task: one with own code may be one."""
     import transformers
 
@@ -117,7 +121,7 @@ def has_model(auto_class, config) -> bool:
     return known or hasattr(config, "auto_map")
 
 
-def from_hub_or_folder(option: str, name: str, load, **kwargs) -> Any:
+def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwargs: Any) -> Any:
     """Call a `from_pretrained`, and replace its many errors by one sentence each.
 
     Raises:
@@ -208,7 +212,7 @@ def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -
         raise UserError(f"{stated}: {reason}. Name weights that are not quantised") from None
 
 
-def _check_kernels(option: str, name: str, config) -> None:
+def _check_kernels(option: str, name: str, config: "PretrainedConfig") -> None:
     """Raises UserError if a configuration that was loaded, or a part of it, asks for the code of a repository."""
     parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
     for kernel in map(attention_of, parts):
@@ -242,7 +246,7 @@ def similar_architecture(name: str) -> str:
     return nearest(name.rpartition("/")[2].lower(), names) or "llama-3.1-8b"
 
 
-def _default_configuration(model_type: str):
+def _default_configuration(model_type: str) -> "PretrainedConfig":
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -264,7 +268,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def override(config, text: str | None) -> None:
+def override(config: "PretrainedConfig", text: str | None) -> None:
     """Apply `config_overrides`; what the configuration's class derives from the changed fields is derived anew, as
     layer_types from num_hidden_layers.
 
@@ -306,7 +310,7 @@ def override(config, text: str | None) -> None:
         raise UserError(f"config_overrides = {text!r}: {str(error).strip().splitlines()[-1].strip()}") from None
 
 
-def _derive_again(config, before: dict[str, Any], changed: set[str]) -> None:
+def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: set[str]) -> None:
     """Set the fields anew that the configuration's class derives from others.
 
     Args:
@@ -348,7 +352,7 @@ def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 
 
-def _head_size(config) -> int | None:
+def _head_size(config: "PretrainedConfig") -> int | None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return hidden // heads if hidden and heads else None
 
@@ -359,7 +363,7 @@ def _fits(value: Any, like: bool | int | float) -> bool:
     return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))
 
 
-def usable_positions(config) -> int | None:
+def usable_positions(config: "PretrainedConfig") -> int | None:
     """The longest row that the model has positions for; None: only memory limits it."""
     return family_of(config).usable_positions(config)
 

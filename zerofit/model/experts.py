@@ -12,7 +12,7 @@ where `loss` is the language model's. Padding is neither counted as a choice nor
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ class Routing:
         model: a causal model with experts. Its auxiliary loss counts if its configuration has output_router_logits.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Any):
         self.num_experts, self.top_k = model.num_experts, model.num_experts_per_tok
         self.coefficient = model.router_aux_loss_coef if model.config.output_router_logits else 0.0
         self._auxiliary_loss = sys.modules[type(model).__module__].load_balancing_loss_func
@@ -68,7 +68,7 @@ class Routing:
         """
         self._targets_per_token = targets / max(tokens, 1.0)
         self._auxiliary: torch.Tensor | float = 0.0  # summed over micro-batches, each times its tokens
-        self._choices: torch.Tensor | None = None  # (layers, E)
+        self._choices: torch.Tensor | int = 0  # (layers, E)
 
     @contextmanager
     def watched(self) -> Iterator[list[torch.Tensor]]:
@@ -80,7 +80,7 @@ class Routing:
         finally:
             self._logits = None
 
-    def _note(self, module, args, output) -> None:
+    def _note(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._logits is not None:
             self._logits.append(output[0])
 
@@ -100,8 +100,8 @@ class Routing:
         if not self.coefficient:
             return loss
         # In half precision sums over tokens have too few digits, and choices are not the routers', which round later.
-        logits = tuple(layer.float() for layer in logits)
-        auxiliary = self._auxiliary_loss(logits, self.num_experts, self.top_k, mask) * is_token.sum()
+        exact = tuple(layer.float() for layer in logits)
+        auxiliary = self._auxiliary_loss(exact, self.num_experts, self.top_k, mask) * is_token.sum()
         self._auxiliary = self._auxiliary + auxiliary.detach()
         added = self.coefficient * self._targets_per_token * auxiliary
         return loss + (added - added.detach())
@@ -111,13 +111,12 @@ class Routing:
         counted = is_token.long().repeat_interleave(self.top_k)
         chosen = [layer.float().topk(self.top_k, dim=-1).indices.flatten() for layer in logits]
         empty = counted.new_zeros(self.num_experts)
-        choices = torch.stack([empty.scatter_add(0, layer, counted) for layer in chosen])
-        self._choices = choices if self._choices is None else self._choices + choices
+        self._choices = self._choices + torch.stack([empty.scatter_add(0, layer, counted) for layer in chosen])
 
     @property
     def sums(self) -> list[float]:
         """The numbers that ranks add up: the auxiliary loss, and how often each expert of each layer was chosen."""
-        return [float(self._auxiliary), *self._choices.flatten().tolist()]
+        return [float(self._auxiliary), *torch.as_tensor(self._choices).flatten().tolist()]
 
     def figures(self, sums: list[float], targets: float = 0.0, tokens: float = 1.0) -> RoutingFigures:
         """Compute the figures of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even;

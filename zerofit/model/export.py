@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
@@ -22,7 +22,9 @@ LARGEST_FILE = 5 * 10**9  # bytes, about: what is in memory at once of a model t
 Weights = Iterable[tuple[str, torch.Tensor]]  # (name, full weight on the CPU)
 
 
-def export_model(model, weights: Weights, tokenizer, folder: Path) -> dict[str, Exception]:
+def export_model(
+    model: Any, weights: Weights, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> dict[str, Exception]:
     """Write weights (safetensors) and, once they are on the disk, configuration, code and tokenizer. Returns what of
     these could not be written: {file: why}. None of them costs the weights.
 
@@ -59,7 +61,9 @@ def write_beside(files: dict[str, Callable[[], object]]) -> dict[str, Exception]
     return failed
 
 
-def tokenizer_files(tokenizer, config, folder: Path) -> dict[str, Callable[[], object]]:
+def tokenizer_files(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, folder: Path
+) -> dict[str, Callable[[], object]]:
     """The functions that write the tokenizer, for `write_beside`. Without a limit of its own it gets the model's: with
     none truncation=True would cut nothing."""
     positions = usable_positions(config)
@@ -71,13 +75,15 @@ def tokenizer_files(tokenizer, config, folder: Path) -> dict[str, Callable[[], o
     }
 
 
-def _write_weights(written, weights: Weights, folder: Path) -> None:
+def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
     """Write the weights: in one file, or, of a family whose weights have the names on the disk that they have in
     memory but for renaming, in several. `written.config` gets what transformers adds to it as it saves a model."""
     expected = {name for name, _ in written.named_parameters()}
     tied = {name for name, _ in written.named_parameters(remove_duplicate=False)} - expected
     without_padding, in_parts = _padding_remover(written), family_of(written.config).stage_plan is not None
-    part, files, size = {}, [], 0
+    part: dict[str, torch.Tensor] = {}
+    files: list[Path] = []
+    size = 0
     for name, tensor in weights:
         if name in tied:  # each weight once
             continue
@@ -98,7 +104,7 @@ def _write_weights(written, weights: Weights, folder: Path) -> None:
     _write_index(files, folder)
 
 
-def _save_weights_alone(written, part: dict[str, torch.Tensor], folder: Path) -> None:
+def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Path) -> None:
     """Let transformers write weights, under their names on the disk, and no file beside them: it writes those first,
     and one that it refuses would cost the weights."""
     alone = weights_alone(written)
@@ -106,7 +112,7 @@ def _save_weights_alone(written, part: dict[str, torch.Tensor], folder: Path) ->
     written.config.dtype, written.config.architectures = alone.config.dtype, alone.config.architectures
 
 
-def _write_part(written, part: dict[str, torch.Tensor], folder: Path, number: int) -> Path:
+def _write_part(written: Any, part: dict[str, torch.Tensor], folder: Path, number: int) -> Path:
     place, file = folder / "part", folder / f"part_{number}.safetensors"
     _save_weights_alone(written, part, place)
     (place / "model.safetensors").rename(file)
@@ -116,7 +122,8 @@ def _write_part(written, part: dict[str, torch.Tensor], folder: Path, number: in
 
 def _write_index(files: list[Path], folder: Path) -> None:
     """Give the parts the names that transformers looks for, and write down which weight is where."""
-    where, size = {}, 0
+    where: dict[str, str] = {}
+    size = 0
     for number, file in enumerate(files, 1):
         named = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
         file.rename(named)
@@ -127,7 +134,7 @@ def _write_index(files: list[Path], folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def save_generation_settings(model, folder: Path) -> None:
+def save_generation_settings(model: Any, folder: Path) -> None:
     """Write generation_config.json without settings that have no effect, or that transformers refuses to save."""
     settings = copy.deepcopy(model.generation_config)
     make_consistent(settings)
@@ -135,10 +142,10 @@ def save_generation_settings(model, folder: Path) -> None:
     settings.save_pretrained(folder)
 
 
-def make_consistent(generation) -> None:
+def make_consistent(generation: GenerationConfig) -> None:
     """Remove settings without effect. Published models have some (a temperature without sampling, early_stopping
     with one beam), and transformers refuses to save them."""
-    unused = (
+    unused: tuple[str, ...] = (
         ()
         if generation.do_sample
         else ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -169,7 +176,7 @@ def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[s
         return None, {}
     except Exception:  # ValueError, TypeError, ...: as a value is checked
         try:
-            stored = json.loads(Path(cached_file(name, GENERATION_CONFIG_NAME)).read_text(encoding="utf-8"))
+            stored = json.loads(Path(cached_file(name, GENERATION_CONFIG_NAME) or "").read_text(encoding="utf-8"))
         except Exception:  # the model's name is wrong, which loading it reports
             return None, {}
         return _valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
@@ -177,7 +184,8 @@ def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[s
 
 def _valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
     """(the settings that are valid together, the others). Some need another, so those are tried again."""
-    valid, rest = {}, dict(stored)
+    valid: dict[str, Any] = {}
+    rest = dict(stored)
     while accepted := [name for name in rest if _is_valid_dict({**valid, name: rest[name]})]:
         valid[accepted[0]] = rest.pop(accepted[0])
     return GenerationConfig(**valid), rest
@@ -207,7 +215,7 @@ def _copy_sentencepiece_model(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _padding_remover(written) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def _padding_remover(written: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Remove a padded vocabulary's extra rows from the configuration. Returns what removes them from a weight.
 
     Args:

@@ -41,7 +41,7 @@ def _stored(folder: Path, name: str) -> dict[str, tuple[list[int], str]]:
     files = {f"{name}.safetensors"}
     if index.is_file():
         files = set(json.loads(index.read_text())["weight_map"].values())
-    found = {}
+    found: dict[str, tuple[list[int], str]] = {}
     for file in sorted(folder / each for each in files if (folder / each).is_file()):
         with safe_open(file, "pt") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118

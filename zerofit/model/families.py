@@ -6,7 +6,10 @@ model of transformers.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the head
 
@@ -75,10 +78,12 @@ class Family:
     decoder_starts_with_padding: bool = False
     overflows_fp16: bool = False
     turn_separator: str | None = None
-    usable_positions: Callable[[Any], int | None] = lambda config: getattr(config, "max_position_embeddings", None)
-    attention_width: Callable[[Any], int] = lambda config: config.hidden_size
+    usable_positions: Callable[["PretrainedConfig"], int | None] = lambda config: getattr(
+        config, "max_position_embeddings", None
+    )
+    attention_width: Callable[["PretrainedConfig"], int] = lambda config: config.hidden_size
     splits_rows: bool = False
-    derive_sizes: Callable[[Any, Mapping[str, Any]], None] = lambda config, overrides: None
+    derive_sizes: Callable[["PretrainedConfig", Mapping[str, Any]], None] = lambda config, overrides: None
     has_experts: bool = False
     tensor_plan: TensorPlan | None = None
     stage_plan: StagePlan | None = None
@@ -121,21 +126,22 @@ LLAMA_LIKE = Family(  # some have norms within their attention, or factors befor
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
 QWEN3 = replace(LLAMA_LIKE, model_types=("qwen3",), splits_rows=True)
+GATED = TensorPlan(
+    columns=dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
+    rows=("o_proj", "down_proj"),
+    widths=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+)
 MISTRAL = replace(
     LLAMA_LIKE,
     model_types=("mistral", "qwen2"),
     splits_rows=True,
-    tensor_plan=TensorPlan(
-        columns=dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
-        rows=("o_proj", "down_proj"),
-        widths=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    ),
+    tensor_plan=GATED,
     stage_plan=StagePlan(layers="layers", before=("embed_tokens",), after=("norm",)),
 )
 # Meta's own code and published folders begin every text with the beginning-of-text token.
 LLAMA = replace(MISTRAL, model_types=("llama",), bare_tokenizer_options={"add_bos_token": True})
 # OLMo et al. 2025: norms behind attention and MLP, and over all queries, all keys.
-OLMO2 = replace(MISTRAL, model_types=("olmo2",), tensor_plan=replace(MISTRAL.tensor_plan, norms=("q_norm", "k_norm")))
+OLMO2 = replace(MISTRAL, model_types=("olmo2",), tensor_plan=replace(GATED, norms=("q_norm", "k_norm")))
 # Mixtral (Jiang et al. 2024), Qwen, OLMoE (Muennighoff et al. 2024): transformers keeps the experts of a layer in two
 # parameters, and a router chooses for each token.
 EXPERTS = Family(
@@ -147,19 +153,19 @@ EXPERTS = Family(
 # ---------------------------------------------------------------------- BERT (Devlin et al. 2019) and other encoders
 
 
-def positions_after_padding(config) -> int | None:
+def positions_after_padding(config: "PretrainedConfig") -> int | None:
     """The positions of a RoBERTa, which begin after the padding token's id: 514 rows are 512 positions."""
     rows = getattr(config, "max_position_embeddings", None)
     return rows - config.pad_token_id - 1 if rows else rows
 
 
-def absolute_positions(config) -> int | None:
+def absolute_positions(config: "PretrainedConfig") -> int | None:
     """The positions of a DeBERTa: no limit without absolute ones, where max_position_embeddings is the range of the
     relative ones' buckets."""
     return getattr(config, "max_position_embeddings", None) if getattr(config, "position_biased_input", True) else None
 
 
-def derive_head_and_pooler(config, overrides: Mapping[str, Any]) -> None:
+def derive_head_and_pooler(config: "PretrainedConfig", overrides: Mapping[str, Any]) -> None:
     """Let the pooler be as wide as the hidden states, and the heads of a published configuration follow both."""
     if "hidden_size" in overrides and "pooler_hidden_size" not in overrides:
         config.pooler_hidden_size = config.hidden_size
@@ -184,7 +190,7 @@ DEBERTA_V2 = replace(DEBERTA, model_types=("deberta-v2",), lora_targets=("query_
 # ------------------------------------------------------------------------------------------------- encoder-decoders
 
 
-def derive_decoder_layers(config, overrides: Mapping[str, Any]) -> None:
+def derive_decoder_layers(config: "PretrainedConfig", overrides: Mapping[str, Any]) -> None:
     """Give the decoder as many layers as the encoder, unless the overrides say otherwise."""
     if "num_layers" in overrides and "num_decoder_layers" not in overrides:
         config.num_decoder_layers = config.num_layers
@@ -218,8 +224,15 @@ FAMILIES = (GPT2, FUSED_BY_HEADS, GPT_NEOX, LLAMA_LIKE, QWEN3, MISTRAL, LLAMA, O
             LONGFORMER, DEBERTA, DEBERTA_V2, BART, PEGASUS, BLENDERBOT, OPT, SWITCH, T5)  # fmt: skip
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 DEFAULT = Family()
+Plan = TypeVar("Plan", TensorPlan, StagePlan)
 
 
-def family_of(config) -> Family:
+def family_of(config: "PretrainedConfig") -> Family:
     """The family of a model with this configuration of transformers."""
     return BY_MODEL_TYPE.get(config.model_type, DEFAULT)
+
+
+def known(plan: Plan | None) -> Plan:
+    """The plan of a family whose model check_split or check_stages let pass: it has one."""
+    assert plan is not None
+    return plan

@@ -11,7 +11,7 @@ import importlib.util
 import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -21,11 +21,16 @@ from zerofit.compat.torch import computed_as_linear
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from zerofit.recipe.options import TrainingRecipe
+
 MULTIPLE = 16  # of a product's widths; torch._scaled_mm needs it
 CAPABILITY = (8, 9)  # compute capability from which GPUs of NVIDIA multiply in float8
 ROUTERS = ("gate", "router")  # the names of linear layers that choose experts, or weigh them
 EMULATED = "ZEROFIT_EMULATES_FLOAT8"  # set by tests: round to float8, and multiply in fp32, on any device
-_converted: WeakSet[torch.nn.Module] = WeakSet()
+_converted: WeakSet[Linear] = WeakSet()
 
 
 def is_emulated() -> bool:
@@ -33,7 +38,7 @@ def is_emulated() -> bool:
     return os.environ.get(EMULATED) == "1"
 
 
-def check_float8(recipe: Any) -> None:
+def check_float8(recipe: "TrainingRecipe") -> None:
     """Before data is read: check that float8 has its package.
 
     Raises:
@@ -43,7 +48,7 @@ def check_float8(recipe: Any) -> None:
         raise UserError(f"float8 ({recipe.source('float8')}) needs torchao: pip install '.[float8]', or remove it")
 
 
-def check_float8_device(recipe: Any) -> None:
+def check_float8_device(recipe: "TrainingRecipe") -> None:
     """Check that the GPUs of this process multiply in float8; it may start CUDA.
 
     Raises:
@@ -63,7 +68,7 @@ def check_float8_device(recipe: Any) -> None:
             raise UserError(f"{needs}, and a {name} has {found[0]}.{found[1]}. Remove it")
 
 
-def convert_to_float8(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> str:
+def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -> str:
     """Let the linear layers of a model's blocks multiply in float8, in place; parameters stay the same objects.
 
     Args:
@@ -86,7 +91,8 @@ def convert_to_float8(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> 
     # Rows whose number does not divide by 16 are padded for the product that sums over them.
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=is_emulated(), pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module in fitting)
-    _converted.update(each for each in model.modules() if type(each).__module__.startswith("torchao."))
+    converted = (each for each in model.modules() if type(each).__module__.startswith("torchao."))
+    _converted.update(each for each in converted if isinstance(each, Linear))
     part = sum(each.weight.numel() for each in fitting) / sum(each.numel() for each in model.parameters())
     emulated = ", emulated" if is_emulated() else ""
     return f"float8 in {counted(len(fitting), 'linear layer')}, which have {part:.0%} of the weights{emulated}"

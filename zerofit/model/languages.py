@@ -7,15 +7,21 @@ Marian's multilingual models have one for the target, written before the source 
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 from zerofit.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MARIAN = re.compile(r"\s*>>[^<>\s]+<<\s?")  # at the beginning of a source
 NAMES = ("src_lang", "tgt_lang")  # of the tokenizer; saved in its configuration
 SHOWN = 12  # codes in a message
 
 
-def set_languages(tokenizer, source: str | None, target: str | None, prefix: str = "") -> str:
+def set_languages(
+    tokenizer: "PreTrainedTokenizerBase", source: str | None, target: str | None, prefix: str = ""
+) -> str:
     """Let the tokenizer write sources and targets in these languages; the exported tokenizer then does so, too.
 
     Args:
@@ -49,7 +55,7 @@ def set_languages(tokenizer, source: str | None, target: str | None, prefix: str
     return prefix
 
 
-def check_marked(tokenizer, prefix: str, sources: Iterable[str]) -> None:
+def check_marked(tokenizer: "PreTrainedTokenizerBase", prefix: str, sources: Iterable[str]) -> None:
     """Raises UserError if sources must begin with the code of the target's language (Marian), and none is said."""
     codes = [] if _marks_texts(tokenizer) else language_codes(tokenizer)
     if codes and not all(MARIAN.match(prefix + source) for source in sources):
@@ -59,7 +65,7 @@ def check_marked(tokenizer, prefix: str, sources: Iterable[str]) -> None:
         )
 
 
-def first_target_tokens(tokenizer) -> dict[str, int]:
+def first_target_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """Settings of generation with which a target begins with the token of its language; none without languages.
 
     The decoder of mBART starts with this token. The others write it first.
@@ -73,7 +79,7 @@ def first_target_tokens(tokenizer) -> dict[str, int]:
     return {"forced_bos_token_id": first}
 
 
-def language_codes(tokenizer) -> list[str]:
+def language_codes(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """The codes of the languages that the tokenizer has a token for, as its documentation spells them."""
     if found := getattr(tokenizer, "supported_language_codes", None):  # Marian
         return [code[2:-2] for code in found]
@@ -87,7 +93,7 @@ def language_codes(tokenizer) -> list[str]:
     return [code.strip("_") for code, token in named.items() if token != tokenizer.unk_token_id]
 
 
-def describe_languages(tokenizer) -> list[str]:
+def describe_languages(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Return the lines of the log that name the languages."""
     names = [tokenizer.init_kwargs.get(name) for name in NAMES]
     if not (_marks_texts(tokenizer) and all(names)):
@@ -95,7 +101,7 @@ def describe_languages(tokenizer) -> list[str]:
     return [f"note      languages: {names[0]} -> {names[1]} (saved with the model)"]
 
 
-def _marks_texts(tokenizer) -> bool:
+def _marks_texts(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether the tokenizer itself adds the token of a language to each text."""
     return hasattr(tokenizer, "set_tgt_lang_special_tokens")
 
@@ -115,5 +121,5 @@ def _shown(codes: list[str]) -> str:
     return ", ".join(codes[:SHOWN]) + more
 
 
-def _named(tokenizer) -> str:
+def _named(tokenizer: "PreTrainedTokenizerBase") -> str:
     return f"{type(tokenizer).__name__} of {tokenizer.name_or_path!r}"

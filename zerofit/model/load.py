@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,16 +21,22 @@ from zerofit.model.tensor_parallel.shares import draw_share, read_share, stored_
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from zerofit.strategy.strategy import Strategy
+
 
 def build_model(
-    auto_class,
-    config,
+    auto_class: Any,
+    config: "PretrainedConfig",
     recipe: TrainingRecipe,
-    strategy,
+    strategy: "Strategy",
     seed: int,
+    *,
     ignored_weights: Sequence[str] = (),
     num_parameters: int = 0,
-):
+) -> Any:
     """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
 
     Weights that are missing from the pretrained ones (a classifier's head) are also drawn from `seed`, the same under
@@ -48,7 +55,10 @@ def build_model(
         UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
     dtype = strategy.compute_dtype if recipe.lora else strategy.model_dtype
-    build = partial(_build, auto_class, config, recipe, strategy, seed, ignored_weights, num_parameters, dtype)
+    names, size = ignored_weights, num_parameters
+    build = partial(
+        _build, auto_class, config, recipe, strategy, seed=seed, ignored_weights=names, size=size, drawn_dtype=dtype
+    )
     keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
     if strategy.layout.model_size == 1 and not keeps_rows:
         return build(dtype)
@@ -58,7 +68,7 @@ def build_model(
     return read_share(build, keep, stored_dtype(recipe.model_name_or_path) or dtype, dtype)
 
 
-def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
+def _keep_share(strategy: "Strategy", dtype: torch.dtype, model: "PreTrainedModel") -> None:
     if strategy.fully_shards:
         keep_rows(model, strategy.layout.shard_rank, strategy.layout.shard_size)
     if strategy.pipeline > 1:
@@ -68,16 +78,17 @@ def _keep_share(strategy, dtype: torch.dtype, model: torch.nn.Module) -> None:
 
 
 def _build(
-    auto_class,
-    config,
-    recipe,
-    strategy,
-    seed: int,
-    ignored_weights,
-    num_parameters: int,
-    drawn_dtype: torch.dtype,
+    auto_class: Any,
+    config: "PretrainedConfig",
+    recipe: TrainingRecipe,
+    strategy: "Strategy",
     dtype: torch.dtype,
-):
+    *,
+    seed: int,
+    ignored_weights: Sequence[str],
+    size: int,
+    drawn_dtype: torch.dtype,
+) -> Any:
     common = {"dtype": dtype, "trust_remote_code": recipe.trust_remote_code, **quantisation(recipe, dtype)}
     if recipe.attn_implementation:
         common["attn_implementation"] = recipe.attn_implementation
@@ -114,7 +125,7 @@ def _build(
             )
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return fuse_gelu(model)
-        with strategy.building_from_scratch(num_parameters):
+        with strategy.building_from_scratch(size):
             return fuse_gelu(auto_class.from_config(config, **common))
     except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
@@ -131,7 +142,7 @@ def _build(
         raise UserError(f"model_name_or_path = {name!r}: weights unlike its configuration{remedy}") from None
 
 
-def _as_stored(config):
+def _as_stored(config: "PretrainedConfig") -> "PretrainedConfig":
     """The configuration with the rows that the stored embeddings have."""
     if not hasattr(config, STORED_ROWS):
         return config
@@ -141,7 +152,7 @@ def _as_stored(config):
     return stored
 
 
-def _resize_embeddings(model: torch.nn.Module, rows: int, dtype: torch.dtype) -> None:
+def _resize_embeddings(model: Any, rows: int, dtype: torch.dtype) -> None:
     """Give embeddings and head more rows, which are the mean of the others: what transformers draws about that mean
     (1e-9 times the covariance) would depend on the strategy. The model's `resized_modules` names them.
 
@@ -158,7 +169,7 @@ def _resize_embeddings(model: torch.nn.Module, rows: int, dtype: torch.dtype) ->
     model.resized_modules = [name for name, module in model.named_modules() if any(module is end for end in ends)]
 
 
-def _ignoring(names: Sequence[str], strategy) -> dict:
+def _ignoring(names: Sequence[str], strategy: "Strategy") -> dict[str, Any]:
     """The arguments of from_pretrained with which it ignores some weights. Under ZeRO-3 ignore_mismatched_sizes has no
     effect on transformers; there, and only there, it ignores a weight that gets a name unknown to the model."""
     if strategy.shards_parameters:
@@ -166,7 +177,7 @@ def _ignoring(names: Sequence[str], strategy) -> dict:
     return {"ignore_mismatched_sizes": True}
 
 
-def head_weights(auto_class, config, num_labels: int) -> list[str]:
+def head_weights(auto_class: Any, config: "PretrainedConfig", num_labels: int) -> list[str]:
     """The weights of a classifier whose shapes depend on the number of labels.
 
     Args:
@@ -182,7 +193,7 @@ def head_weights(auto_class, config, num_labels: int) -> list[str]:
 
 
 def _initialize_missing(
-    model: torch.nn.Module, missing: Iterable[str], strategy, seed: int, dtype: torch.dtype | None = None
+    model: torch.nn.Module, missing: Iterable[str], strategy: "Strategy", seed: int, dtype: torch.dtype | None = None
 ) -> list[str]:
     """Initialize the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so
     they are the same in every run, on every device and under every strategy. Returns their names.
@@ -206,7 +217,7 @@ def _initialize_missing(
     return names
 
 
-def size_of_model(auto_class, config, strategy, trust_remote_code: bool) -> int:
+def size_of_model(auto_class: Any, config: "PretrainedConfig", strategy: "Strategy", trust_remote_code: bool) -> int:
     """The number of parameters, before any exists; 0 if it cannot be computed."""
     try:
         with strategy.building_from_scratch(0), torch.device("meta"):

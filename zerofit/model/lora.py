@@ -7,11 +7,11 @@ model as without LoRA. A run saves a folder that peft loads.
 import copy
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,6 +34,12 @@ from zerofit.recipe.model_options import LoraOptions
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import kind_of
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from zerofit.strategy.strategy import Strategy
+
 ADAPTABLE = (torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d)
 
 
@@ -50,7 +56,7 @@ class Adapter:
         base: of an adapter that is trained on, the folder or hub name of its base; None of a new one.
     """
 
-    config: object
+    config: "LoraConfig"
     targets: list[str]
     saved: list[str]
     base_sample: dict[str, list[float]]
@@ -58,7 +64,11 @@ class Adapter:
     base: str | None = None
 
     def save(
-        self, model: torch.nn.Module, state: dict[str, torch.Tensor], tokenizer, folder: Path
+        self,
+        model: "PreTrainedModel",
+        state: dict[str, torch.Tensor],
+        tokenizer: "PreTrainedTokenizerBase",
+        folder: Path,
     ) -> dict[str, Exception]:
         """Write the adapter as peft does and, once it is on the disk, what describes it, the tokenizer and the
         model's configuration. Returns what of these could not be written: {file: why}.
@@ -78,8 +88,8 @@ class Adapter:
             del description.quantization_config  # of this run only
         description.use_cache = True
         sample = json.dumps({"modules": self.base_sample}) + "\n"
-        files = {
-            "adapter_config.json": lambda: self.config.save_pretrained(folder),
+        files: dict[str, Callable[[], object]] = {
+            "adapter_config.json": lambda: self.config.save_pretrained(str(folder)),
             "config.json": lambda: description.save_pretrained(folder),
         }
         if model.config.is_encoder_decoder:  # the settings of train/seq2seq.py
@@ -106,7 +116,7 @@ class Adapter:
         return {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
 
 
-def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strategy) -> Adapter | None:
+def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, strategy: "Strategy") -> Adapter | None:
     """Freeze the model and inject LoRA layers into it, the same under every strategy; None without --lora.
 
     Weights that are missing from the pretrained model (a classifier's head) are random: they are fully trained and
@@ -138,12 +148,14 @@ def add_adapter(model: torch.nn.Module, recipe: TrainingRecipe, task: str, strat
     return make_trainable(model, written, saved, strategy, f": {', '.join(targets)} ({where})")
 
 
-def targets_of(model: torch.nn.Module, recipe: LoraOptions) -> tuple[str, ...]:
+def targets_of(model: "PreTrainedModel", recipe: LoraOptions) -> tuple[str, ...]:
     """Return the names of what gets an adapter: those of the recipe, or the preset of the model's family."""
     return tuple(_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
 
 
-def inject_lora(model: torch.nn.Module, recipe: LoraOptions, pattern: str | None = None, **settings: Any) -> Any:
+def inject_lora(
+    model: "PreTrainedModel", recipe: LoraOptions, pattern: str | None = None, **settings: Any
+) -> "LoraConfig":
     """Inject the recipe's LoRA layers into a model, which freezes all of its own weights. Returns peft's settings.
 
     Args:
@@ -157,11 +169,12 @@ def inject_lora(model: torch.nn.Module, recipe: LoraOptions, pattern: str | None
 
     targets = targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
+    bias: Any = recipe.lora_bias  # one of the three that peft has
     config = LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        bias=recipe.lora_bias,
+        bias=bias,
         use_dora=recipe.use_dora,
         use_rslora=recipe.use_rslora,
         target_modules=pattern or (ALL_LINEAR if targets == (ALL_LINEAR,) else modules),
@@ -177,14 +190,17 @@ def inject_lora(model: torch.nn.Module, recipe: LoraOptions, pattern: str | None
     return config
 
 
-def mark_magnitudes(model: torch.nn.Module, strategy) -> None:
+def mark_magnitudes(model: torch.nn.Module, strategy: "Strategy") -> None:
     """Tell the strategy that DoRA's magnitudes are read outside of the module that they are gathered for."""
-    for layer in model.modules():
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
         for magnitude in getattr(layer, "lora_magnitude_vector", {}).values():
             strategy.read_from_outside(magnitude, layer.get_base_layer().weight)
 
 
-def make_trainable(model: torch.nn.Module, config, saved: list[str], strategy, targets: str = "") -> Adapter:
+def make_trainable(
+    model: torch.nn.Module, config: "LoraConfig", saved: list[str], strategy: "Strategy", targets: str = ""
+) -> Adapter:
     """Let modules be trained in full beside an adapter's layers. Returns the adapter.
 
     Args:
@@ -192,8 +208,8 @@ def make_trainable(model: torch.nn.Module, config, saved: list[str], strategy, t
         saved: the names of the modules.
         targets: the end of the sentence for the log.
     """
-    for module in saved:
-        model.get_submodule(module).requires_grad_(True)
+    for name in saved:
+        model.get_submodule(name).requires_grad_(True)
     if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
         for module in model.modules():
             own = list(module.parameters(recurse=False))
@@ -219,7 +235,7 @@ def _task_type(task: str, model_class: str) -> str:
     return next((kind for kind in kinds if TASK_TYPES[kind][1] in model_class), kinds[0])
 
 
-def check_quantisation(recipe: LoraOptions, strategy) -> None:
+def check_quantisation(recipe: LoraOptions, strategy: "Strategy") -> None:
     """Raises UserError if the recipe quantises the frozen weights, and this machine or strategy cannot."""
     option = recipe.quantised
     if option is None:
@@ -231,14 +247,14 @@ def check_quantisation(recipe: LoraOptions, strategy) -> None:
     check_quantised_sharding(recipe, strategy)
 
 
-def check_quantised_sharding(recipe: LoraOptions, strategy) -> None:
+def check_quantised_sharding(recipe: LoraOptions, strategy: "Strategy") -> None:
     """Raises UserError if the recipe quantises the frozen weights, and the strategy shards them."""
     option = recipe.quantised
     if option and strategy.shards_parameters:
         raise UserError(f"{option} = true: not under ZeRO-3. Use zero2.yaml or ddp.yaml, or remove the option")
 
 
-def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict:
+def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict[str, Any]:
     """The arguments of from_pretrained that quantise; none without load_in_4bit.
 
     Source: Dettmers et al. 2023, QLoRA: NF4 with double quantisation, products in half precision.
@@ -276,7 +292,7 @@ def with_tied(model: torch.nn.Module, chosen: list[str]) -> list[str]:
     return outer + [name for name in tied if not any(f"{name}.".startswith(f"{other}.") for other in outer)]
 
 
-def split_targets(model: torch.nn.Module, targets: Iterable[str]) -> tuple[list[str], list[str]]:
+def split_targets(model: torch.nn.Module, targets: Collection[str]) -> tuple[list[str], list[str]]:
     """(those that name modules, those that name weights of experts, which are no modules)."""
     experts = [name for name, parameter in model.named_parameters() if len(true_shape(parameter)) == 3]
     modules = [f".{name}" for name, _ in model.named_modules()]
@@ -289,7 +305,7 @@ def split_targets(model: torch.nn.Module, targets: Iterable[str]) -> tuple[list[
     return [target for target in targets if target not in of_experts], of_experts
 
 
-def check_expert_targets(targets: list[str], strategy, recipe: LoraOptions | None = None) -> None:
+def check_expert_targets(targets: list[str], strategy: "Strategy", recipe: LoraOptions | None = None) -> None:
     """Raises UserError if experts are to get an adapter that peft, or the strategy, cannot give them."""
     problems, stated = [], f"lora_target_modules = {' '.join(targets)}: an adapter on experts"
     if targets and (strategy.shards_parameters or strategy.fully_shards):
@@ -302,7 +318,7 @@ def check_expert_targets(targets: list[str], strategy, recipe: LoraOptions | Non
         raise UserError(problems)
 
 
-def _check_targets(model: torch.nn.Module, targets: Iterable[str]) -> None:
+def _check_targets(model: torch.nn.Module, targets: Collection[str]) -> None:
     if ALL_LINEAR in targets and len(targets) > 1:
         raise UserError(f"lora_target_modules = {' '.join(targets)}: name all-linear alone, or the others")
     for target in targets if ALL_LINEAR not in targets else ():
@@ -358,7 +374,7 @@ def published_base(name: str | None) -> str | None:
     return local if local.startswith("..") else f"./{local}"
 
 
-def base_sample(layers: dict[str, torch.nn.Module], strategy) -> dict[str, list[float]]:
+def base_sample(layers: dict[str, torch.nn.Module], strategy: "Strategy") -> dict[str, list[float]]:
     """Samples of the frozen weights of the first and the last adapted module."""
     sample = {}
     names = list(layers)

@@ -14,6 +14,7 @@ run preflight.check_loss compares the chosen kind with the full one. Evaluation 
 """
 
 import types
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,15 @@ from zerofit.model.chunked_loss import IGNORE, PLAIN, TeacherStates, TokenLoss, 
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from zerofit.data.collate import Batch
+
 HIDDEN = "teacher_hidden"  # of a batch
 
 
-def install_loss(model: torch.nn.Module, kind: str, terms: TokenLoss = PLAIN) -> None:
+def install_loss(model: Any, kind: str, terms: TokenLoss = PLAIN) -> None:
     """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full or chunked).
 
     Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
@@ -48,27 +54,28 @@ def install_loss(model: torch.nn.Module, kind: str, terms: TokenLoss = PLAIN) ->
 
 
 def _forward_with_loss(
-    self,
-    *args,
+    self: Any,
+    *args: Any,
     labels: torch.Tensor | None = None,
     next_tokens: torch.Tensor | None = None,
     of_rows: bool = False,
-    **inputs,
-):
+    **inputs: Any,
+) -> Any:
     is_token, mask = inputs.pop("is_token", None), inputs.get("attention_mask")
     teacher = None
     if HIDDEN in inputs:
         teacher = TeacherStates(inputs.pop(HIDDEN).flatten(0, 1), self.loss_terms.distillation.head)
-    if labels is None and next_tokens is None:
-        return self.original_forward(*args, **inputs)
     if next_tokens is not None:
-        targets = next_tokens.reshape(-1)
+        targets = next_tokens
+    elif labels is None:
+        return self.original_forward(*args, **inputs)
     elif self.config.is_encoder_decoder:
-        inputs["decoder_input_ids"], targets = shifted_right(self, labels), labels.reshape(-1)
+        inputs["decoder_input_ids"], targets = shifted_right(self, labels), labels
     else:
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE).reshape(-1)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    rows = len(targets)
+    targets = targets.reshape(-1)
     if of_rows:
-        rows = len(next_tokens if labels is None else labels)
         routers = {} if self.routing is None else {"output_router_logits": False}
         return _token_losses(self, targets, *args, **inputs, **routers).view(rows, -1).sum(dim=1)
     if self.routing is None:
@@ -82,7 +89,9 @@ def _forward_with_loss(
     return self.routing.observe(loss, router_logits, is_token)
 
 
-def _summed_loss(self, targets: torch.Tensor, *args, teacher: TeacherStates | None = None, **inputs) -> torch.Tensor:
+def _summed_loss(
+    self: Any, targets: torch.Tensor, *args: Any, teacher: TeacherStates | None = None, **inputs: Any
+) -> torch.Tensor:
     terms = self.loss_terms if self.training else PLAIN
     if self.loss_kind == "full":
         logits = self.original_forward(*args, **inputs).logits.flatten(0, 1).float()
@@ -92,6 +101,7 @@ def _summed_loss(self, targets: torch.Tensor, *args, teacher: TeacherStates | No
         if terms.z_loss:
             loss = loss + terms.z_loss * logits.logsumexp(-1).masked_fill(targets == IGNORE, 0).square().sum()
         if (distillation := terms.distillation) is not None:
+            assert teacher is not None, "terms that distil need a teacher's states"
             losses = distillation.losses(logits.log_softmax(-1), teacher.log_probabilities(0, len(targets)))
             divergence = losses.masked_fill(targets == IGNORE, 0).sum()
             loss = terms.hard_weight * loss + distillation.weight * divergence
@@ -100,7 +110,7 @@ def _summed_loss(self, targets: torch.Tensor, *args, teacher: TeacherStates | No
     return self.get_output_embeddings()(hidden.flatten(0, 1), targets, terms=terms, teacher=teacher)
 
 
-def _token_losses(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
+def _token_losses(self: Any, targets: torch.Tensor, *args: Any, **inputs: Any) -> torch.Tensor:
     """(N,) fp32; 0 where a target is ignored."""
     if self.loss_kind == "full":
         logits = self.original_forward(*args, **inputs).logits
@@ -109,13 +119,13 @@ def _token_losses(self, targets: torch.Tensor, *args, **inputs) -> torch.Tensor:
     return self.get_output_embeddings()(hidden.flatten(0, 1), targets, of_tokens=True)
 
 
-def model_loss(model, batch) -> torch.Tensor:
+def model_loss(model: Any, batch: "Batch") -> torch.Tensor:
     """The loss of a batch, of a model with a loss installed: summed over the batch's targets."""
     with packed_rows(batch.packed):
         return model(**batch.inputs)
 
 
-def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:
+def shifted_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
     """The ids that the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
     start, padding = model.config.decoder_start_token_id, model.config.pad_token_id
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # some families begin differently
@@ -124,20 +134,21 @@ def shifted_right(model, labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1], (1, 0)) == IGNORE, padding)
 
 
-def has_separate_body(model: torch.nn.Module) -> bool:
+def has_separate_body(model: "PreTrainedModel") -> bool:
     """Return whether the model's body can be called without its head, as the losses that do not hold all logits need
     it."""
     return model.base_model is not model
 
 
 def _head_forward(
-    self,
+    self: Any,
     hidden: torch.Tensor,
     targets: torch.Tensor | None = None,
+    *,
     of_tokens: bool = False,
     terms: TokenLoss = PLAIN,
     teacher: TeacherStates | None = None,
-):
+) -> Any:
     if targets is None:
         return self.original_forward(hidden)
     weight, bias = self.weight, self.bias
@@ -147,7 +158,7 @@ def _head_forward(
     with torch.autocast(hidden.device.type, enabled=False):
         if of_tokens:
             return chunked_token_losses(hidden, weight, bias, targets, share)
-        return chunked_loss(hidden, weight, bias, targets, share, terms, teacher)
+        return chunked_loss(hidden, weight, bias, targets, share, terms=terms, teacher=teacher)
 
 
 def loss_of_examples(
@@ -183,9 +194,9 @@ def loss_of_examples(
     return F.mse_loss(logits[present, 0], labels[present], reduction="sum")
 
 
-def logits_of_examples(model, batch) -> torch.Tensor:
+def logits_of_examples(model: Any, batch: "Batch") -> torch.Tensor:
     """(B, classes) of a batch of examples; of words (B, T, classes); of multiple choice (B, choices).
     A choice that an example does not have is a row of one token, and is never chosen."""
     logits = model(**batch.inputs).logits
-    mask = batch.inputs["attention_mask"]
+    mask = batch.tensor("attention_mask")
     return logits if mask.dim() == 2 else logits.masked_fill(mask.sum(-1) == 1, torch.finfo(logits.dtype).min)

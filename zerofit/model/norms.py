@@ -37,7 +37,7 @@ def is_llama_norm(module: torch.nn.Module) -> bool:
     return "forward" not in vars(module) and _body(type(module)) == _body(LlamaRMSNorm)
 
 
-def _body(module_class: type) -> str | None:
+def _body(module_class: type[torch.nn.Module]) -> str | None:
     """The text of a class's forward pass, without its first line, where annotations differ; None: there is none."""
     try:
         return inspect.getsource(module_class.forward).partition(":\n")[2]
@@ -47,6 +47,9 @@ def _body(module_class: type) -> str | None:
 
 class FusedNorm:
     """The forward pass that a module is given in place of its own."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The norm in the dtype that transformers' has; under autocast in that of the products behind it, each of

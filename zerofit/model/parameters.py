@@ -5,13 +5,16 @@ Under ZeRO-3 `shape` is empty and `ds_shape` is the true one; under tensor paral
 
 from collections.abc import Callable, Iterable
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerofit.model.compilation import blocks_of
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def true_shape(parameter: torch.nn.Parameter) -> torch.Size:
@@ -32,7 +35,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
 
-def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict]:
+def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's two groups: matrices and higher decay, vectors and scalars (biases, norms) do not.
 
     By dimension and not by name, so that it holds for every architecture. Empty groups are omitted.
@@ -44,7 +47,7 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
     return [group for group in groups if group["params"]]
 
 
-def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float) -> list[dict]:
+def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
     """The groups of `decay_groups` of the head, of each block from the last one on, and of the embeddings.
 
     `lr_scale` of a group multiplies its learning rate: layer_decay to the power of its distance from the head (Clark
@@ -92,7 +95,7 @@ def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
+def flops_per_token(model: "PreTrainedModel", sequence_length: int) -> float:
     """Floating-point operations of one trained token: forward 2, backward 4 for each weight of a matrix product (2 for
     a frozen one, which has no gradient of its own), and attention over the whole sequence (Chowdhery et al. 2022,
     PaLM, appendix B: 6 N + 12 L H T).
@@ -107,7 +110,7 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int) -> float:
     return weights + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
 
 
-def flops_per_pair_token(model: torch.nn.Module, source_length: float, target_length: float) -> float:
+def flops_per_pair_token(model: "PreTrainedModel", source_length: float, target_length: float) -> float:
     """Floating-point operations of one trained token of an encoder-decoder model: the mean over the tokens of a source
     and its target.
 
@@ -202,7 +205,7 @@ def _local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
     if shard is None:
         return parameter.detach()
     before = torch.distributed.get_rank() * shard.numel()
-    return shard.flatten()[: max(0, parameter.ds_numel - before)]
+    return shard.flatten()[: max(0, vars(parameter)["ds_numel"] - before)]
 
 
 def replace_parameters(model: torch.nn.Module, others: dict[int, torch.nn.Parameter]) -> None:

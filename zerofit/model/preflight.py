@@ -7,6 +7,7 @@ installed versions.
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,13 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import ModelOptions
 from zerofit.recipe.tasks import LossOptions
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from zerofit.data.collate import CausalCollator
+    from zerofit.strategy.engine import Engine
+    from zerofit.strategy.strategy import Strategy
+
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of one sum in two orders, relative
 NUM_ROWS = 2  # a model may keep documents apart in one row only
 DOCUMENT_TOKENS = 8  # if the model has twice as many positions
@@ -28,7 +36,7 @@ DOCUMENT_TOKENS = 8  # if the model has twice as many positions
 # ---------------------------------------------------------------------------------------- before the model is prepared
 
 
-def safe_precision(strategy, config) -> tuple[str, str | None]:
+def safe_precision(strategy: "Strategy", config: "PretrainedConfig") -> tuple[str, str | None]:
     """(the strategy's precision, or bf16 in place of fp16 if fp16 gives the model NaN; a warning in that case).
 
     Raises:
@@ -41,7 +49,7 @@ def safe_precision(strategy, config) -> tuple[str, str | None]:
     return "bf16", f"warning   bf16 in place of fp16, in which a {config.model_type} gives NaN"
 
 
-def install_chosen_loss(model, recipe: LossOptions) -> None:
+def install_chosen_loss(model: Any, recipe: LossOptions) -> None:
     """Install the loss that the recipe names and the model can have."""
     install_loss(model, _choose(model, recipe)[0], terms_of(recipe))
 
@@ -50,7 +58,7 @@ def install_chosen_loss(model, recipe: LossOptions) -> None:
 
 
 @uncompiled()
-def check_loss(engine, recipe: LossOptions) -> str:
+def check_loss(engine: "Engine", recipe: LossOptions) -> str:
     """Check that the installed loss is this model's loss. Returns a line for the log.
 
     If the memory-saving loss differs (the model caps or scales its logits, say), the plain loss replaces it, and the
@@ -77,7 +85,7 @@ def check_loss(engine, recipe: LossOptions) -> str:
 
 
 @uncompiled()
-def check_packing(engine, recipe: ModelOptions, collate) -> str:
+def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollator") -> str:
     """Check that the documents of a packed row stay apart; `collate`, a CausalCollator, lays rows out as the prepared
     model's attention takes them. Returns a line for the log, or nothing.
 
@@ -104,7 +112,7 @@ def check_packing(engine, recipe: ModelOptions, collate) -> str:
 
 @uncompiled()
 @torch.no_grad()
-def check_split_rows(engine, collate, packed: bool) -> str | None:
+def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) -> str | None:
     """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full.
 
     Args:
@@ -135,14 +143,14 @@ def check_split_rows(engine, collate, packed: bool) -> str | None:
             f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {engine.module.config.model_type} with "
             f"attn_implementation = {kernel_of(engine.module)!r} differs. Use a strategy without it, such as zero3"
         )
-    if not engine.split_rows.in_a_ring:
+    if engine.split_rows is None or not engine.split_rows.in_a_ring:
         return None
     return (
         f"note      {engine.layout.sequence} ranks cannot share the heads: keys and values go round (ring attention)"
     )
 
 
-def check_mask_support(engine) -> None:
+def check_mask_support(engine: "Engine") -> None:
     """Raises UserError where the attention ignores a mask that comes with the batch."""
     attention = kernel_of(engine.module)
     if attention != "sdpa":
@@ -154,7 +162,11 @@ def check_mask_support(engine) -> None:
 
 @torch.no_grad()
 def documents_leak(
-    call: Callable, collate: Callable, vocab_size: int, device: torch.device, length: int = DOCUMENT_TOKENS
+    call: Callable[..., Any],
+    collate: "CausalCollator",
+    vocab_size: int,
+    device: torch.device,
+    length: int = DOCUMENT_TOKENS,
 ) -> bool:
     """Return whether the second documents' logits change when the first documents of two packed rows are replaced.
 
@@ -171,12 +183,12 @@ def documents_leak(
         batch = collate([({"input_ids": row, "labels": row, "position_ids": positions}, 0) for row in rows])
         inputs = {name: value for name, value in batch.to(device).inputs.items() if name != "labels"}
         logits.append(call(**inputs).logits.reshape(NUM_ROWS, 2 * length, -1)[:, length:].float())
-    return not torch.allclose(*logits, rtol=0, atol=1e-3 * logits[0].std().item())
+    return not torch.allclose(logits[0], logits[1], rtol=0, atol=1e-3 * logits[0].std().item())
 
 
 @torch.no_grad()
 def loss_difference(
-    call: Callable, set_kind: Callable[[str], None], kind: str, inputs: dict[str, torch.Tensor]
+    call: Callable[..., Any], set_kind: Callable[[str], None], kind: str, inputs: dict[str, torch.Tensor]
 ) -> float:
     """The relative difference between the loss of `kind` and the plain one on `inputs`, some of them masked."""
     inputs["labels"][0, ::5] = -100
@@ -195,14 +207,14 @@ def random_tokens(
     return torch.randint(0, vocab_size, (1, count * length), generator=generator).to(device)
 
 
-def _leaks(engine, collate) -> bool:
+def _leaks(engine: "Engine", collate: "CausalCollator") -> bool:
     engine.model.eval()
     leak = documents_leak(engine.model, collate, *_sizes(engine))
     engine.model.train()
     return leak
 
 
-def _choose(model, recipe: LossOptions) -> tuple[str, str]:
+def _choose(model: Any, recipe: LossOptions) -> tuple[str, str]:
     """(kind of loss, reason for the log)."""
     head_has_adapter = hasattr(model.get_output_embeddings(), "lora_A")
     if (head_has_adapter or not has_separate_body(model)) and recipe.loss != "full":
@@ -217,7 +229,7 @@ def _choose(model, recipe: LossOptions) -> tuple[str, str]:
     return "chunked", "chunked: logits are never held all at once, and their sums are in fp32"
 
 
-def _sizes(engine) -> tuple[int, torch.device, int]:
+def _sizes(engine: "Engine") -> tuple[int, torch.device, int]:
     """(vocabulary, device, tokens of a document) for the checks."""
     positions = getattr(engine.module.config, "max_position_embeddings", None) or 2 * DOCUMENT_TOKENS
     vocab_size = engine.module.config.get_text_config().vocab_size

@@ -3,9 +3,10 @@
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.model.configuration import check_quantiser, from_hub_or_folder
 from zerofit.model.folders import has_tokenizer
@@ -13,10 +14,15 @@ from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import temporary_path
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def read_config(option: str, name: str, trust_remote_code: bool = False, revision: str | None = None):
+def read_config(
+    option: str, name: str, trust_remote_code: bool = False, revision: str | None = None
+) -> "PretrainedConfig":
     """The transformers configuration of a stored model."""
     from transformers import AutoConfig
 
@@ -24,7 +30,9 @@ def read_config(option: str, name: str, trust_remote_code: bool = False, revisio
     return from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code, **more)
 
 
-def read_tokenizer(option: str, name: str, config, trust_remote_code: bool = False):
+def read_tokenizer(
+    option: str, name: str, config: "PretrainedConfig", trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
     """The tokenizer of a stored model; its folder may hold bare vocabulary files."""
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise UserError(f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it")
@@ -35,14 +43,14 @@ def read_tokenizer(option: str, name: str, config, trust_remote_code: bool = Fal
 
 
 def read_model(
-    auto_class, option: str, name: str, config, *, precision: str | None, trust_remote_code: bool = False, **more
-):
+    auto_class: Any, option: str, name: str, config: "PretrainedConfig", *, precision: str | None, **more: Any
+) -> tuple[Any, list[str]]:
     """(the model in evaluation mode, names of its weights that are not stored or have another shape there).
 
     Args:
         precision: fp32, bf16 or fp16; None: that of the stored weights.
         config: its configuration, which may have another head than the stored weights.
-        more: further arguments of from_pretrained, e.g. revision.
+        more: further arguments of from_pretrained, e.g. revision or trust_remote_code.
 
     Raises:
         UserError: there are no such weights, they are broken or hold NaN, or the package for their quantisation is
@@ -53,7 +61,7 @@ def read_model(
     from zerofit.model.compilation import fuse_gelu  # imports torch
     from zerofit.model.parameters import check_finite
 
-    common = {"dtype": DTYPES.get(precision, "auto"), "trust_remote_code": trust_remote_code, **more}
+    common = {"dtype": DTYPES.get(precision or "", "auto"), "trust_remote_code": False, **more}
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised:
         check_quantiser(option, name, config)
@@ -96,7 +104,7 @@ def check_output(output: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(output: Path):
+def atomic_folder(output: Path) -> Iterator[Path]:
     """A temporary folder beside `output`, renamed to it at the end, and removed after an error."""
     partial = temporary_path(output)
     try:

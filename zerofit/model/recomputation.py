@@ -9,7 +9,7 @@ create_selective_checkpoint_contexts.
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -18,17 +18,16 @@ from zerofit.compat.torch import DispatchMode, argument_names
 from zerofit.compat.transformers import recomputing_functions
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import Recomputation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 aten = torch.ops.aten
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # of linear layers; the last in float8
 
 
 def enable_recomputation(
-    model: torch.nn.Module,
-    which: Recomputation | bool | str,
-    keeps_attention: bool = True,
-    compiled: bool = False,
+    model: "PreTrainedModel", which: bool | str, keeps_attention: bool = True, compiled: bool = False
 ) -> None:
     """Recompute activations of the model's layers; in a frozen model gradients enter the first layer, too.
 
@@ -49,7 +48,7 @@ def enable_recomputation(
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
 
-def check_recomputation(model: torch.nn.Module, which: bool | str) -> None:
+def check_recomputation(model: "PreTrainedModel", which: bool | str) -> None:
     """Raises UserError where a model (not a stage of it) cannot recompute what gradient_checkpointing says."""
     name, option = f"a {model.config.model_type} ({type(model).__name__})", "gradient_checkpointing"
     if not model.supports_gradient_checkpointing:
@@ -97,7 +96,9 @@ class Selected(DispatchMode):
         self.kept.clear()
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(operator)
         if kind is None or not self._keeps(kind, operator, args, kwargs):
@@ -109,7 +110,7 @@ class Selected(DispatchMode):
                 self.kept[id(storage)] = storage
         return result
 
-    def _keeps(self, kind: str, operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _keeps(self, kind: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if kind == "change":
             return isinstance(args[0], torch.Tensor) and id(args[0].untyped_storage()) in self.kept
         return kind == "product" or (self.keeps_attention and not _drops(operator, args, kwargs))
@@ -126,7 +127,7 @@ def _kind(operator: Any) -> str | None:
     return "change" if operator.name().partition(".")[0].endswith("_") else None
 
 
-def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of an operator has a probability of dropout above 0."""
     for place, (name, default) in enumerate(argument_names(operator)):
         value = kwargs.get(name, args[place] if place < len(args) else default)

@@ -7,20 +7,26 @@ the head and the loss.
 
 import copy
 import itertools
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from zerofit.compat.transformers import recomputing_functions
-from zerofit.model.families import family_of
+from zerofit.model.families import family_of, known
 from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class IdentityLayer(nn.Module):
     """Stands in the place of what another stage computes: the hidden states pass through."""
 
-    def forward(self, hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden
 
 
@@ -31,7 +37,7 @@ class ZeroLayer(nn.Module):
         return torch.zeros((), device=ids.device)
 
 
-def cut_layers(model: nn.Module, stages: int) -> list[range]:
+def cut_layers(model: "PreTrainedModel", stages: int) -> list[range]:
     """The layers of each stage of a causal model, cut so that the slowest stage has the fewest FLOPs that whole layers
     allow. They are counted by weights: the head is worth V x H over a layer's.
 
@@ -42,7 +48,7 @@ def cut_layers(model: nn.Module, stages: int) -> list[range]:
         model: all of it; its weights may be on "meta".
         stages: at least 2.
     """
-    layers = getattr(model.base_model, family_of(model.config).stage_plan.layers)
+    layers = getattr(model.base_model, known(family_of(model.config).stage_plan).layers)
     count, head = len(layers), model.get_output_embeddings().weight.numel()
     head_in_layers = head * count / sum(parameter.numel() for parameter in layers.parameters())
 
@@ -54,7 +60,7 @@ def cut_layers(model: nn.Module, stages: int) -> list[range]:
     return [range(*ends) for ends in itertools.pairwise([*edges, count])]
 
 
-def check_stages(config, stages: int, source: str) -> None:
+def check_stages(config: "PretrainedConfig", stages: int, source: str) -> None:
     """Check that so many stages can share the layers of a model.
 
     Raises:
@@ -67,14 +73,14 @@ def check_stages(config, stages: int, source: str) -> None:
         raise UserError(f"{degree}, and num_hidden_layers = {config.num_hidden_layers}. Use fewer stages")
 
 
-def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) -> None:
+def keep_stage(model: "PreTrainedModel", stage: int, stages: int, dtype: torch.dtype) -> None:
     """Keep this stage's part of a causal model; `whole_model` knows the rest from then on.
 
     Args:
         dtype: of the weights when the model is loaded.
     """
     model.__dict__["whole"] = without_weights(model, dtype)
-    plan, body = family_of(model.config).stage_plan, model.base_model
+    plan, body = known(family_of(model.config).stage_plan), model.base_model
     is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
     layers = getattr(body, plan.layers)
     for index in set(range(len(layers))).difference(cut_layers(model, stages)[stage]):
@@ -89,17 +95,17 @@ def keep_stage(model: nn.Module, stage: int, stages: int, dtype: torch.dtype) ->
         model.set_output_embeddings(IdentityLayer())
 
 
-def whole_model(model: nn.Module) -> nn.Module:
+def whole_model(model: Model) -> Model:
     """The model itself; of a stage, or of some rows of its weights, a model that has all of them, and no memory."""
     return model.__dict__.get("whole", model)
 
 
-def is_tied(model: nn.Module) -> bool:
+def is_tied(model: "PreTrainedModel") -> bool:
     """Return whether the head of a causal model is its table of embeddings."""
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def without_weights(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def without_weights(model: Model, dtype: torch.dtype | None = None) -> Model:
     """A copy that has the names, shapes and dtypes of all weights, and no memory.
 
     Args:

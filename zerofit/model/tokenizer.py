@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, processors
 from tokenizers.models import BPE
@@ -23,6 +24,12 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import is_there, put_in_place, read_text, temporary_path
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.places import cache_root
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from zerofit.recipe.options import TrainingRecipe
+    from zerofit.recipe.tasks import ClmRecipe
 
 START = "decoder_start_token_id"
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's only special token
@@ -41,18 +48,18 @@ class TokenizerOptions:
     """The tokenizer that a recipe asks for.
 
     Args:
-        name: a folder or a name of the hub, of the option `option`.
+        name: a folder or a name of the hub, of the option `option`; empty: there are files, or one is trained.
         vocab_file, merge_file: GPT-2's two files, which override the name.
         trained_size: tokens of one that is trained on the training texts; None: none is.
         cache: where trained ones are kept.
     """
 
     option: str
-    name: str | None
+    name: str
     trained_size: int | None = None
     cache: Path = Path()
     vocab_file: str | None = None
-    merge_file: str | None = None
+    merge_file: str = ""
     trust_remote_code: bool = False
 
     @classmethod
@@ -60,18 +67,22 @@ class TokenizerOptions:
         option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
         return cls(
             option,
-            getattr(recipe, option),
+            getattr(recipe, option) or "",
             recipe.train_tokenizer_vocab_size,
             cache_root(getattr(recipe, "cache_dir", None)),
             getattr(recipe, "vocab_file", None),
-            getattr(recipe, "merge_file", None),
+            getattr(recipe, "merge_file", None) or "",
             recipe.trust_remote_code,
         )
 
 
 def get_tokenizer(
-    options: TokenizerOptions, config, texts: Callable[[], Iterable[str]], fingerprint: str, pairs: bool = False
-):
+    options: TokenizerOptions,
+    config: "PretrainedConfig",
+    texts: Callable[[], Iterable[str]],
+    fingerprint: str,
+    pairs: bool = False,
+) -> "PreTrainedTokenizerBase":
     """The tokenizer: loaded, or trained on the training texts (train_tokenizer_vocab_size).
 
     Args:
@@ -84,7 +95,7 @@ def get_tokenizer(
     return train_tokenizer(texts(), options.trained_size, fingerprint, options.cache, pairs)
 
 
-def load_tokenizer(options: TokenizerOptions, config):
+def load_tokenizer(options: TokenizerOptions, config: "PretrainedConfig | None") -> "PreTrainedTokenizerBase":
     """The tokenizer that is named, else the one of the pretrained weights.
 
     A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not name its tokenizer's
@@ -105,7 +116,7 @@ def load_tokenizer(options: TokenizerOptions, config):
             option, name, AutoConfig.from_pretrained, trust_remote_code=options.trust_remote_code
         )
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
-    if kind:
+    if kind and config is not None:
         tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **family_of(config).bare_tokenizer_options)
         _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
@@ -123,7 +134,7 @@ def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:
     return str(folder / vocabularies[0]), str(folder / merges[0])
 
 
-def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str):
+def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTrainedTokenizerBase":
     """The tokenizer in GPT-2's two files, whatever they are called.
 
     Raises:
@@ -148,7 +159,7 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str):
     return tokenizer
 
 
-def _check_reads_words(tokenizer, option: str, name: str, kind: str) -> None:
+def _check_reads_words(tokenizer: "PreTrainedTokenizerBase", option: str, name: str, kind: str) -> None:
     """Raises UserError if the vocabulary files are of another class of tokenizer: then a complete sentence may become
     one unknown token."""
     sentence = "The quick brown fox jumps over the lazy dog."
@@ -160,7 +171,9 @@ def _check_reads_words(tokenizer, option: str, name: str, kind: str) -> None:
         )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False):
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False
+) -> "PreTrainedTokenizerBase":
     """A byte-level BPE tokenizer trained on `texts`, or read from the cache.
 
     Args:
@@ -197,13 +210,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, key: str, cache: Path
     return tokenizer
 
 
-def _pair_template(bpe):
+def _pair_template(bpe: Tokenizer) -> TemplateProcessing:
     """`[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, with 1 as the token type of B."""
     tokens = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     return TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=tokens)
 
 
-def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
+def check_vocabulary(
+    config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", recipe: "TrainingRecipe"
+) -> str | None:
     """Check that model and tokenizer belong together; a model from scratch gets the tokenizer's size, and so does a
     pretrained one with resize_embeddings, where tokens were added to the tokenizer.
 
@@ -219,7 +234,9 @@ def check_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     return f"{few}\n{note}" if note else few
 
 
-def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
+def _fit_vocabulary(
+    config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", recipe: "TrainingRecipe"
+) -> str | None:
     from_scratch = not recipe.model_name_or_path
     vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
     tokens, rows, max_padding = producible_tokens(tokenizer), config.vocab_size, 1024
@@ -249,7 +266,7 @@ def _fit_vocabulary(config, tokenizer, recipe: ModelOptions) -> str | None:
     )
 
 
-def pad_vocabulary(config, recipe) -> str | None:
+def pad_vocabulary(config: "PretrainedConfig", recipe: "ClmRecipe") -> str | None:
     """Round the vocabulary of a model from scratch up to a multiple of make_vocab_size_divisible_by. Export removes
     the added rows.
 
@@ -263,7 +280,7 @@ def pad_vocabulary(config, recipe) -> str | None:
     return f"note      vocabulary: {tokens:,} tokens, padded to {rows:,} rows; model/ has {tokens:,} again"
 
 
-def _copy_special_tokens(config, tokenizer) -> None:
+def _copy_special_tokens(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
     """A model from scratch has the beginning, end and padding tokens of its tokenizer."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     if all(getattr(config, name, None) == getattr(tokenizer, name) for name in names):
@@ -277,12 +294,12 @@ def _copy_special_tokens(config, tokenizer) -> None:
             config.forced_eos_token_id = config.eos_token_id
 
 
-def padding_token(tokenizer) -> int:
+def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     """An id to pad rows with; it is never trained on and never attended to, so every id works."""
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
-def end_with_eos(tokenizer) -> None:
+def end_with_eos(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Let the tokenizer end every text with its end-of-text token, if it adds no special token to a text.
 
     Encoder-decoder models are trained with this token, and the exported tokenizer then adds it, too.
@@ -295,7 +312,7 @@ def end_with_eos(tokenizer) -> None:
         )
 
 
-def read_by_words(tokenizer) -> None:
+def read_by_words(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Let the tokenizer read lists of words, each as it would be read after a space (of RoBERTa and GPT-2:
     add_prefix_space); the exported tokenizer then does so, too.
 
@@ -312,7 +329,7 @@ def read_by_words(tokenizer) -> None:
         splitter.add_prefix_space = tokenizer.add_prefix_space = True
 
 
-def set_decoder_start_token(config, tokenizer) -> None:
+def set_decoder_start_token(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Set the token with which the decoder begins: that of the target's language (mBART); else, where a configuration
     from scratch has none, a usual one.
 
@@ -330,20 +347,20 @@ def set_decoder_start_token(config, tokenizer) -> None:
         )
 
 
-def set_padding_token(config, tokenizer) -> None:
+def set_padding_token(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Give tokenizer and model the same padding token: classifiers with a decoder find the end of a row by it."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token(tokenizer))
     config.pad_token_id = tokenizer.pad_token_id
 
 
-def padding_values(tokenizer) -> dict[str, int]:
+def padding_values(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
     """{column that a classifier reads: the value that pads it}."""
     values = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
     return {name: value for name, value in values.items() if name in tokenizer.model_input_names}
 
 
-def producible_tokens(tokenizer) -> int:
+def producible_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
     """The number of embedding rows that the ids of ordinary text need.
 
     transformers adds a mask token if a published vocabulary has none; no text contains it, and the model has no row

@@ -67,7 +67,15 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         ignored_weights = [*ignored_weights, *continued.full_weights]
     # Known before, since loading may take all memory.
     run.facts.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
-    model = load.build_model(auto_class, config, recipe, strategy, recipe.seed, ignored_weights, run.facts.parameters)
+    model = load.build_model(
+        auto_class,
+        config,
+        recipe,
+        strategy,
+        recipe.seed,
+        ignored_weights=ignored_weights,
+        num_parameters=run.facts.parameters,
+    )
     fuse_norms(model)
     if not recipe.residual_in_fp32:
         round_embeddings(model)

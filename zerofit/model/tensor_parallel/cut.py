@@ -71,8 +71,8 @@ def cut_for(shape: Sequence[int], dim: int, rank: int, size: int, parts: int = 1
 def cut_parameter(parameter: torch.nn.Parameter, cut: Cut) -> None:
     """Keep a share of a parameter; what is left of it remembers the cut."""
     parameter.data = cut.of(parameter.data)
-    parameter.cut = cut
-    parameter.tensor_model_parallel = True  # DeepSpeed's mark: its norm counts what is not marked on one rank only
+    # tensor_model_parallel is DeepSpeed's mark: its norm counts what is not marked on one rank only.
+    vars(parameter).update(cut=cut, tensor_model_parallel=True)
 
 
 def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
 def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:
     """Keep this rank's rows of all parameters."""
     for parameter in model.parameters():
-        parameter.ds_shape = parameter.shape  # where peft looks for the whole shape of GPT-2's layers
+        vars(parameter)["ds_shape"] = parameter.shape  # where peft looks for the whole shape of GPT-2's layers
         cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (rows_of(parameter.shape[0], rank, size),)))
 
 

@@ -13,34 +13,42 @@ tokens there.
 """
 
 import itertools
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
 
-from zerofit.model.families import family_of
+from zerofit.model.families import family_of, known
 from zerofit.model.stages import IdentityLayer
 from zerofit.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
 from zerofit.recipe.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 # --------------------------------------------------------------------------------------------- what ranks exchange
+
+
+Exchanged = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Exchange(torch.autograd.Function):
     """Exchange a tensor between ranks in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx, tensor, forward, backward):
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Exchanged, backward: Exchanged) -> torch.Tensor:
         ctx.exchange = backward
         return forward(tensor)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.exchange(gradient), None, None
 
 
-def total(tensor: torch.Tensor, group) -> torch.Tensor:
+def total(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all ranks' tensors."""
     summed = tensor.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(summed, group=group)
@@ -51,12 +59,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def copied(tensor: torch.Tensor, group) -> torch.Tensor:
+def copied(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Hand one tensor to every rank's share of a layer; the gradients of the shares add up."""
     return Exchange.apply(tensor, _same, partial(total, group=group))
 
 
-def summed(tensor: torch.Tensor, group) -> torch.Tensor:
+def summed(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all ranks' tensors, on every rank; each of them gets the whole gradient."""
     return Exchange.apply(tensor, partial(total, group=group), _same)
 
@@ -65,13 +73,13 @@ class Scattered(torch.autograd.Function):
     """This rank's part of the sum of all ranks' tensors, and of a bias; each of them gets the whole gradient."""
 
     @staticmethod
-    def forward(ctx, share, bias, tensor):
+    def forward(ctx: Any, share: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup) -> torch.Tensor:
         ctx.shape, ctx.tensor = share.shape[:2], tensor
         part = _scatter(share, tensor)
         return part if bias is None else part.add_(bias)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         whole = _gather(gradient, ctx.shape, ctx.tensor)
         return whole, whole.sum((0, 1)) if ctx.needs_input_grad[1] else None, None
 
@@ -105,7 +113,8 @@ class TokenParts:
     def __init__(self, tensor: TensorGroup):
         self.tensor = tensor
         self._shape: torch.Size | None = None  # (B, T); None: every rank has all tokens
-        self._incoming = self._outgoing = None  # between the stages of a pipeline
+        self._incoming: torch.Tensor | None = None  # from the stage before, of a pipeline
+        self._outgoing: torch.Tensor | None = None  # for the stage behind
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of hidden states (B, T, H) that all ranks have, or the part that `receive` was given."""
@@ -134,7 +143,7 @@ class TokenParts:
         whole = total(share, self.tensor.group)
         return whole if bias is None else whole + bias
 
-    def leave(self, module: nn.Module, args: tuple, hidden: torch.Tensor) -> torch.Tensor:
+    def leave(self, module: nn.Module, args: Any, hidden: torch.Tensor) -> torch.Tensor:
         """All tokens behind the last norm, as a hook of it. Where a later stage of a pipeline has the norm, the part
         is for `send`, and the model's code goes on with something of its shape."""
         if self._shape is None:
@@ -181,7 +190,7 @@ class RowLinear(nn.Module):
         layer: an nn.Linear, or transformers' Conv1D, whose weight is transposed; its weight is cut already.
     """
 
-    def __init__(self, layer: nn.Module, parts: TokenParts):
+    def __init__(self, layer: Any, parts: TokenParts):
         super().__init__()
         self.weight, self.bias, self.parts = layer.weight, layer.bias, parts
         self.is_transposed = is_transposed(layer)
@@ -200,7 +209,7 @@ class SharedNorm(nn.Module):
         norm: computes in fp32 up to its result (T5's, OLMo 2's); its weight is cut already.
     """
 
-    def __init__(self, norm: nn.Module, tensor: TensorGroup):
+    def __init__(self, norm: Any, tensor: TensorGroup):
         super().__init__()
         self.weight, self.eps, self.tensor = norm.weight, norm.variance_epsilon, tensor
         self.channels = norm.weight.cut.shape[0]
@@ -262,10 +271,11 @@ class VocabularyEmbedding(nn.Embedding):
     def __init__(self, table: nn.Embedding, tensor: TensorGroup, vocab_size: int):
         share, padding = VocabularyShare(tensor, vocab_size), table.padding_idx
         padding = padding - share.start if padding is not None and share.start <= padding < share.stop else None
-        super().__init__(*table.weight.shape, padding_idx=padding, _weight=table.weight.detach())
+        rows, width = table.weight.shape
+        super().__init__(rows, width, padding_idx=padding, _weight=table.weight.detach())
         self.weight, self.share = table.weight, share
 
-    def forward(self, ids):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows, is_own = self.share.own(ids)
         embedded = super().forward(rows).masked_fill(~is_own.unsqueeze(-1), 0)
         return summed(embedded, self.share.tensor.group)
@@ -278,7 +288,7 @@ class VocabularyHead(nn.Module):
     Shapes: (..., H) -> (..., V), the same on all ranks.
     """
 
-    def __init__(self, head: nn.Module, tensor: TensorGroup, vocab_size: int):
+    def __init__(self, head: Any, tensor: TensorGroup, vocab_size: int):
         super().__init__()
         self.weight, self.bias = head.weight, head.bias
         self.share = VocabularyShare(tensor, vocab_size)
@@ -290,7 +300,7 @@ class VocabularyHead(nn.Module):
 # ------------------------------------------------------------------------------------------------- a model that is cut
 
 
-def check_split(config, size: int, source: str) -> None:
+def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
     """Check that so many ranks can share the layers of a model, as a strategy says.
 
     Raises:
@@ -313,11 +323,12 @@ def check_split(config, size: int, source: str) -> None:
     raise UserError(f"{degree} does not divide the model's {listed}. {remedy}")
 
 
-def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:
+def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group; between the
     layers that are cut, the ranks share the tokens of its `token_parts`."""
-    plan, parts = family_of(model.config).tensor_plan, TokenParts(tensor)
-    model.token_parts, readers = parts, set()
+    plan, parts = known(family_of(model.config).tensor_plan), TokenParts(tensor)
+    vars(model)["token_parts"] = parts
+    readers = set()
     for path, layer in list(model.named_modules()):
         owner, _, name = path.rpartition(".")
         if name in plan.columns:
@@ -339,7 +350,7 @@ def split_model(model: torch.nn.Module, tensor: TensorGroup) -> None:
     _split_vocabulary(model, tensor)
 
 
-def _cut_columns(layer: torch.nn.Module, tensor: TensorGroup, parts: int) -> None:
+def _cut_columns(layer: Any, tensor: TensorGroup, parts: int) -> None:
     for parameter, dim in ((layer.weight, 1 if is_transposed(layer) else 0), (layer.bias, 0)):
         if parameter is not None:
             cut_parameter(parameter, cut_for(parameter.shape, dim, tensor.rank, tensor.size, parts))
@@ -347,16 +358,18 @@ def _cut_columns(layer: torch.nn.Module, tensor: TensorGroup, parts: int) -> Non
     setattr(layer, width, getattr(layer, width) // tensor.size)
 
 
-def _join_input(parts: TokenParts, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _join_input(
+    parts: TokenParts, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": parts.join(kwargs["hidden_states"])}
     return (parts.join(args[0]), *args[1:]), kwargs
 
 
-def _share_tokens(model: torch.nn.Module, parts: TokenParts) -> None:
+def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
     """From the dropout of the embeddings, or the first layer, to the last norm each rank has a part of the tokens. Of
     a norm's weights it finds a part of the gradients, which add up."""
-    body, plan = model.base_model, family_of(model.config).stage_plan
+    body, plan = model.base_model, known(family_of(model.config).stage_plan)
     layers, last = getattr(body, plan.layers), getattr(body, plan.after[-1])
     dropouts = [module for name in plan.before if isinstance(module := getattr(body, name), torch.nn.Dropout)]
     first = dropouts[0] if dropouts else layers[0]
@@ -370,13 +383,13 @@ def _share_tokens(model: torch.nn.Module, parts: TokenParts) -> None:
             parameter.gradient_hook = hook  # what takes the parameter's place has to have it too
 
 
-def _split_vocabulary(model: torch.nn.Module, tensor: TensorGroup) -> None:
+def _split_vocabulary(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     rows = model.config.vocab_size
     over_tokens = {id(each): each for module in (table, head) for each in module.parameters()}
     for parameter in over_tokens.values():  # tied ones once
         cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
-    if hasattr(table, "weight"):  # else it is of another stage of a pipeline
+    if isinstance(table, nn.Embedding):  # else it is of another stage of a pipeline
         model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
     if hasattr(head, "weight"):
         model.set_output_embeddings(VocabularyHead(head, tensor, rows))

@@ -11,6 +11,7 @@ time.
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -20,15 +21,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zerofit.compat.torch import DispatchMode
 from zerofit.model.parameters import replace_parameters
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_share(
-    read: Callable[[torch.dtype], nn.Module],
-    keep: Callable[[nn.Module], None],
+    read: Callable[[torch.dtype], "PreTrainedModel"],
+    keep: Callable[["PreTrainedModel"], None],
     stored: torch.dtype,
     dtype: torch.dtype,
-) -> nn.Module:
+) -> "PreTrainedModel":
     """This rank's share of a stored model, in `dtype`.
 
     Args:
@@ -58,7 +62,7 @@ def stored_dtype(name: str) -> torch.dtype | None:
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
 
 
-def draw_share(make: Callable[[], nn.Module], keep: Callable[[nn.Module], None]) -> nn.Module:
+def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTrainedModel"], None]) -> "PreTrainedModel":
     """This rank's share of the model that `make` draws.
 
     Args:
@@ -89,12 +93,12 @@ def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
 def _parameters_without_memory() -> Iterator[None]:
     """Put parameters on the meta device as modules take them. Buffers (rotary frequencies) are computed as usual."""
 
-    def on_meta(module, name, parameter):
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(on_meta)
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return a parameter
     try:
         yield
     finally:
@@ -104,12 +108,14 @@ def _parameters_without_memory() -> Iterator[None]:
 class _Calls(DispatchMode):
     """Records what is written to tensors on the meta device, and keeps the random generator in step."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self._calls: dict[int, list[tuple]] = {}  # of each storage
+        self._calls: dict[int, list[tuple[Any, ...]]] = {}  # of each storage
         self._alive: list[torch.Tensor] = []  # so that no other storage takes one's id
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs, name, tensor = kwargs or {}, func.__name__.split(".")[0], args[0] if args else None
         if not torch.is_tensor(tensor) or not tensor.is_meta or not name.endswith("_"):
             return func(*args, **kwargs)
