@@ -8,8 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import TINY, refusal, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from helpers import TINY, refusal, small_sizes, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+)
 
 from zerofit.model.export import export_model
 from zerofit.model.loss import install_loss
@@ -113,6 +118,30 @@ def test_a_stage_that_is_drawn_alone_has_the_weights_of_the_full_model(name):
         assert 10 <= len(weights) < len(expected)
         assert all(torch.equal(weight, expected[each]) for each, weight in weights.items())
         assert {parameter.dtype for parameter in whole_model(own).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("family", "auto_class", "draws"),
+    [
+        ("apertus", AutoModelForCausalLM, 1),  # activations with parameters, which get their values as they are made
+        ("xlm-roberta", AutoModelForCausalLM, 2),  # a bias that is padded
+        ("modernbert", AutoModelForTokenClassification, 2),  # trunc_normal_, which does nothing on the meta device
+        ("olmo_hybrid", AutoModelForCausalLM, 2),  # a matrix that is given its values as it is made
+        ("t5", AutoModelForSeq2SeqLM, 1),
+    ],
+)
+def test_weights_of_every_kind_are_drawn_as_the_models_code_draws_them(family, auto_class, draws):
+    config, made = AutoConfig.for_model(family, **{**small_sizes(family), "vocab_size": 97}), []
+
+    def make():
+        made.append(torch.manual_seed(7))
+        return auto_class.from_config(config)
+
+    expected = dict(make().named_parameters())
+    own = dict(draw_share(make, lambda model: None).named_parameters())
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in own.items())
+    assert len(made) == 1 + draws, "whole where something was not recorded, and there alone"
 
 
 @pytest.mark.parametrize(("family", "bytes_at_once"), [("gpt_neox", 20_000), ("llama", 1), ("gpt2", 10**9)])

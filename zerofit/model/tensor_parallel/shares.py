@@ -5,10 +5,13 @@ keep takes none, and the ranks of a host share what they have read. So they are 
 
 Random weights are those that `from_config` draws, bit for bit: the model is made without weights, the calls that would
 have filled each of them are recorded with the state of the random generator, and are made again, one parameter at a
-time.
+time. Where a weight comes from something that was not recorded, the whole model is drawn, and cut then.
 """
 
 import contextlib
+import inspect
+import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +62,8 @@ def stored_dtype(name: str) -> torch.dtype | None:
     return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
+# Of torch.nn.init (lecun_normal_: of transformers.initialization): they return where `is_meta` is true.
+SKIPS_META = re.compile(r"\b(trunc_normal_|lecun_normal_|orthogonal_|sparse_|dirac_)\(")
 RANDOM = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
 
 
@@ -69,8 +74,12 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
         make: makes a transformers model with random weights.
         keep: takes away what is not of this rank's share.
     """
-    with _parameters_without_memory(), _Calls() as calls:
+    with _Calls() as calls, _parameters_without_memory(calls):
         model = make()
+    if _skips_meta(model) or not all(calls.know(parameter.data) for parameter in model.parameters()):
+        model = make()
+        keep(model)
+        return model
     whole = {id(parameter): parameter.data for parameter in model.parameters()}
     keep(model)
     drawn = {
@@ -78,6 +87,14 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
     }
     replace_parameters(model, drawn)
     return model
+
+
+def _skips_meta(model: nn.Module) -> bool:
+    """Whether the code of a model initializes weights in a way that does nothing on the meta device."""
+    modules = {sys.modules[type(each).__module__] for each in model.modules()}
+    return any(
+        SKIPS_META.search(inspect.getsource(each)) for each in modules if each.__package__ != "torch.nn.modules"
+    )
 
 
 def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
@@ -90,13 +107,17 @@ def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Put parameters on the meta device as modules take them. Buffers (rotary frequencies) are computed as usual."""
+def _parameters_without_memory(calls: "_Calls") -> Iterator[None]:
+    """Put parameters on the meta device as modules take them. Buffers (rotary frequencies) are computed as usual, and
+    what a module has given to a vector is recorded."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        made = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        if made.dim() < 2:
+            calls.call(torch.Tensor.copy_, made.data, parameter.data, is_random=False)
+        return made
 
     handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return a parameter
     try:
@@ -119,22 +140,39 @@ class _Calls(DispatchMode):
         kwargs, name, tensor = kwargs or {}, func.__name__.split(".")[0], args[0] if args else None
         if not torch.is_tensor(tensor) or not tensor.is_meta or not name.endswith("_"):
             return func(*args, **kwargs)
+        return self.call(func, tensor, *args[1:], is_random=name in RANDOM, **kwargs)
+
+    def call(self, func: Callable, tensor: torch.Tensor, *args, is_random: bool = True, **kwargs) -> torch.Tensor:
+        """Record a call that would have written to a tensor on the meta device."""
         state = None
-        if name in RANDOM:
+        if is_random:
             state = torch.get_rng_state()
-            func(torch.empty(tensor.shape, dtype=tensor.dtype), *args[1:], **kwargs)
+            func(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
         place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self._calls.setdefault(id(tensor.untyped_storage()), []).append((state, func, place, args[1:], kwargs))
+        self._calls.setdefault(id(tensor.untyped_storage()), []).append((state, func, place, args, kwargs))
         self._alive.append(tensor)
         return tensor
 
+    def know(self, tensor: torch.Tensor) -> bool:
+        """Whether all that a tensor's values come from was recorded."""
+        calls = self._calls.get(id(tensor.untyped_storage()), [])
+        return not tensor.is_meta or (
+            bool(calls) and all(self.know(each) for *_, args, _ in calls for each in args if torch.is_tensor(each))
+        )
+
     def replay(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values that a tensor on the meta device would have had."""
+        """The values that a tensor on the meta device would have had; another tensor as it is."""
+        if not tensor.is_meta:
+            return tensor
         before = torch.get_rng_state()
         flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
         for state, func, place, args, kwargs in self._calls.get(id(tensor.untyped_storage()), []):
             if state is not None:
                 torch.set_rng_state(state)
-            func(flat.as_strided(*place), *args, **kwargs)
+            func(
+                flat.as_strided(*place),
+                *(self.replay(each) if torch.is_tensor(each) else each for each in args),
+                **kwargs,
+            )
         torch.set_rng_state(before)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
