@@ -440,8 +440,7 @@ def load_texts(recipe):
     from zerofit.data.text import read_records, take_texts
 
     options = DataOptions.of(recipe)
-    source, unit = read_records(options, recipe.document_separator, recipe.packing)
-    parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
+    parts = take_texts(read_records(recipe, options), recipe, options)
     return SimpleNamespace(train=parts.get("train"), validation=parts.get("validation"))
 
 

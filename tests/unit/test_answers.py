@@ -123,7 +123,7 @@ def test_the_test_file_of_each_task_is_read(tmp_path, cache, byte_tokenizer, tas
     (part,) = data.held_out
     assert data.train is None
     assert len(part.samples) == 3
-    assert part.texts[0] == dict(zip(header.split("\t"), rows[0].split("\t")))
+    assert part.tables[0][0] == dict(zip(header.split("\t"), rows[0].split("\t")))
     read = data.tokenizer.decode(part.samples[0]["input_ids"], skip_special_tokens=True)
     assert read.replace(" ", "") == "".join(row.split("\t")[-len(GLUE[task].texts) :]).replace(" ", "")
 
@@ -133,7 +133,7 @@ def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache
     (tmp_path / "a.csv").write_text('title,label\n"a cat",\n"",good\n"None",\n')
     data = asked(config, byte_tokenizer, cache, "--predict_file", tmp_path / "a.csv")
     assert data.labels.names == ("bad", "good")
-    assert data.held_out[0].texts["title"][:] == ["a cat", "", "None"]
+    assert data.held_out[0].tables[0]["title"][:] == ["a cat", "", "None"]
     assert "note      1 of 3 texts are empty" in data.notes
     (tmp_path / "a.txt").write_text("a cat\na dog\n")
     assert len(asked(config, byte_tokenizer, cache, "--predict_file", tmp_path / "a.txt").held_out[0].samples) == 2
@@ -147,7 +147,7 @@ def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
     data = asked(config, pairs_tokenizer, cache, "--predict_file", file)
     (part,) = data.held_out
     assert (data.labels.names, data.labels.of_words) == (("O", "B-PER"), True)
-    assert part.texts.to_dict() == {"words": rows, "more": [1] * 3}
+    assert part.tables[0].to_dict() == {"words": rows, "more": [1] * 3}
     assert [(part.samples[index]["starts"] < 0).tolist() for index in range(3)] == [[False] * 2, [], [True, False]]
     assert "note      1 of 3 texts are empty" in data.notes
     assert "text_columns" in refusal(

@@ -14,19 +14,19 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_922,  # 2,700
-    "zerofit/model": 6_465,  # 4,700
+    "zerofit/model": 6_467,  # 4,700
     "zerofit/compat": 724,  # 600
-    "zerofit/data": 7_636,  # 6,000
+    "zerofit/data": 7_758,  # 6,000
     "zerofit/strategy": 5_533,  # 4,800
     "zerofit/estimate": 4_960,  # 4,700
     "zerofit/record": 1_679,  # 4,300 with health and checkpoint
     "zerofit/health": 1_513,
     "zerofit/checkpoint": 1_919,
-    "zerofit/training": 3_567,  # 2,000
+    "zerofit/training": 3_568,  # 2,000
     "zerofit/launch": 1_744,  # 1,300
     "zerofit/tools": 11_793,  # 10,600
     "benchmarks": 1_996,  # 1,800
-    "tests": 28_756,  # 21,500
+    "tests": 28_755,  # 21,500
 }
 
 

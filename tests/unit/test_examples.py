@@ -143,7 +143,7 @@ def test_the_split_loses_nothing_and_keeps_labels_with_their_texts(tmp_path, pre
     expected = dict(zip(TEXTS, LABELS))
     assert names(data, held_out.samples) == [expected[text] for text in words(data, held_out.samples)]
     assert names(data) == [expected[text] for text in words(data)]
-    assert held_out.texts["text"][:] == words(data, held_out.samples)  # what predictions.jsonl shows
+    assert held_out.tables[0]["text"][:] == words(data, held_out.samples)  # what predictions.jsonl shows
 
 
 def test_pairs_have_token_types(tmp_path, prepare):

@@ -70,8 +70,8 @@ def test_records_with_several_labels(tmp_path, byte_tokenizer):
     assert data.labels.of_sets
     assert any("training + held out" in note for note in data.notes)
     (part,) = data.held_out
-    assert set(part.texts.column_names) == {"id", "text", "labels", "input_prediction"}
-    numbers = [int(number) for number in part.texts["id"]]
+    assert set(part.tables[0].column_names) == {"id", "text", "labels", "input_prediction"}
+    numbers = [int(number) for number in part.tables[0]["id"]]
     expected = [[float(name in SETS[number % 6]) for name in "abc"] for number in numbers]
     assert part.samples.labels.tolist() == expected
     assert data.train.labels.dtype == np.float32
@@ -131,7 +131,7 @@ def test_texts_for_a_model_of_label_sets_need_no_labels(tmp_path, byte_tokenizer
     config = AutoConfig.for_model("bert", id2label={0: "a", 1: "b"}, problem_type="multi_label_classification")
     data = prepare_examples(recipe, config)
     assert data.held_out[0].samples.labels.tolist() == [[0.0, 0.0]] * 2
-    assert data.held_out[0].texts["label"][:] == [["x"], []]  # of the data
+    assert data.held_out[0].tables[0]["label"][:] == [["x"], []]  # of the data
 
 
 def test_columns_with_the_names_of_predictions_are_kept(tmp_path, byte_tokenizer):
@@ -139,7 +139,7 @@ def test_columns_with_the_names_of_predictions_are_kept(tmp_path, byte_tokenizer
     _, data = prepared(
         tmp_path / "a.jsonl", byte_tokenizer, ["a", "b"] * 8, "--label_column", "kind", name="kind", **more
     )
-    record = next(iter(data.held_out[0].texts))
+    record = next(iter(data.held_out[0].tables[0]))
     kept = {name: value for name, value in record.items() if name not in ("id", "text", "kind")}
     assert kept == {
         "input_input_prediction": 7, "input_prediction": 8, "input_probabilities": {"a": 1}, "input_label": "mine"

@@ -139,4 +139,4 @@ def test_figures_of_each_class_and_their_picture(tmp_path):
 
 
 def held_out_labels(values: list, dtype) -> HeldOut:
-    return HeldOut(SimpleNamespace(labels=np.array(values, dtype)), texts=None, suffix="")
+    return HeldOut(SimpleNamespace(labels=np.array(values, dtype)), tables=[], suffix="")

@@ -137,7 +137,7 @@ def test_labels_are_mixed(prepare_labelled):
     assert [len(each) for each in data.train.sets] == [36, 54]
     (part,) = data.held_out
     assert {name: len(samples) for name, samples in part.sources.items()} == {"a": 4, "b": 6}
-    texts = list(part.texts)
+    texts = [row for table in part.tables for row in table]
     assert len(texts) == len(part.samples) == len(part.samples.labels) == 10
     assert [*texts[0]] == ["text"]
     assert [*texts[-1]] == ["sentence1", "sentence2"]

@@ -126,7 +126,7 @@ def test_conll_files(pairs_tokenizer, tmp_path, name):
     )  # fmt: skip
     data = prepare_examples(recipe, load_configuration(recipe))
     assert data.labels.names == ("B-ORG", "B-PER", "O")
-    rows = [*data.held_out[0].texts["tokens"]]
+    rows = [*data.held_out[0].tables[0]["tokens"]]
     assert len(data.train) + len(rows) == 10
     assert all(row in (["EU", "rejects"], ["Peter"]) for row in rows)
 

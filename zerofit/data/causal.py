@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from datasets import Dataset
+from transformers import PretrainedConfig
 
 from zerofit.data.chat.instructions import KINDS, Form, find_form
 from zerofit.data.chat.preferences import find_preferences
@@ -31,7 +32,7 @@ from zerofit.recipe.tasks import ClmRecipe
 OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
 
 
-def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int] = int) -> TextData:
+def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: Callable[[int], int] = int) -> TextData:
     """Read, tokenise and pack. The first process of a machine does the work; the others find the result in the cache.
 
     No process group exists yet, so that none can time out meanwhile.
@@ -59,40 +60,40 @@ def prepare_causal_data(recipe: ClmRecipe, config, consumed: Callable[[int], int
     return data
 
 
-def _prepare_text_or_chat(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
-    return _prepare_source(
-        recipe, options, config, block_size, *read_records(options, recipe.document_separator, recipe.packing)
-    )
+def _prepare_text_or_chat(
+    recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int
+) -> TextData:
+    return _prepare_source(recipe, options, config, block_size, read_records(recipe, options))
 
 
 def _prepare_source(
-    recipe: ClmRecipe, options: DataOptions, config, block_size: int, source: Source, unit: str = ""
+    recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int, source: Source
 ) -> TextData:
     recipe = recipe.columns_in(source.first.column_names)
-    find = find_preferences if recipe.preference_loss else find_form
-    forms = {part: find(recipe, table) for part, table in source.parts.items()}
-    if not recipe.preference_loss:
-        _check_options(recipe, next(iter(forms.values())), source)
-    if all(forms.values()):
-        return prepare_chat(recipe, options, config, source, forms, block_size)
-    if any(forms.values()):
+    if recipe.preference_loss:
+        pairs = {part: find_preferences(recipe, table) for part, table in source.parts.items()}
+        return prepare_chat(recipe, options, config, source, pairs, block_size=block_size)
+    forms = {part: find_form(recipe, table) for part, table in source.parts.items()}
+    _check_options(recipe, next(iter(forms.values())), source)
+    chats = {part: form for part, form in forms.items() if form is not None}
+    if len(chats) == len(forms):
+        return prepare_chat(recipe, options, config, source, chats, block_size=block_size)
+    if chats:
         kinds = "; ".join(
             f"{source.where(part)}: {KINDS[form.kind] if form else 'text'}, {columns_present(source.parts[part])}"
             for part, form in forms.items()
         )
         raise UserError(f"training and held-out data have different forms. {kinds}. Let both have the same columns")
-    parts = take_texts(source, unit, recipe.text_column, recipe.document_separator, options)
+    parts = take_texts(source, recipe, options)
     texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, identity(texts))
-    data = prepare_text(
-        parts, tokenizer, block_size, recipe.packing, recipe.append_eos, recipe.max_eval_samples, options.cache
-    )
+    data = prepare_text(parts, tokenizer, recipe, options, block_size)
     data.notes[:0] = source.notes
     return data
 
 
-def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
+def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int) -> TextData:
     """Each source by itself, as if it were the only one; their samples are mixed, and each has a held-out part.
 
     Raises:
@@ -114,16 +115,16 @@ def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config, block_size
 
 
 def _prepare_stream(
-    recipe: ClmRecipe, options: DataOptions, config, block_size: int, consumed: Callable[[int], int]
+    recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
     """Shards that are read during training, a window at a time; held-out data is read before it."""
     held_out = None
     if recipe.validation_file:
         own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
         held_out = _prepare_text_or_chat(recipe, own, config, block_size)
-    if not recipe.trains:
-        return held_out
-    shards, size = find_shards(tuple(recipe.train_file)), parse_bytes(recipe.streaming)
+        if not recipe.trains:
+            return held_out
+    shards, size = find_shards(tuple(recipe.train_file or ())), parse_bytes(recipe.streaming or "")
     table = output_folder(recipe.task, recipe).absolute() / "stream.jsonl"
     digest = sha256(repr((str(table), shards.key, size, recipe.seed)).encode()).hexdigest()[:16]
     prepared: list[TextData] = []  # the latest window
@@ -131,13 +132,13 @@ def _prepare_stream(
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
         own = replace(options, held_out_fraction=0.0, cache=TableCache(folder))
         prepared[:] = [_prepare_source(recipe, own, config, block_size, Source({"train": records}, {}, name))]
-        return prepared[0].train
+        return prepared[0].trained
 
     folder, resumes = options.cache.folder / f"stream-{digest}", recipe.resume != "never"
     checkpoint = None if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser().resolve()
     earlier = checkpoint and checkpoint.parents[1] / table.name
-    store = WindowStore(shards, folder, size, recipe.seed, prepare, table, resumes, earlier)
-    total = consumed(recipe.max_train_steps)
+    store = WindowStore(shards, folder, size, recipe.seed, prepare, table=table, resumes=resumes, earlier=earlier)
+    total = consumed(recipe.max_train_steps or 0)  # StreamOptions asks for it
     train = StreamedSamples(store, total, LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0))
     data, stored = prepared[0], sum(shards.sizes) / 2**30
     train.reads_ahead = not data.is_chat  # templates
@@ -145,7 +146,7 @@ def _prepare_stream(
         f"stream    {counted(len(shards.names), 'shard')}, {stored:,.3g} GiB, in windows of {recipe.streaming}; "
         "`training` is one window here, and an epoch the whole run"
     )
-    validation, notes = held_out and held_out.validation, [*data.notes, stream]
+    validation, notes = held_out.validation if held_out else None, [*data.notes, stream]
     return replace(data, train=train, validation=validation, notes=notes, order=train, samples_per_epoch=total)
 
 

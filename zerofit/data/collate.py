@@ -5,7 +5,7 @@ the shape; it is not trained on and not counted.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ class Batch:
     reads and predicts without padding, `num_positions` the same with padding; `indices` are those of the samples.
     """
 
-    inputs: dict[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
+    inputs: Mapping[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
     num_targets: float
     num_tokens: int
     num_positions: int
@@ -107,13 +107,14 @@ class CausalCollator:
         num_tokens = total(counts, indices)
         if self.marks_filling and packed:
             inputs["is_token"] = mask(counts, width)
+        ends: dict[str, torch.Tensor | int] = {}
         if self.flatten and packed:
             if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
                 targets[:, 0] = IGNORE
             inputs = {name: tensor.flatten(0, 1)[None] for name, tensor in inputs.items()}
-            inputs |= document_lengths(inputs["position_ids"])
+            ends = document_lengths(inputs["position_ids"])
         several = packed and bool((inputs["position_ids"].diff() != 1).any())
-        return Batch(inputs, num_targets, num_tokens, len(rows) * width, indices, packed=several)
+        return Batch({**inputs, **ends}, num_targets, num_tokens, len(rows) * width, indices, packed=several)
 
 
 @dataclass

@@ -23,14 +23,14 @@ from zerofit.recipe.files import open_bytes
 QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
 
 
-def with_delimiter(paths: list[Path], kwargs: dict, delimiter: str | None) -> dict:
+def with_delimiter(paths: list[Path], kwargs: dict[str, Any], delimiter: str | None) -> dict[str, Any]:
     """The arguments of the reader of .csv and .tsv files, with the delimiter of these files."""
     if delimiter is None and "names" not in kwargs and (head := head_of(paths[0], [kwargs["encoding"]])):
         delimiter = find_delimiter(head, ending_of(paths[0]))
     return {**kwargs, "sep": delimiter} if delimiter else kwargs
 
 
-def check_fields(path: Path, kwargs: dict) -> tuple[list[str], bool]:
+def check_fields(path: Path, kwargs: dict[str, Any]) -> tuple[list[str], bool]:
     """(notes on the lines that pandas reads in another way than they are meant, each kind counted; whether some repeat
     the header, as `cat a.csv b.csv` leaves them). In a table of one column such a line may be a text.
 
@@ -88,7 +88,7 @@ def _lines(places: list[int]) -> str:
     return f"line {places[0]:,}" + (f" and {len(places) - 1:,} more" if len(places) > 1 else "")
 
 
-def text_features(path: Path, kwargs: dict) -> Features:
+def text_features(path: Path, kwargs: dict[str, Any]) -> Features:
     """The columns of a .csv file, all as text, so that values stay as they are written. The datasets library would
     infer types from the first 10,000 rows."""
     columns = pd.read_csv(path, nrows=0, **kwargs).columns
@@ -105,7 +105,7 @@ def without_headers(table: Dataset) -> Dataset:
 # -------------------------------------------------------------------------------------------------------------- quotes
 
 
-def with_quoting(path: Path, kwargs: dict) -> tuple[dict, str]:
+def with_quoting(path: Path, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """(the arguments of the reader of a .csv or .tsv file, with the quoting of this file; a note about it, if any)."""
     is_quoted = has_quoted_fields(path, kwargs) if kwargs.get("quoting") == csv.QUOTE_NONE else None
     if is_quoted is None:
@@ -116,7 +116,7 @@ def with_quoting(path: Path, kwargs: dict) -> tuple[dict, str]:
     return kwargs, f"note      {path}: double quotes are parts of the texts, they enclose no fields"
 
 
-def has_quoted_fields(path: Path, kwargs: dict) -> bool | None:
+def has_quoted_fields(path: Path, kwargs: dict[str, Any]) -> bool | None:
     """Whether the fields of a .tsv file are quoted as pandas and Excel quote them; False: they are texts with quotes
     in them, as GLUE's. None: there is no quote.
 

@@ -4,6 +4,7 @@ import codecs
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import marked_encoding, open_bytes
@@ -21,7 +22,7 @@ CERTAINLY_UTF8 = 20  # number of characters beyond ASCII that cannot be valid UT
 
 def proposal(data: bytes) -> str:
     """A sentence for a message: the likely encodings of a text that is not UTF-8, each with a decoded line."""
-    texts = {name: _decoded(data, name) for name in likely(data)}
+    texts = {name: text for name in likely(data) if (text := _decoded(data, name))}
     if not texts:
         return "No known encoding decodes it as text. If you know the encoding, name it with --encoding"
     shown = " or ".join(f"{name}, {line!r}" for name, line in zip(texts, _lines(list(texts.values()))))
@@ -70,7 +71,7 @@ def _lines(texts: list[str]) -> list[str]:
     return [line[max(0, start - SHOWN // 2) :][:SHOWN].strip() for line in lines]
 
 
-def as_utf8(file, encoding: str, path: Path) -> Iterator[bytes]:
+def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
     """Convert a file in another encoding to UTF-8, portion by portion.
 
     Raises:

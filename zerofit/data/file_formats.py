@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import pandas as pd
@@ -33,7 +34,7 @@ HALF_PAIR = (
 DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
 BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
-BUILDERS = {
+BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "csv": ("csv", CSV),
     "tsv": ("csv", {**CSV, "sep": "\t", "quoting": csv.QUOTE_NONE}),  # unless with_quoting finds quotes
     "xlsx": ("csv", CSV),
@@ -44,13 +45,13 @@ BUILDERS = {
 
 def format_of(files: list[Path]) -> str:
     """The format of files, by their endings. Raises UserError for an unknown ending, or several formats."""
-    kinds = {}
+    kinds: dict[str, Path] = {}
     for path in files:
-        kinds.setdefault(FORMATS.get(ending_of(path)), path)
-    if None in kinds:
-        raise UserError(
-            f"{kinds[None]}: unknown file extension; known are {', '.join(FORMATS)}, each also {', '.join(PACKED)}"
-        )
+        if (ending := ending_of(path)) not in FORMATS:
+            raise UserError(
+                f"{path}: unknown file extension; known are {', '.join(FORMATS)}, each also {', '.join(PACKED)}"
+            )
+        kinds.setdefault(FORMATS[ending], path)
     if len(kinds) > 1:
         raise UserError(f"files of several formats in one option: {', '.join(sorted(kinds))}; use one")
     return next(iter(kinds))
@@ -70,18 +71,18 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
                 + proposal(data)
             )
         if kind == "json" and not data.lstrip().startswith(b"["):
-            for number, line in enumerate(data.splitlines(), 1):
+            for number, text in enumerate(data.splitlines(), 1):
                 try:
-                    record = parse_json(line or b"{}")
+                    record = parse_json(text or b"{}")
                 except json.JSONDecodeError as wrong:
                     return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
-                if b"\\u" in line and has_half_pair(record):
+                if b"\\u" in text and has_half_pair(record):
                     return UserError(f"{path}, line {number}: {HALF_PAIR}")
         elif kind == "json":
             with contextlib.suppress(ValueError):
                 halves = (number for number, record in enumerate(parse_json(data), 1) if has_half_pair(record))
-                if number := next(halves, None):
-                    return UserError(f"{path}, record {number}: {HALF_PAIR}")
+                if place := next(halves, None):
+                    return UserError(f"{path}, record {place}: {HALF_PAIR}")
     cause = error.__cause__ or error
     return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 

@@ -5,7 +5,7 @@ import codecs
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -86,7 +86,7 @@ def _load(paths: list[Path], part: str, cache: Path | None, differing: list[pa.S
         "json", data_files={part: names}, cache_dir=where, parse_agent_traces=False, **options
     )
 
-    def check(table: pa.Table, json_field_paths) -> None:
+    def check(table: pa.Table, json_field_paths: Sequence[Any]) -> None:
         if builder.info.features is not None:
             schema = builder.info.features.arrow_schema
             texts_of_json = len(json_field_paths) > str(schema).count("arrow.json")

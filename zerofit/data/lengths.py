@@ -1,10 +1,15 @@
 """The maximum length of a row, and notes about data that is skipped or truncated."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from zerofit.model.configuration import usable_positions
-from zerofit.recipe.batch_options import Growth, read_growth
+from zerofit.recipe.batch_options import Growth
 from zerofit.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
 LENGTHS = {  # {task: {option of a length: what is used where it is not set}}; of most tasks the option has a default
@@ -16,7 +21,7 @@ WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
 KEPT = 0.99  # fraction of the samples that the proposed length does not truncate
 
 
-def choose_length(option: str, length: int, source: str | None, config) -> int:
+def choose_length(option: str, length: int, source: str | None, config: "PretrainedConfig") -> int:
     """The maximum length of a row in tokens, at most the model's positions.
 
     Args:
@@ -43,7 +48,7 @@ def growing_blocks(text: str, source: str | None, block_size: int, is_chat: bool
     Raises:
         UserError: block_size is not reached in steps of the first length; answers would be cut off.
     """
-    first, updates = read_growth(text)
+    first, updates = map(int, text.split("@"))
     stated = f"block_size_warmup = {text} ({source})"
     if is_chat:
         raise UserError(f"{stated}: the answers of conversations would be cut off. It is for text")
@@ -61,7 +66,7 @@ def report_data_loss(
     what: str,
     lengths: np.ndarray | None = None,
     option: str = "",
-    config=None,
+    config: "PretrainedConfig | None" = None,
     stops: bool = True,
 ) -> list[str]:
     """A note about samples that are skipped or truncated; a warning if they are more than a tenth.
@@ -77,7 +82,7 @@ def report_data_loss(
         UserError: they are more than half, and that is not allowed.
     """
     fraction, remedy = lost / max(total, 1), ""
-    if lost and lengths is not None:
+    if lost and lengths is not None and config is not None:
         needed, positions = int(np.quantile(lengths, KEPT, method="higher")), usable_positions(config)
         remedy = f". {option} = {needed} would keep {KEPT:.0%} of them complete"
         if positions and positions < needed:

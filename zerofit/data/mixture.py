@@ -10,17 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from zerofit.data.options import DataOptions
 from zerofit.data.order import SampleOrder
-from zerofit.data.pack import DatasetStats, Sample, SampleSet, TaskData
+from zerofit.data.pack import DatasetStats, LabelledSamples, Sample, SampleSet, TaskData
 from zerofit.recipe.tasks import TaskRecipe
 
 PLACES = 1 << 14  # that are laid out at a time
 Data = TypeVar("Data", bound=TaskData)
+Samples = TypeVar("Samples", bound=SampleSet)
 
 
 class ChosenSources:
@@ -90,23 +91,23 @@ class MixtureOrder:
         return found
 
 
-class MixedSamples:
+class MixedSamples(Generic[Samples]):
     """The samples of all sources, one source after another."""
 
-    def __init__(self, sets: Sequence[SampleSet]):
+    def __init__(self, sets: Sequence[Samples]):
         self.sets = list(sets)
         self.offsets = np.concatenate([[0], np.cumsum([len(each) for each in sets])])
-        lengths = [each.lengths for each in sets]
-        self.lengths = None if any(each is None for each in lengths) else np.concatenate(lengths)
+        lengths = [each.lengths for each in sets if each.lengths is not None]
+        self.lengths = np.concatenate(lengths) if len(lengths) == len(sets) else None
         self.sort_key = self.lengths
         stats = [each.stats for each in sets]
-        trained = [each.trained for each in stats]
+        trained = [each.trained for each in stats if each.trained is not None]
         self.stats = DatasetStats(
             documents=sum(each.documents for each in stats),
             tokens=sum(each.tokens for each in stats),
             samples=sum(each.samples for each in stats),
             truncated=sum(each.truncated for each in stats),
-            trained=None if None in trained else sum(trained),
+            trained=sum(trained) if len(trained) == len(stats) else None,
         )
 
     def __len__(self) -> int:
@@ -117,7 +118,7 @@ class MixedSamples:
         return self.sets[source][int(index - self.offsets[source])]
 
     @property
-    def labels(self) -> np.ndarray:
+    def labels(self: "MixedSamples[LabelledSamples]") -> np.ndarray:
         """Those of samples that have labels."""
         return np.concatenate([each.labels for each in self.sets])
 
@@ -167,7 +168,7 @@ def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = 
         changes["validation"] = MixedSamples(list(held_out.values()))
         changes["sources"] = held_out if len(held_out) > 1 else {}
     if recipe.trains:
-        sizes = [len(data.train) for data in sources.values()]
+        sizes = [len(data.trained) for data in sources.values()]
         given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
         weights = (given / given.sum()).tolist()
         total = samples_of_a_pass(weights, sizes)
@@ -178,7 +179,7 @@ def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = 
             for name, size, weight, times in zip(sources, sizes, weights, passes)
         ]
         order = MixtureOrder(weights, sizes, recipe.seed)
-        train = MixedSamples([data.train for data in sources.values()])
+        train = MixedSamples([data.trained for data in sources.values()])
         changes |= {"train": train, "order": order, "samples_per_epoch": total, "passes": passes}
     return replace(first or next(iter(sources.values())), **changes)
 

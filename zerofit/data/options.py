@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from zerofit.data.tables import TableCache
+from zerofit.data.tables import Records, TableCache, first_records
 from zerofit.model.tokenizer import TokenizerOptions
 from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import TaskRecipe
@@ -14,6 +14,7 @@ PARTS = {"train": "training", "validation": "held-out"}  # in messages
 PART_FILES = {name: f"{name}_file" for name in ("train", "validation", "validation_mismatched", PREDICT)}
 COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_column",
                   "text_columns", "label_column")  # fmt: skip
+NO_TOKENIZER = TokenizerOptions("tokenizer_name", "")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DataOptions:
     hub_cache: Path | None = None
     named_columns: frozenset[str] = frozenset()
     lowercases: bool = True
-    tokenizer: TokenizerOptions | None = None
+    tokenizer: TokenizerOptions = NO_TOKENIZER
     trains: bool = True
     held_out_fraction: float = 0.0
     max_train_samples: int | None = None
@@ -70,11 +71,12 @@ class DataOptions:
             held_out_fraction=recipe.validation_split_percentage / 100,
             max_train_samples=recipe.max_train_samples,
             max_eval_samples=recipe.max_eval_samples,
-            skip_bad_records=recipe.skip_bad_records,
+            skip_bad_records=getattr(recipe, "skip_bad_records", False),
             allow_data_loss=recipe.allow_data_loss,
             column_options=tuple(name for name in COLUMN_OPTIONS if hasattr(recipe, name)),
         )
 
-    def limit(self, part: str) -> int | None:
-        """The largest number of samples of a part; every record of predict_file is answered."""
-        return {"train": self.max_train_samples, PREDICT: None}.get(part, self.max_eval_samples)
+    def limited(self, parts: dict[str, Records]) -> dict[str, Records]:
+        """The first records of each part, as max_train_samples and max_eval_samples say; all of predict_file."""
+        limits = {"train": self.max_train_samples, PREDICT: None}
+        return {name: first_records(part, limits.get(name, self.max_eval_samples)) for name, part in parts.items()}

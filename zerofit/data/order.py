@@ -13,13 +13,16 @@ length, and each micro-batch has those nearest in length. Both depend on (seed, 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.recipe.errors import UserError
+
+if TYPE_CHECKING:
+    from zerofit.data.collate import Batch, Samples
 
 FILLER = -1  # a place in a batch without a sample
 
@@ -124,7 +127,7 @@ class FixedOrder:
         return self.indices[start:stop]
 
 
-class MicroBatches(torch.utils.data.Sampler):
+class MicroBatches(torch.utils.data.Sampler[list[int]]):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
     Where updates grow, `growing` has the accumulations of the first ones, and those after them have `accumulation`.
@@ -175,7 +178,7 @@ class MicroBatches(torch.utils.data.Sampler):
                 yield micro_batch.tolist()
 
 
-class Shortened(torch.utils.data.Sampler):
+class Shortened(torch.utils.data.Sampler[list[tuple[int, int]]]):
     """Micro-batches whose samples are read up to a length: (index, length) in place of each index.
 
     Args:
@@ -193,10 +196,12 @@ class Shortened(torch.utils.data.Sampler):
 
 def shortened(sample: Sample, length: int) -> Sample:
     """The first `length` tokens of a sample."""
-    return {name: min(value, length) if name == "num_tokens" else value[:length] for name, value in sample.items()}
+    return {
+        name: np.minimum(value, length) if name == "num_tokens" else value[:length] for name, value in sample.items()
+    }
 
 
-class _Indexed(torch.utils.data.Dataset):
+class _Indexed(torch.utils.data.Dataset[tuple[Sample, int]]):
     """(sample, index) by index, or by (index, length); a FILLER place borrows sample 0."""
 
     def __init__(self, samples: SampleSet):
@@ -212,23 +217,27 @@ class _Indexed(torch.utils.data.Dataset):
         return self.samples[max(place, 0)], place
 
 
-def _without_torchs_traceback(batches: Iterator) -> Iterator:
+def _without_torchs_traceback(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except UserError as error:
         raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
 
 
-class _OrderedLoader(torch.utils.data.DataLoader):
+class _OrderedLoader(torch.utils.data.DataLoader[tuple[Sample, int]]):
     """Raises the UserError of a worker process as it is, without the traceback that torch adds."""
 
-    def __iter__(self):
+    def __iter__(self) -> Any:  # torch's own type is a private one
         return _without_torchs_traceback(super().__iter__())  # created now: it draws a random number
 
 
 def loader(
-    samples: SampleSet, sampler: torch.utils.data.Sampler, collate, workers: int, pin: bool
-) -> torch.utils.data.DataLoader:
+    samples: SampleSet,
+    sampler: torch.utils.data.Sampler[Any],
+    collate: "Callable[[Samples], Batch]",
+    workers: int,
+    pin: bool,
+) -> torch.utils.data.DataLoader[tuple[Sample, int]]:
     """A DataLoader over this rank's micro-batches."""
     return _OrderedLoader(
         _Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin

@@ -5,7 +5,7 @@ No library for tables is imported here: `zerofit plan` reads no data.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +15,9 @@ from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from zerofit.data.order import Order
+    from zerofit.data.prompts import Prompts
 
 NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
 # input_ids, labels, and position_ids if packed; each (length,) int64. num_tokens if some of them are filling.
@@ -77,13 +80,26 @@ class SampleSet(Protocol):
     form a micro-batch. Both are None if all samples have the same length.
     """
 
-    stats: DatasetStats
-    lengths: np.ndarray | None
-    sort_key: np.ndarray | None
+    @property
+    def stats(self) -> DatasetStats: ...
+
+    @property
+    def lengths(self) -> np.ndarray | None: ...
+
+    @property
+    def sort_key(self) -> np.ndarray | None: ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class LabelledSamples(SampleSet, Protocol):
+    """Samples with a label each: (N,) int64 classes or float32 numbers; of words, those of all words that are read; of
+    sets (N, classes) 0 or 1."""
+
+    @property
+    def labels(self) -> np.ndarray: ...
 
 
 class Documents:
@@ -96,12 +112,12 @@ class Documents:
     def __init__(self, dataset: "Dataset", column: str = "input_ids"):
         assert len(dataset.data) == len(dataset), "tokenized data is read in its stored order"
         self._chunks: list[np.ndarray] = []
-        lengths = []
+        counts = []
         for chunk in dataset.data.column(column).chunks:
             offsets = chunk.offsets.to_numpy()
             self._chunks.append(chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]])
-            lengths.append(np.diff(offsets))
-        lengths = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)
+            counts.append(np.diff(offsets))
+        lengths = np.concatenate([*counts, np.zeros(0, np.int64)]).astype(np.int64)
         self.offsets = np.concatenate([[0], np.cumsum(lengths)])
         self._starts = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks])]).astype(np.int64)
         if self.num_tokens == 0:
@@ -229,7 +245,7 @@ class TokenizedDataset:
     def __init__(self, table: "Dataset", columns: tuple[str, ...]):
         self.columns = {name: Documents(table, name) for name in columns}
         numbers = table.with_format("numpy")
-        self.labels = numbers["label"][:] if "label" in table.column_names else None
+        self.labels = numbers["label"][:] if "label" in table.column_names else np.zeros(0)
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
         # Rows of one update have sources of similar length. With targets considered too, some updates would have only
         # short targets, and a token has more weight in an update with fewer tokens.
@@ -255,7 +271,7 @@ class TokenizedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         sample = {name: column.row(index) for name, column in self.columns.items()}
-        return sample if self.labels is None or "tags" in sample else {**sample, "label": self.labels[index]}
+        return {**sample, "label": self.labels[index]} if len(self.labels) and "tags" not in sample else sample
 
     @property
     def widths(self) -> np.ndarray:
@@ -282,14 +298,20 @@ class TaskData:
     validation: SampleSet | None = None
     tokenizer: PreTrainedTokenizerBase
     notes: list[str] = field(default_factory=list)
-    order: object | None = None
+    order: "Order | None" = None
     samples_per_epoch: int = 0
     passes: list[float] = field(default_factory=list)
     sources: dict[str, SampleSet] = field(default_factory=dict)
-    prompts: Any = None
+    prompts: "Prompts | None" = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
+
+    @property
+    def trained(self) -> SampleSet:
+        """The training samples of a launch that trains."""
+        assert self.train is not None, "it trains"
+        return self.train
 
     @property
     def parts(self) -> dict[str, SampleSet]:
@@ -302,7 +324,7 @@ class TaskData:
 
     def describe(self) -> list[str | list[tuple[str, ...]]]:
         """Lines and tables for the log."""
-        return [stats_rows(*(part and part.stats for part in (self.train, self.validation, self.prompts)))]
+        return [stats_rows(*(part.stats if part else None for part in (self.train, self.validation, self.prompts)))]
 
 
 @dataclass(kw_only=True)

@@ -5,6 +5,7 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from zerofit.data.chat.instructions import find_form
 from zerofit.data.chat.prepare import unread_note
@@ -42,7 +43,7 @@ class Prompts:
     ends: list[int] = field(default_factory=list)
     truncated: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.lengths = self.sort_key = np.array([len(ids) for ids in self.ids])
         tokens = int(self.lengths.sum()) + self.truncated
         self.stats = DatasetStats(len(self.ids), tokens, len(self.ids), self.truncated)
@@ -54,7 +55,7 @@ class Prompts:
         return {"input_ids": np.array(self.ids[index])}
 
 
-def read_sources(recipe: Seq2SeqRecipe, config) -> PairData:
+def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     """The sources of predict_file. A conversation is continued with its next turn; an answer in the file is ignored.
 
     Raises:
@@ -68,20 +69,23 @@ def read_sources(recipe: Seq2SeqRecipe, config) -> PairData:
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {widths[0]}")
     kept = kept_columns(parts[PREDICT].records, "source", "prediction")
     read = [
-        {**record, "source": tokenizer.decode(row, skip_special_tokens=True).strip()} for record, row in zip(kept, ids)
+        {**record, "source": str(tokenizer.decode(row, skip_special_tokens=True)).strip()}
+        for record, row in zip(kept, ids)
     ]
     prompts = Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens))
     return PairData(tokenizer=tokenizer, widths=widths, notes=notes, prompts=prompts)
 
 
-def read_causal_prompts(recipe: ClmRecipe, options: DataOptions, config, block_size: int) -> TextData:
+def read_causal_prompts(
+    recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int
+) -> TextData:
     """The prompts of predict_file: instructions, questions and conversations in their form of training, without the
     answers of the file; or texts to continue.
 
     Raises:
         UserError: there is no such column, a text is empty, a role is out of order, no positions are left to write.
     """
-    unit = recipe.document_separator
+    unit = recipe.document_separator or "line"
     sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
     source = read_source(options, sample_by=lambda files: sample_by)
     recipe = recipe.columns_in(source.first.column_names)
@@ -129,7 +133,7 @@ def _texts(name: str | None, source: Source) -> list[dict[str, Any]]:
     return records
 
 
-def longest_answer(max_new_tokens: int, is_set: bool, config) -> int:
+def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) -> int:
     """max_new_tokens; by default at most half of the model's positions.
 
     Args:
@@ -146,7 +150,7 @@ def longest_answer(max_new_tokens: int, is_set: bool, config) -> int:
     return max_new_tokens
 
 
-def _with_room(ids: list[list[int]], longest: int, config) -> tuple[list[list[int]], list[int]]:
+def _with_room(ids: list[list[int]], longest: int, config: PretrainedConfig) -> tuple[list[list[int]], list[int]]:
     """(the end of each prompt, which leaves room for the answer; the number of tokens cut from each)."""
     positions = usable_positions(config)
     if not positions:

@@ -1,7 +1,7 @@
 """One way for chats, pairs, labelled texts and choices: read records one by one, skip or refuse those that cannot be
 used, hold a part out, and encode the others."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,8 +11,10 @@ from datasets import Dataset, Features, Value
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import TableCache, columns_present, derived, encode_table, first_records, hold_out, select
+from zerofit.data.tables import Columns, TableCache, columns_present, derived, encode_table, hold_out, select
 from zerofit.recipe.errors import UserError
+
+Encode = Callable[[list[Any], list[int]], Columns]  # (what records hold, their places) -> their rows of a table
 
 
 class BadRecord(Exception):
@@ -51,7 +53,7 @@ class Part:
     def __len__(self) -> int:
         return len(self.table)
 
-    def select(self, places: Iterable[int]) -> "Part":
+    def select(self, places: Sequence[int] | np.ndarray) -> "Part":
         table = select(self.table, places)
         return replace(self, table=table, numbers=self.numbers[places], records=self.records.select(places))
 
@@ -64,25 +66,23 @@ class Part:
         """Every text, to train a tokenizer."""
         return (text for content in self.contents() for text in self.reader.texts(content))
 
-    def encode(
-        self, encode: Callable[[list[Any], list[int]], dict], features: Features, key: tuple, cache: TableCache
-    ) -> Dataset:
+    def encode(self, encode: Encode, features: Features, key: tuple[object, ...], cache: TableCache) -> Dataset:
         """A table made by `encode` from (what some records hold, their places in this part); see encode_table."""
         reader = self.reader  # the table is not sent to other processes
 
-        def of_batch(batch: dict, places: list[int]) -> dict:
+        def of_batch(batch: Columns, places: list[int]) -> Columns:
             return encode([reader.read(record) for record in records_of(batch)], places)
 
         return encode_table(self.table, of_batch, features, (*key, reader), cache, with_indices=True)
 
 
-def records_of(batch: dict[str, list]) -> list[dict[str, Any]]:
+def records_of(batch: Columns) -> list[dict[str, Any]]:
     """The records of a batch of columns."""
     return [dict(zip(batch, values)) for values in zip(*batch.values())]
 
 
 def read_parts(
-    source: Source, readers: dict[str, RecordReader], options: DataOptions
+    source: Source, readers: Mapping[str, RecordReader], options: DataOptions
 ) -> tuple[dict[str, Part], list[str]]:
     """(the parts that a run uses, without the records that cannot be used; notes about these).
 
@@ -109,17 +109,12 @@ def read_parts(
     return {name: part for name, part in parts.items() if options.trains or name != "train"}, notes
 
 
-def limit_parts(parts: dict[str, Any], options: DataOptions) -> dict[str, Any]:
-    """The first records of each part, as max_train_samples and max_eval_samples say."""
-    return {name: first_records(part, options.limit(name)) for name, part in parts.items()}
-
-
 def _bad_records(part: Part, cache: TableCache) -> Dataset:
     """The records that cannot be read: their places, and why."""
     reader = part.reader
 
-    def check(batch: dict, places: list[int]) -> dict:
-        problems = {"record": [], "problem": []}
+    def check(batch: Columns, places: list[int]) -> Columns:
+        problems: Columns = {"record": [], "problem": []}
         for place, record in zip(places, records_of(batch)):
             try:
                 reader.read(record)

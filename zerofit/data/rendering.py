@@ -2,13 +2,18 @@
 
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.model.chat import BadTemplate, Conversation, apply_template, for_template, install_template
 from zerofit.model.configuration import usable_positions
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.languages import check_marked, language_codes, set_languages
 from zerofit.recipe.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from zerofit.data.pairs.prepare import PairEncoder
 
 Languages = tuple[str | None, str | None]
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
@@ -41,11 +46,12 @@ class Renderer:
 
     def __init__(
         self,
-        tokenizer,
-        config,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: "PretrainedConfig",
         template: str | None = None,
         raw: bool = False,
         system: str | None = None,
+        *,
         languages: Languages = (None, None),
     ):
         self.tokenizer, self.config, self.system = tokenizer, config, system
@@ -57,7 +63,7 @@ class Renderer:
         trained = tokenizer.init_kwargs.get(TRAINED_WITH, {})
         if system is None and self.uses_template:
             self.system = trained.get("system_prompt")
-        chosen = tuple(code or trained.get(name) for code, name in zip(languages, ("source_lang", "target_lang")))
+        chosen = (languages[0] or trained.get("source_lang"), languages[1] or trained.get("target_lang"))
         self.encoder = self._encoder(raw, chosen) if self.has_encoder and not self.uses_template else None
         if self.uses_template:
             self._render([{"role": "user", "content": "a"}])  # finds a broken template before the first prompt
@@ -66,7 +72,7 @@ class Renderer:
         if any(languages) and not (self.encoder and language_codes(tokenizer)):
             raise UserError(f"source_lang, target_lang: the tokenizer {tokenizer.name_or_path!r} marks no languages")
 
-    def _encoder(self, raw: bool, languages: Languages):
+    def _encoder(self, raw: bool, languages: Languages) -> "PairEncoder":
         """The encoder of sources, in the format of training; the system prompt is never cut."""
         from zerofit.data.pairs.prepare import PairEncoder, SourceFormat
 
@@ -141,7 +147,7 @@ class Renderer:
         return marked[: places[0] + len(plain)] if places else marked
 
     def _source(self, turns: list[str]) -> list[int]:
-        if not any(turns):
+        if not any(turns) or self.encoder is None:  # None with a template, where only an empty prompt comes here
             raise UserError("an empty prompt: an encoder needs a text. Type a text")
         check_marked(self.tokenizer, self.encoder.prefix, turns[:1])
         (ids,), (self.left_out,) = self.encoder.sources([turns])

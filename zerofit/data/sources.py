@@ -46,6 +46,7 @@ class Source:
     files: dict[str, list[Path]]  # of each part; empty if no option names files
     name: str = ""  # of data that are in no file of their own, in messages
     notes: list[str] = field(default_factory=list)  # how files were read
+    unit: str = ""  # of documents in text files: line, paragraph, file or mark
     written: dict[str, str] = field(default_factory=dict)  # {column in lower case: as the file has it}
 
     @property
@@ -119,7 +120,7 @@ def read_source(
             notes += looked_through(path, data.cache.folder, partial(sheets_left_out, path))
     for part, paths in plain.items():
         try:
-            parts[part] = _load(builder, part, paths, kind, data, kwargs, reader, notes)
+            parts[part] = _load(builder, part, paths, kind, data, kwargs=kwargs, reader=reader, notes=notes)
         except UserError as error:
             raise UserError(_with_names(error.problems, paths, files[part])) from None
         notes = _with_names(notes, paths, files[part])
@@ -154,7 +155,15 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
 
 
 def _load(
-    builder: str, part: str, paths: list[Path], kind: str, data: DataOptions, kwargs: dict, reader, notes: list[str]
+    builder: str,
+    part: str,
+    paths: list[Path],
+    kind: str,
+    data: DataOptions,
+    *,
+    kwargs: dict[str, Any],
+    reader: Callable[[list[Path]], Dataset | None] | None,
+    notes: list[str],
 ) -> Dataset:
     try:
         table = reader(paths) if reader and kind in ("json", "text") else None
@@ -198,7 +207,7 @@ def _load(
         raise unreadable(paths, kind, error) from None
 
 
-def _quoting_and_columns(path: Path, kwargs: dict, notes: list[str]) -> tuple[dict, list[str]]:
+def _quoting_and_columns(path: Path, kwargs: dict[str, Any], notes: list[str]) -> tuple[dict[str, Any], list[str]]:
     """(the quoting of a .csv or .tsv file, as an argument of the reader; its columns)."""
     own, note = with_quoting(path, kwargs)
     notes += [note] if note else []
@@ -209,7 +218,7 @@ def _quoting_and_columns(path: Path, kwargs: dict, notes: list[str]) -> tuple[di
 
 
 def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
-    name, config = data.dataset_name, data.dataset_config_name
+    name, config = data.dataset_name or "", data.dataset_config_name
     folder = Path(name).expanduser()
     try:
         if any((folder / file).is_file() for file in SAVED):
@@ -247,7 +256,7 @@ def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:
     named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
     summaries = {}
     if recipe.trains and getattr(recipe, "streaming", None):
-        shards = find_shards(tuple(named.pop("train_file")))
+        shards = find_shards(tuple(named.pop("train_file") or ()))
         summaries["train_file"] = f"{len(shards.names):,} shards of {sum(shards.sizes):,} bytes ({shards.key})"
     files = {option: find_files(option, patterns) for option, patterns in named.items() if patterns}
     corpora = [Path(prefix + ending) for _, prefix in getattr(recipe, "blend", []) for ending in (".bin", ".idx")]

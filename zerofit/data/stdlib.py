@@ -46,7 +46,7 @@ def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
     table = Dataset.from_dict({"file": [str(path.relative_to(root)) for path in files]})
     table = keyed(table, platform.python_version(), stamps)
 
-    def parse_files(batch: dict) -> dict:
+    def parse_files(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
         return {column: [entry[column] for entry in entries] for column in TABLE}
 
@@ -94,7 +94,8 @@ def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
     counts = Counter(entry["package"] for entry in entries)
     packages = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
     named = re.compile("|".join(sorted(map(re.escape, packages), key=len, reverse=True)), re.IGNORECASE)
-    records, said_by = [], {}
+    records: list[dict[str, Any]] = []
+    said_by: dict[tuple[str, ...], set[str]] = {}
     for entry in entries:
         if entry["package"] in packages:
             text = named.sub(MASK, entry["text"])
@@ -121,11 +122,11 @@ def in_words(code: str) -> str:
 
 
 def _split(records: list[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
-    parts = {"train": [], "validation": []}
+    parts: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
     for record in records:
         if len(record["says"]) >= MIN_WORDS:
-            held_out = _drawn(record["top"]) % 100 < HELD_OUT_PERCENT
-            parts["validation" if held_out else "train"].append(record)
+            is_held_out = _drawn(record["top"]) % 100 < HELD_OUT_PERCENT
+            parts["validation" if is_held_out else "train"].append(record)
     trained = {record["says"] for record in parts["train"]}
     held_out = [record for record in parts["validation"] if record["says"] not in trained]
     # Shuffled, so that the first ones (max_eval_samples) are like the others.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,12 +23,26 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.places import digest_of_code
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
 IDS = List(Value("int32"))  # a column of token ids
+Columns = dict[str, list[Any]]  # {name: values of some rows}
 Form = TypeVar("Form", str, tuple[str, ...])
-Records = TypeVar("Records")  # a Dataset, or what has its __len__ and select
+
+
+class Selectable(Protocol):
+    """A Dataset, or what has its length and its selection of rows."""
+
+    def __len__(self) -> int: ...
+
+    def select(self, places: Sequence[int] | np.ndarray) -> Self: ...
+
+
+Records = TypeVar("Records", bound=Selectable)
 
 
 def first_records(records: Records, limit: int | None) -> Records:
@@ -83,8 +97,8 @@ def _holds_numbers(texts: list[str | None]) -> bool:
 
 def match_columns(forms: Iterable[Form], present: Iterable[str]) -> Form | None:
     """The first of these names of columns, or groups of names, that are all present."""
-    present = set(present)
-    return next((form for form in forms if {*([form] if isinstance(form, str) else form)} <= present), None)
+    names = set(present)
+    return next((form for form in forms if names.issuperset([form] if isinstance(form, str) else form)), None)
 
 
 def text_of(value: Any) -> str:
@@ -238,10 +252,11 @@ def looked_through(path: Path, folder: Path, look: Callable[[], Any], *words: ob
 
 def encode_table(
     dataset: Dataset,
-    encode: Callable[[dict], dict],
+    encode: Callable[[Columns], Columns] | Callable[[Columns, list[int]], Columns],
     features: Features,
-    key: tuple,
+    key: tuple[object, ...],
     cache: TableCache,
+    *,
     with_indices: bool = False,
 ) -> Dataset:
     """A new table, made by `encode` from batches of the old one's rows.
@@ -269,7 +284,7 @@ def encode_table(
     return keyed(encoded, name)
 
 
-def fingerprint(tokenizer) -> str:
+def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A hash of everything that decides the token ids of a text; the same in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))

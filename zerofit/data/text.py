@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 from datasets import Dataset, Features
+from transformers import PreTrainedTokenizerBase
 
 from zerofit.data.options import DataOptions
-from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SampleSet, SeparateDocuments, TextData
+from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import (
     IDS,
@@ -31,6 +33,7 @@ from zerofit.data.tables import (
 from zerofit.model.tokenizer import END_OF_TEXT, padding_token
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_bytes
+from zerofit.recipe.tasks import ClmRecipe
 
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
 GROUP = 4 << 20  # characters
@@ -40,11 +43,8 @@ BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 M
 # ----------------------------------------------------------------------------------------------------------- documents
 
 
-def read_records(data: DataOptions, separator: str | None, packing: str) -> tuple[Source, str]:
-    """(the data, the unit of documents in text files: line, paragraph, file or mark).
-
-    Args:
-        separator: document_separator.
+def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
+    """The data, with the unit of documents in text files.
 
     Raises:
         UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
@@ -53,28 +53,24 @@ def read_records(data: DataOptions, separator: str | None, packing: str) -> tupl
 
     def sample_by(files: list[Path]) -> str:
         nonlocal unit
-        unit = _text_unit(separator, packing, files)
+        unit = _text_unit(recipe.document_separator, recipe.packing, files)
         return unit if unit in ("line", "paragraph") else "document"
 
-    source = read_source(data, sample_by=sample_by)
-    return source, unit
+    source = read_source(options, sample_by=sample_by)
+    source.unit = unit
+    return source
 
 
-def take_texts(
-    source: Source, unit: str, column: str | None, separator: str | None, options: DataOptions
-) -> dict[str, Dataset]:
+def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[str, Dataset]:
     """The documents of each part (column `text`); a held-out part is split off if there is none.
-
-    Args:
-        column: text_column.
-        separator: document_separator.
 
     Raises:
         UserError: there is no such column; a split is empty.
     """
-    parts = {name: _only_text(part, text_column(part, column)) for name, part in source.parts.items()}
-    if unit == "mark":
-        parts = {name: _cut_at_mark(part, separator or END_OF_TEXT) for name, part in parts.items()}
+    parts = {name: _only_text(part, text_column(part, recipe.text_column)) for name, part in source.parts.items()}
+    if source.unit == "mark":
+        mark = recipe.document_separator or END_OF_TEXT
+        parts = {name: _cut_at_mark(part, mark) for name, part in parts.items()}
     if "validation" not in parts and options.held_out_fraction > 0:
         parts["train"], parts["validation"] = split_off(parts["train"], options.held_out_fraction)
     train = parts.pop("train", None)
@@ -122,7 +118,7 @@ def _only_text(dataset: Dataset, column: str) -> Dataset:
 
 
 def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
-    def cut(batch: dict) -> dict:
+    def cut(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
         return {"text": [piece for piece in pieces if piece.strip()]}
 
@@ -162,29 +158,25 @@ def _cut_near_the_end(text: str, fraction: float) -> tuple[str, str]:
 
 def prepare_text(
     parts: dict[str, Dataset],
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: ClmRecipe,
+    options: DataOptions,
     block_size: int,
-    packing: str,
-    append_eos: bool | None,
-    max_eval_samples: int | None,
-    cache: TableCache,
 ) -> TextData:
     """Tokenise and pack texts.
-
-    Args:
-        append_eos: None: unless documents are concatenated.
 
     Raises:
         UserError: a part is empty, or block_size leaves it no sample.
     """
-    if append_eos and tokenizer.eos_token_id is None:
+    packing = recipe.packing
+    if recipe.append_eos and tokenizer.eos_token_id is None:
         raise UserError("append_eos = true: the tokenizer has no end-of-text token. Leave the option out")
-    wanted = packing != "concatenate" if append_eos is None else append_eos
+    wanted = packing != "concatenate" if recipe.append_eos is None else recipe.append_eos
     ends = wanted and tokenizer.eos_token_id is not None
-    sets: dict[str, SampleSet] = {}
+    sets: dict[str, SeparateDocuments | PackedBlocks] = {}
     for part, dataset in parts.items():
-        documents = Documents(tokenize_texts(dataset, tokenizer, ends, cache))
-        limit = max_eval_samples if part == "validation" else None
+        documents = Documents(tokenize_texts(dataset, tokenizer, ends, options.cache))
+        limit = options.max_eval_samples if part == "validation" else None
         if packing == "none":
             sets[part] = SeparateDocuments(documents, block_size, limit)
             continue
@@ -195,13 +187,18 @@ def prepare_text(
     mean, notes = stats.tokens / stats.documents, []
     if packing == "documents" and mean < block_size / 4:
         notes.append(f"hint      documents have {mean:.0f} tokens. Lines of longer texts? --packing concatenate")
-    return TextData(**sets, tokenizer=tokenizer, block_size=block_size, notes=notes)
+    held_out = sets.get("validation")
+    return TextData(
+        train=sets.get("train"), validation=held_out, tokenizer=tokenizer, block_size=block_size, notes=notes
+    )
 
 
-def tokenize_texts(dataset: Dataset, tokenizer, append_eos: bool, cache: TableCache) -> Dataset:
+def tokenize_texts(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_eos: bool, cache: TableCache
+) -> Dataset:
     """Token ids of each document (column `input_ids`, int32), without empty documents."""
 
-    def encode(batch: dict) -> dict:
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         texts = [text for text in batch["text"] if text and not text.isspace()]
         ids = [row for group in _groups(texts) for row in _ids_of(tokenizer, group)]
         if append_eos:
@@ -215,7 +212,7 @@ def tokenize_texts(dataset: Dataset, tokenizer, append_eos: bool, cache: TableCa
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:
     """Texts in groups that are tokenised at once, of about GROUP characters."""
-    group, size = [], 0
+    group, size = list[str](), 0
     for text in texts:
         if group and size + len(text) > GROUP:
             yield group
@@ -226,7 +223,7 @@ def _groups(texts: list[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _ids_of(tokenizer, texts: list[str]) -> list[np.ndarray]:
+def _ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
     """The ids of each text, int32. Raises UserError if the memory is too small for a long one."""
     longest = max(map(len, texts))
     needed, free = BYTES_PER_CHARACTER * longest, psutil.virtual_memory().available

@@ -138,7 +138,7 @@ class TokenUpdates:
         return [samples[-whole:], samples[:-whole]]
 
 
-class TokenMicroBatches(torch.utils.data.Sampler):
+class TokenMicroBatches(torch.utils.data.Sampler[list[int]]):
     """This rank's micro-batches, `accumulation` for each update, each a list of sample indices (or FILLER).
 
     Args:

@@ -85,7 +85,7 @@ def roles_of(items: Any) -> list[str | None]:
     ]
 
 
-def _listed(items: Any) -> list:
+def _listed(items: Any) -> list[Any]:
     if isinstance(items, dict):  # the format of a list of objects in some versions of the datasets library
         return [dict(zip(items, values)) for values in zip(*items.values())]
     return items

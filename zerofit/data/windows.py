@@ -88,6 +88,7 @@ class WindowStore:
         size: int,
         seed: int,
         prepare: Prepare,
+        *,
         table: Path,
         resumes: bool = True,
         earlier: Path | None = None,

@@ -78,7 +78,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an exception's message; its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 

@@ -5,6 +5,7 @@ What leaves a rank is the answer to each example and the probability of each cla
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,7 @@ def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float
 def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
     """The lines of predictions.jsonl: the record, its label where there is one, what was predicted."""
     names = labels.names or ()
-    for index, (record, (answer, probabilities)) in enumerate(zip(part.texts, answers)):
+    for index, (record, (answer, probabilities)) in enumerate(zip(chain.from_iterable(part.tables), answers)):
         line = {**record}
         if labels.of_words:
             sample, predicted = part.samples[index], iter(answer)

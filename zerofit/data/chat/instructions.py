@@ -9,6 +9,7 @@ itself excludes from training (weight, train, mask, ...) has `masked: True`.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -105,8 +106,7 @@ class Form:
         if self.kind == "instruction":
             turns = [*self._history(record), self._instruction(record)]
         else:
-            nothing = [] if self.kind == "messages" else None
-            value = record[self.question] or nothing
+            value = record[self.question] or ([] if self.kind == "messages" else None)
             turns = turns_in(_unpacked(value) if self.kind == "messages" else value, "user", self.question)
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
@@ -296,15 +296,15 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
 
 def _form_of(kind: str, recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
     names = table.column_names
-    extra = {"system": match_columns(SYSTEMS, names), "system_prompt": recipe.system_prompt}
+    form = partial(Form, kind, system=match_columns(SYSTEMS, names), system_prompt=recipe.system_prompt)
     if kind == "messages":
         lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
         packed = [name for name in DIALOGUES if name in text_columns(table)]
         known = [name for name in (*lists, *packed) if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
         column = next(iter(known), None)
-        return Form(kind, column, **extra) if column else None
+        return form(column) if column else None
     if kind == "instruction" and (columns := question_answering_columns(table)):
-        return Form(kind, *columns, **extra)
+        return form(*columns)
     answer = match_columns(ANSWERS[kind], names)
     question = match_columns(QUESTIONS[kind], names)
     if not answered:
@@ -315,12 +315,12 @@ def _form_of(kind: str, recipe: ClmRecipe, table: Dataset, answered: bool) -> Fo
         return None
     if kind == "prompt":
         plain = not any(holds_lists(table.features[name]) for name in (question, answer) if name)
-        return Form(kind, question, answer, **extra, plain=plain)
-    extra["history"] = "history" if "history" in names and holds_lists(table.features["history"]) else None
-    return Form(kind, question, answer, match_columns(INPUTS, names), **extra)
+        return form(question, answer, plain=plain)
+    history = "history" if "history" in names and holds_lists(table.features["history"]) else None
+    return form(question, answer, match_columns(INPUTS, names), history=history)
 
 
-def _has_roles(conversations: list) -> bool:
+def _has_roles(conversations: list[Any]) -> bool:
     """Whether turns have a known role."""
     try:
         lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerofit.data.chat.instructions import Form
 from zerofit.data.chat.preferences import Pair, PreferenceForm
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
-from zerofit.data.records import limit_parts, read_parts
+from zerofit.data.records import read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import IDS, fingerprint, identity
+from zerofit.data.tables import IDS, Columns, fingerprint, identity
 from zerofit.model import chat
 from zerofit.model.chat import (
     BadTemplate,
@@ -48,9 +49,10 @@ SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and 
 def prepare_chat(
     recipe: ClmRecipe,
     options: DataOptions,
-    config,
+    config: PretrainedConfig,
     source: Source,
     forms: Mapping[str, Form | PreferenceForm],
+    *,
     block_size: int,
 ) -> TextData:
     """Check, split, render, tokenise and pack conversations, or pairs of answers.
@@ -65,7 +67,7 @@ def prepare_chat(
     form = next(iter(forms.values()))
     compares = isinstance(form, PreferenceForm)
     parts, notes = read_parts(source, dict(forms), options)
-    parts = limit_parts(parts, options)
+    parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
     tokenizer = get_tokenizer(options.tokenizer, config, first.texts, f"{identity(first.table)} {form}")
     template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
@@ -77,7 +79,9 @@ def prepare_chat(
     for name, part in parts.items():
         where, numbers = part.where, part.numbers
 
-        def of_records(contents: list[Any], places: list[int], where=where, numbers=numbers) -> dict[str, list]:
+        def of_records(
+            contents: list[Any], places: list[int], where: str = where, numbers: np.ndarray = numbers
+        ) -> Columns:
             return encode(encoder, contents, [f"{where}, record {numbers[place] + 1}" for place in places])
 
         table = part.encode(of_records, features, encoder.key, options.cache)
@@ -96,7 +100,8 @@ def prepare_chat(
     if not compares and recipe.packing != "none":
         filler = padding_token(tokenizer)
         packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
-    return TextData(**packed, tokenizer=tokenizer, block_size=block_size, notes=notes, shown=shown, is_chat=True)
+    data = TextData(train=packed.get("train"), tokenizer=tokenizer, block_size=block_size, notes=notes, is_chat=True)
+    return replace(data, validation=packed.get("validation"), shown=shown)
 
 
 def unread_note(columns: list[str], keys: Iterable[str]) -> list[str]:
@@ -116,7 +121,7 @@ class ChatEncoder:
     one token has the prompt's last space and the answer's first word, the model must generate both.
     """
 
-    def __init__(self, tokenizer, template: Template, block_size: int, train_on_prompt: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, block_size: int, train_on_prompt: bool):
         if not tokenizer.is_fast:
             raise UserError(f"{tokenizer.name_or_path!r} has no tokenizer.json, which chats need: set tokenizer_name")
         self.tokenizer, self.template = tokenizer, template
@@ -137,9 +142,9 @@ class ChatEncoder:
         except BadTemplate as bad:
             raise UserError(f"{where}: {self.template.origin} fails on it: {bad}") from None
 
-    def encode(self, rendered: list[Rendered]) -> dict[str, list]:
+    def encode(self, rendered: list[Rendered]) -> dict[str, list[Any]]:
         """The columns of TABLE but `unread`; a record without a trained token within block_size gets no tokens."""
-        rows: dict[str, list] = {name: [] for name in TABLE if name != "unread"}
+        rows: dict[str, list[Any]] = {name: [] for name in TABLE if name != "unread"}
         texts = [text for text, *_ in rendered]
         encoded = (
             self.tokenizer(
@@ -166,7 +171,7 @@ class ChatEncoder:
         return rows
 
 
-def encode_conversations(encoder: ChatEncoder, conversations: list[Conversation], names: list[str]) -> dict[str, list]:
+def encode_conversations(encoder: ChatEncoder, conversations: list[Conversation], names: list[str]) -> Columns:
     """The columns of TABLE."""
     rendered = [encoder.render(*pair) for pair in zip(conversations, names)]
     unread = [unread_keys(encoder.tokenizer, each, text) for each, (text, *_) in zip(conversations, rendered)]
@@ -329,7 +334,9 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------ notes
 
 
-def truncation_notes(allow_data_loss: bool, config, table: Dataset, part: str, block_size: int) -> list[str]:
+def truncation_notes(
+    allow_data_loss: bool, config: PretrainedConfig, table: Dataset, part: str, block_size: int
+) -> list[str]:
     """What there is to say about answers beyond block_size. Raises UserError if none is left, or too few."""
     columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
     skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
@@ -347,13 +354,15 @@ def truncation_notes(allow_data_loss: bool, config, table: Dataset, part: str, b
     return notes
 
 
-def show(sample: dict[str, np.ndarray], tokenizer, template: Template, part: str = "training") -> list[str]:
+def show(
+    sample: dict[str, np.ndarray], tokenizer: PreTrainedTokenizerBase, template: Template, part: str = "training"
+) -> list[str]:
     """The first runs of a sample as text, with marks around what is trained on (in the held-out part: predicted)."""
     trained = sample["labels"] != IGNORE
     ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     so_far, text = "", ""
     for end in ends[:SHOWN_RUNS]:
-        decoded = tokenizer.decode(sample["input_ids"][:end], clean_up_tokenization_spaces=False)
+        decoded = str(tokenizer.decode(sample["input_ids"][:end], clean_up_tokenization_spaces=False))
         run = decoded[len(so_far) :]
         run = f"{run[:SHOWN]} […] {run[-SHOWN:]}" if len(run) > 2 * SHOWN else run
         text += f"⟦{run}⟧" if trained[end - 1] else run

@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from zerofit.data.labelled.labels import INTEGER, Labels, is_missing, name_of
-from zerofit.data.labelled.samples import Example
+from zerofit.data.labelled.samples import LabelledRows
 from zerofit.data.records import BadRecord, Part
 from zerofit.data.tables import columns_present, holds_lists, match_columns, text_columns, text_of
 from zerofit.data.turns import blank
@@ -54,19 +54,20 @@ class Choices:
         """For the log."""
         return f"question {' and '.join(self.context)}, choices {', '.join(self.choices)}, label {self.label}"
 
-    def texts(self, content: Example) -> Iterator[str]:
+    def texts(self, content: LabelledRows) -> Iterator[str]:
         rows, _ = content
         yield rows[0][0]
         yield from (choice for _, choice in rows)
 
-    def read(self, record: dict[str, Any]) -> Example:
+    def read(self, record: dict[str, Any]) -> LabelledRows:
         """(the two texts of each choice, which is right). Raises BadRecord: a text is empty, or the label is none."""
-        names, texts = self._choices(record)
+        names, choices = self._choices(record)
+        texts = [text for text in choices if text and not blank(text)]
         parts = [record[name] for name in self.context]
         if any(blank(text) for text in parts):
             raise BadRecord(f"the question ({', '.join(self.context)}) is empty")
-        if len(texts) < 2 or any(blank(text) for text in texts):
-            raise BadRecord(f"it has {len(texts)} choices" if len(texts) < 2 else "a choice is empty")
+        if len(choices) < 2 or len(texts) < len(choices):
+            raise BadRecord(f"it has {len(choices)} choices" if len(choices) < 2 else "a choice is empty")
         value = record[self.label]
         if is_missing(value):
             raise BadRecord(f"it has no label ({self.label})")
@@ -76,7 +77,7 @@ class Choices:
             raise BadRecord(f"its label {value!r} is not one of the {len(texts)} choices")
         return [(parts[0], " ".join([*parts[1:], text])) for text in texts], right
 
-    def _choices(self, record: dict[str, Any]) -> tuple[list[str], list[str]]:
+    def _choices(self, record: dict[str, Any]) -> tuple[list[str], list[str | None]]:
         """(names of the choices, where they have some; their texts)."""
         held = [record[name] for name in self.choices] if len(self.choices) > 1 else record[self.choices[0]] or []
         if isinstance(held, dict):  # {"label": ["A", ...], "text": [...]}, as ARC and CommonsenseQA have it
@@ -121,13 +122,13 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
 
 
 def _known_choices(table: Dataset) -> tuple[str, ...]:
-    of_stem: dict[str, list[str]] = {}
+    of_stem: dict[str, list[tuple[int, str]]] = {}
     for name in table.column_names:
         if match := NUMBERED.fullmatch(name):
-            of_stem.setdefault(match[1], []).append(name)
+            of_stem.setdefault(match[1], []).append((int(match[2]), name))
     numbered = next((names for names in of_stem.values() if len(names) > 1), [])
     lists = [(name,) for name in LISTS if name in table.column_names and _is_list(table, name)]
-    return tuple(sorted(numbered, key=lambda name: int(NUMBERED.fullmatch(name)[2]))) or next(iter(lists), ())
+    return tuple(name for _, name in sorted(numbered, key=lambda each: each[0])) or next(iter(lists), ())
 
 
 def _is_list(table: Dataset, name: str) -> bool:

@@ -6,17 +6,17 @@ from itertools import chain
 from typing import Any
 
 from datasets import ClassLabel, Dataset, Value
-from torch.utils.data import ConcatDataset
+from transformers import PretrainedConfig
 
 from zerofit.data.labelled.choices import Choices, find_choices, labels_of_choices
 from zerofit.data.labelled.label_report import label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
-from zerofit.data.labelled.samples import Example, ExampleData, HeldOut, encode_parts
+from zerofit.data.labelled.samples import ExampleData, HeldOut, LabelledRows, encode_parts
 from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words
 from zerofit.data.lengths import choose_length
 from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
-from zerofit.data.records import BadRecord, limit_parts, read_parts
+from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
 from zerofit.data.tables import (
     check_column,
@@ -94,11 +94,11 @@ class LabelledColumns:
     def columns(self) -> list[str]:
         return [*self.text, *([self.label] if self.label else [])]
 
-    def texts(self, content: Example) -> Iterator[str]:
+    def texts(self, content: LabelledRows) -> Iterator[str]:
         rows, _ = content
         return filter(None, rows[0])
 
-    def read(self, record: dict[str, Any]) -> Example:
+    def read(self, record: dict[str, Any]) -> LabelledRows:
         """([the text or the pair], the label). Raises BadRecord: all texts are empty, or there is no label."""
         texts = tuple(record[name] or "" for name in self.text)
         if self.label is None:
@@ -107,6 +107,9 @@ class LabelledColumns:
             raise BadRecord(f"the text ({', '.join(self.text)}) is empty")
         encode = self.labels.encode_set if self.labels.of_sets else self.labels.encode
         return [texts], encode(record[self.label], self.class_names)
+
+
+Reader = Choices | TaggedWords | LabelledColumns
 
 
 @dataclass
@@ -153,7 +156,7 @@ class Records:
         return [names.get(value) for value in values]
 
 
-def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
+def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData:
     """Read, check and tokenise; the first process of the machine works, the others find the result in the cache.
 
     Raises:
@@ -173,7 +176,7 @@ def prepare_examples(recipe: ClsRecipe, config) -> ExampleData:
             for each, reader in zip(sources, readers)
         ]
         if isinstance(readers[0], Choices):
-            limited = [limit_parts(parts, options) for parts, _ in read]
+            limited = [options.limited(parts) for parts, _ in read]
             labels = labels_of_choices(readers[0], chain.from_iterable(parts.values() for parts in limited))
         else:
             labels = readers[0].labels
@@ -216,8 +219,8 @@ def _names(feature: Any) -> tuple[str, ...] | None:
 
 
 def _readers(
-    recipe: ClsRecipe, sources: list[Records], task: GlueTask | None, config
-) -> list[Choices] | list[TaggedWords] | list[LabelledColumns]:
+    recipe: ClsRecipe, sources: list[Records], task: GlueTask | None, config: PretrainedConfig
+) -> list[Reader]:
     """How each source is read, with the labels that are in all of them.
 
     Raises:
@@ -228,13 +231,13 @@ def _readers(
         found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())
         raise UserError(f"train_file: a mixture needs sources of one kind, and there are {found}")
     if sources[0].choices:
-        return [each.choices for each in sources]
+        return [each.choices for each in sources if each.choices]
     class_names, of_words, of_sets = sources[0].class_names, sources[0].of_words, sources[0].of_sets
     differ = any(each.class_names != class_names for each in sources)
     values = list(chain.from_iterable(each.values(as_names=differ) for each in sources))
     class_names = None if differ else class_names
     if not recipe.trains:
-        labels, class_names = trained_labels(config, class_names, values, bool(task) and task.labels is None)
+        labels, class_names = trained_labels(config, class_names, values, task is not None and task.labels is None)
         if of_sets and not labels.of_sets:
             raise UserError(
                 f"label_column = {sources[0].label!r} holds lists, and the model was trained for one label a record"
@@ -248,7 +251,7 @@ def _readers(
         regression = False if of_words or of_sets else recipe.regression
         labels = replace(find_labels(values, where, class_names, regression, sources[0].label), of_sets=of_sets)
     labels = replace(in_model_order(labels, config), of_words=of_words)
-    readers = []
+    readers: list[Reader] = []
     for each in sources:
         own_names = each.class_names if differ and each.class_names else class_names
         own = (each.label, replace(labels, number=each.label), own_names)
@@ -262,13 +265,13 @@ def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
     for suffix in dict.fromkeys(part.suffix for data in sources.values() for part in data.held_out):
         parts = {name: part for name, data in sources.items() for part in data.held_out if part.suffix == suffix}
         own = {name: part.samples for name, part in parts.items()}
-        texts = ConcatDataset([part.texts for part in parts.values()])
-        held_out.append(HeldOut(MixedSamples(list(own.values())), texts, suffix, own))
+        tables = [table for part in parts.values() for table in part.tables]
+        held_out.append(HeldOut(MixedSamples(list(own.values())), tables, suffix, own))
     return mixed(sources, recipe, held_out=held_out)
 
 
 def _prepare_unlabelled(
-    recipe: ClsRecipe, options: DataOptions, config, task: GlueTask | None, length: int
+    recipe: ClsRecipe, options: DataOptions, config: PretrainedConfig, task: GlueTask | None, length: int
 ) -> ExampleData:
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if has_head(config, "MultipleChoice"):
@@ -277,11 +280,13 @@ def _prepare_unlabelled(
         source = read_source(options, sample_by=lambda files: "line")
         table = source.first
         recipe = recipe.columns_in(table.column_names)
-        labels, _ = trained_labels(config, task.labels if task else None, [], bool(task) and task.labels is None)
+        names = task.labels if task else None
+        labels, _ = trained_labels(config, names, [], task is not None and names is None)
         if has_head(config, "TokenClassification"):
             if (words := find_words(recipe.text_columns, table)) is None:
                 raise UserError(f"text_columns: no column of lists of words is found; {columns_present(table)}")
-            texts, columns = (words,), TaggedWords(words, None, replace(labels, of_words=True))
+            texts: tuple[str, ...] = (words,)
+            columns: TaggedWords | LabelledColumns = TaggedWords(words, None, replace(labels, of_words=True))
         else:
             texts, _ = _columns(recipe, table, task, labelled=False)
             columns = LabelledColumns(texts, None, in_model_order(labels, config))
@@ -297,7 +302,7 @@ def _prepare_unlabelled(
 
 def _read(options: DataOptions, task_name: str | None) -> Source:
     """The tables of records, those of GLUE as its task is published."""
-    held_out = {"validation": HELD_OUT}
+    held_out: dict[str, tuple[str, ...]] = {"validation": HELD_OUT}
     if task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
     source = read_source(options, held_out)
@@ -309,8 +314,8 @@ def _read(options: DataOptions, task_name: str | None) -> Source:
 
 def _columns(
     recipe: ClsRecipe, table: Dataset, task: GlueTask | None, labelled: bool = True
-) -> tuple[tuple[str, ...], str | None]:
-    """(the text columns, the label column if `labelled`)."""
+) -> tuple[tuple[str, ...], str]:
+    """(the text columns, the label column; empty unless `labelled`)."""
     present = set(table.column_names)
     texts, label = tuple(recipe.text_columns or ()), recipe.label_column
     for name in texts:
@@ -318,7 +323,9 @@ def _columns(
     check_column(table, "label_column", label if labelled else None)
     problems = []
     if not texts:
-        known = [task.texts, task.released] if task else [pair for pair in TEXTS if len(pair) == 2]
+        known: list[tuple[str, ...]] = [pair for pair in TEXTS if len(pair) == 2]
+        if task:
+            known = [task.texts, task.released]
         known += [] if task else [(name,) for name in worded_columns(table) if (name,) in TEXTS]
         known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits
         texts = match_columns(filter(None, known), present - {label}) or ()
@@ -331,8 +338,7 @@ def _columns(
             problems.append(f"{missing}. Name it (or two, of a pair) with --text_columns")
     label = label if labelled else None
     if labelled and not label:
-        known = ("label", task.label_column) if task else LABELS
-        label = match_columns(known, present)
+        label = match_columns(("label", task.label_column) if task else LABELS, present)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
     if label in texts:
@@ -342,7 +348,7 @@ def _columns(
         problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]
     if problems:
         raise UserError([f"{problem}; {columns_present(table)}" for problem in problems])
-    return texts, label
+    return texts, label or ""
 
 
 def _holds_values(feature: Any, or_lists: bool) -> bool:

@@ -1,6 +1,7 @@
 """What the log says of the labels: how many records have each, and which names may be mistakes."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from textwrap import wrap
 
 import numpy as np
@@ -10,7 +11,7 @@ from zerofit.data.labelled.labels import Labels
 FEW = 5  # records of a class that are too few to learn it from
 SHOWN = 20  # classes with their numbers of records
 NAMED = 5  # classes, or pairs of them, of a note
-WIDTH, INDENT, WHOLE = 80, " " * 10, {"break_long_words": False, "break_on_hyphens": False}
+wrapped = partial(wrap, width=80, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
 
 
 def class_counts(labels: Labels, parts: Iterable[np.ndarray]) -> np.ndarray:
@@ -38,7 +39,7 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
     shown = [f"{names[place]} {' + '.join(f'{column[place]:,}' for column in columns)}" for place in most]
     more = f", and {len(names) - SHOWN:,} labels with fewer" if len(names) > SHOWN else ""
     text = f"{what} of each label ({both}): {', '.join(shown)}{more}"
-    lines = ["\n".join(wrap(text, WIDTH, initial_indent="labels    ", subsequent_indent=INDENT, **WHOLE))]
+    lines = ["\n".join(wrapped(text, initial_indent="labels    "))]
     if trained:
         few = [f"{names[place]} ({counts[place]})" for place in np.flatnonzero((counts > 0) & (counts < FEW))]
         lines += _note(f"fewer than {FEW} training {what}", few)
@@ -57,7 +58,7 @@ def _note(what: str, found: Sequence[str], end: str = "") -> list[str]:
         return []
     more = f", and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
     text = f"{what}: {', '.join(found[:NAMED])}{more}{end}"
-    return ["\n".join(wrap(text, WIDTH, initial_indent="note      ", subsequent_indent=INDENT, **WHOLE))]
+    return ["\n".join(wrapped(text, initial_indent="note      "))]
 
 
 def nearly_alike(counts: dict[str, int]) -> list[tuple[str, str]]:
@@ -81,7 +82,7 @@ def nearly_alike(counts: dict[str, int]) -> list[tuple[str, str]]:
             other = with_gap.setdefault((place, before + after), name)
             found += [(name, each) for each in (before + after, swapped, other) if each in counts and each != name]
     pairs = {frozenset(pair): pair for pair in found if _may_be_one(pair, counts)}
-    return [tuple(sorted(pair, key=lambda name: counts[name])) for pair in pairs.values()]
+    return [(a, b) if counts[a] <= counts[b] else (b, a) for a, b in pairs.values()]
 
 
 def _may_be_one(pair: tuple[str, str], counts: dict[str, int]) -> bool:

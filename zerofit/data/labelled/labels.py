@@ -2,10 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Final
+
+from transformers import PretrainedConfig
 
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import NUMBER, text_of
@@ -13,7 +15,7 @@ from zerofit.model.configuration import has_head
 from zerofit.recipe.errors import UserError
 
 MISSING = -1  # the hub's GLUE marks records without a label so
-MULTI_LABEL = "multi_label_classification"  # problem_type of transformers
+MULTI_LABEL: Final = "multi_label_classification"  # problem_type of transformers
 GOLD = "gold_label"  # the column of SNLI and MNLI, where "-" says that the annotators did not agree
 MOST_CLASSES = 1000
 THRESHOLD = 0.5  # the probability above which a label is predicted, where a record may have several
@@ -145,8 +147,8 @@ def find_labels(
     present = {name_of(value): value for value in values if not is_missing(value, column)}
     if not present:
         raise UserError(f"{where}: no record has a label. Check that label_column names the right column")
-    numbers = [_number(value) for value in present.values()]
-    if regression is None and None not in numbers and not all(map(float.is_integer, numbers)):
+    numbers = [number for value in present.values() if (number := _number(value)) is not None]
+    if regression is None and len(numbers) == len(present) and not all(map(float.is_integer, numbers)):
         return Labels(None)
     if regression:
         return _numbers(present, where)
@@ -163,10 +165,10 @@ def find_labels(
     return Labels(names)
 
 
-def _ordered(names: Iterable[str]) -> tuple[str, ...]:
+def _ordered(names: Collection[str]) -> tuple[str, ...]:
     """Names of classes in their order: integers as numbers, all others as texts."""
-    integers = [INTEGER.fullmatch(name) for name in names]
-    if not all(integers):
+    integers = [integer for name in names if (integer := INTEGER.fullmatch(name))]
+    if len(integers) < len(names):
         return tuple(sorted(names))
     ordered = sorted(integers, key=lambda match: int(match[1]))
     shortened = not all(match[2] for match in integers)
@@ -189,9 +191,9 @@ def _numbers(names: Iterable[str], where: str) -> Labels:
     return Labels(None, decimal_comma=True, notes=(note,))
 
 
-def refuse_flags(sets: Iterable[list[Any] | None], where: str) -> None:
+def refuse_flags(labels: Iterable[list[Any] | None], where: str) -> None:
     """Raises UserError where a record has a 0 or 1 for each class, and not the labels that it has."""
-    sets = [values for values in sets if values]
+    sets = [values for values in labels if values]
     repeats = any(len({*values}) < len(values) for values in sets)
     if repeats and len({*map(len, sets)}) == 1 and {*map(_number, chain(*sets))} <= {0.0, 1.0}:
         raise UserError(
@@ -216,17 +218,22 @@ def refuse_unclear(names: Iterable[str], where: str) -> None:
         )
 
 
-def in_model_order(labels: Labels, config) -> Labels:
+def _labels_of_head(config: PretrainedConfig) -> tuple[str, ...]:
+    """The labels of a model, in the order of their numbers."""
+    return tuple(str(name) for _, name in sorted((config.id2label or {}).items()))
+
+
+def in_model_order(labels: Labels, config: PretrainedConfig) -> Labels:
     """The classes in the order of a pretrained model that has the same names; else unchanged."""
-    theirs = [name for _, name in sorted(config.id2label.items())]
+    theirs = _labels_of_head(config)
     ours = {name.lower(): name for name in labels.names or ()}
-    if len(theirs) == labels.num_outputs and set(ours) == {str(name).lower() for name in theirs}:
-        return replace(labels, names=tuple(ours[str(name).lower()] for name in theirs))
+    if len(theirs) == labels.num_outputs and set(ours) == {name.lower() for name in theirs}:
+        return replace(labels, names=tuple(ours[name.lower()] for name in theirs))
     return labels
 
 
 def trained_labels(
-    config, class_names: tuple[str, ...] | None, values: list[Any], is_number: bool = False
+    config: PretrainedConfig, class_names: tuple[str, ...] | None, values: list[Any], is_number: bool = False
 ) -> tuple[Labels, tuple[str, ...] | None]:
     """(the labels of a trained classifier, the names of the data's class numbers), for a launch without training.
 
@@ -238,12 +245,12 @@ def trained_labels(
     Raises:
         UserError: the model was trained for other labels.
     """
-    theirs = tuple(str(name) for _, name in sorted(config.id2label.items()))
+    theirs = _labels_of_head(config)
     of_sets = config.problem_type == MULTI_LABEL
     gives_number = config.problem_type == "regression" or (len(theirs) == 1 and not of_sets)
     trained = "one number" if gives_number else f"{len(theirs)} labels ({', '.join(theirs)})"
     if is_number != gives_number and (is_number or class_names):
-        asked = "a number" if is_number else ", ".join(class_names)
+        asked = "a number" if is_number or class_names is None else ", ".join(class_names)
         raise UserError(f"the model was trained for {trained}, and the task asks for {asked}. Name another model")
     names = sorted({name_of(value) for value in values if not is_missing(value)})
     if gives_number:
@@ -255,20 +262,22 @@ def trained_labels(
     labels = Labels(theirs, of_sets=of_sets)
     written = {name.lower(): name for name in names if labels.place_of(name) is None}
     if len({name.lower() for name in theirs}) == len(theirs):  # else their case tells classes apart
-        written = tuple(name if name in names else written.get(name.lower(), name) for name in theirs)
-        labels = replace(labels, names=written)
+        as_written = tuple(name if name in names else written.get(name.lower(), name) for name in theirs)
+        labels = replace(labels, names=as_written)
     numbered = not any(labels.place_of(name) is not None for name in names)
     return labels, labels.names if numbered and names else None
 
 
-def pretrained_head(config, pretrained: str | None, head: str = "SequenceClassification") -> list[str] | None:
+def pretrained_head(
+    config: PretrainedConfig, pretrained: str | None, head: str = "SequenceClassification"
+) -> list[str] | None:
     """The labels of the pretrained head; None if the weights have no such head."""
     if not pretrained or not has_head(config, head):
         return None
-    return [str(name) for _, name in sorted(config.id2label.items())]
+    return list(_labels_of_head(config))
 
 
-def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
+def renamed_head(config: PretrainedConfig, labels: Labels, pretrained: str | None) -> str | None:
     """A note if a pretrained head with the same number of labels gets other names for them."""
     had, names = pretrained_head(config, pretrained, labels.head), labels.names or ()
     if had is None or len(had) != len(names) or {name.lower() for name in had} == {name.lower() for name in names}:
@@ -277,7 +286,9 @@ def renamed_head(config, labels: Labels, pretrained: str | None) -> str | None:
     return f"note      the pretrained head is used with other names: {pairs}"
 
 
-def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool) -> int | None:
+def configure_labels(
+    config: PretrainedConfig, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool
+) -> int | None:
     """Write the labels into the model's configuration.
 
     Returns: the number of outputs of the pretrained head if it must be replaced, else None.
@@ -304,8 +315,9 @@ def configure_labels(config, labels: Labels, pretrained: str | None, ignore_mism
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.num_labels = len(names)
-    kind = MULTI_LABEL if labels.of_sets else "single_label_classification"
-    config.problem_type = kind if labels.names else "regression"
+    config.problem_type = MULTI_LABEL if labels.of_sets else "single_label_classification"
+    if not labels.names:
+        config.problem_type = "regression"
     return replaced
 
 

@@ -1,33 +1,28 @@
 """Samples of labelled data: texts, pairs, choices and words as rows of token ids, and the held-out parts."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
+from zerofit.data.mixture import MixedSamples
 from zerofit.data.options import PARTS, PREDICT, DataOptions
-from zerofit.data.pack import SampleSet, TaskData, TokenizedDataset, stats_rows
-from zerofit.data.records import Part, limit_parts
+from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
+from zerofit.data.records import Part
 from zerofit.data.tables import IDS, TableCache, fingerprint, identity, kept_columns
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import BALANCED, ClsRecipe
 
-# The text or the pair of each row (one, or one a choice), the label (0 or 1 for each class of a set); or words, and
-# the tag of each.
-Example = tuple[list[tuple[str, ...]], int | float | list[float]] | tuple[list[str], list[int]]
-
-
-class LabelledSamples(SampleSet, Protocol):
-    """Samples with a label each."""
-
-    # (N,) int64 classes or float32 numbers; of words, those of all words that are read; of sets (N, classes) 0 or 1
-    labels: np.ndarray
+# The text or the pair of each row (one, or one a choice), and the label (0 or 1 for each class of a set).
+LabelledRows = tuple[list[tuple[str, ...]], int | float | list[float]]
+LabelledWords = tuple[list[str], list[int | float]]  # words, and the tag of each
+Example = LabelledRows | LabelledWords
 
 
 @dataclass
@@ -35,13 +30,13 @@ class HeldOut:
     """A held-out part.
 
     Args:
-        texts: the record of each sample, for predictions.jsonl.
+        tables: the record of each sample, for predictions.jsonl: of a mixture a table a source.
         suffix: the part's name in figures: "" or "_mismatched".
         sources: of a mixture, the samples of each source by its name.
     """
 
     samples: LabelledSamples
-    texts: Iterable[dict[str, Any]]
+    tables: list[Dataset]
     suffix: str
     sources: dict[str, LabelledSamples] = field(default_factory=dict)
 
@@ -54,6 +49,7 @@ class ExampleData(TaskData):
         to_answer: whether the records are those of predict_file, whose labels are not used.
     """
 
+    train: LabelledSamples | None = None
     held_out: list[HeldOut]
     labels: Labels
     max_length: int
@@ -72,21 +68,23 @@ class ExampleData(TaskData):
         """Lines and tables for the log."""
         held_out = self.held_out[0].samples.stats if self.held_out else None
         parts = (None, held_out) if self.to_answer else (held_out,)
-        return [f"data      {self.labels.describe}", stats_rows(self.train and self.train.stats, *parts)]
+        return [f"data      {self.labels.describe}", stats_rows(self.train.stats if self.train else None, *parts)]
 
     @property
     def row_length(self) -> int:
         """Mean number of tokens of a training row, without padding."""
-        assert self.train is not None, "it trains"
-        return round(self.train.stats.mean_length / np.size(self.train[0].get("sizes", 0)))
+        return round(self.trained.stats.mean_length / np.size(self.trained[0].get("sizes", 0)))
 
 
-def encode_parts(options: DataOptions, config, parts: dict[str, Part], labels: Labels, length: int) -> ExampleData:
+def encode_parts(
+    options: DataOptions, config: PretrainedConfig, parts: dict[str, Part], labels: Labels, length: int
+) -> ExampleData:
     """The samples of all parts, whose readers return an Example; notes say which texts are truncated."""
-    parts = limit_parts(parts, options)
+    parts = options.limited(parts)
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.tokenizer, config, train.texts, identity(train.table), pairs=True)
-    columns, sets, notes = tuple(padding_values(tokenizer)), {}, []
+    columns, notes = tuple(padding_values(tokenizer)), list[str]()
+    sets: dict[str, TokenizedDataset] = {}
     if labels.of_words:
         read_by_words(tokenizer)
     more = ("sizes",) if labels.choices else ("tags", "starts") if labels.of_words else ()
@@ -103,7 +101,7 @@ def encode_parts(options: DataOptions, config, parts: dict[str, Part], labels: L
     suffixes = {
         name: name.removeprefix("validation").removeprefix(PREDICT) for name in sorted(parts.keys() - {"train"})
     }
-    held = [HeldOut(sets[name], _kept(parts[name]), suffix) for name, suffix in suffixes.items()]
+    held = [HeldOut(sets[name], [_kept(parts[name])], suffix) for name, suffix in suffixes.items()]
     return ExampleData(
         train=sets.get("train"), held_out=held, labels=labels, tokenizer=tokenizer, max_length=length, notes=notes
     )
@@ -111,13 +109,13 @@ def encode_parts(options: DataOptions, config, parts: dict[str, Part], labels: L
 
 def _kept(part: Part) -> Dataset:
     """All columns of the records for predictions.jsonl, where the label is a name, also where the data has numbers."""
-    label = part.reader.label
+    label: str | None = getattr(part.reader, "label", None)
     own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
     table = part.records.remove_columns("label") if label == "label" else part.records
     return kept_columns(table, *own)
 
 
-def _encode(part: Part, tokenizer, length: int, cache: TableCache, labels: Labels) -> Dataset:
+def _encode(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: TableCache, labels: Labels) -> Dataset:
     """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
     longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
     columns = tuple(padding_values(tokenizer))
@@ -157,7 +155,7 @@ def _encode(part: Part, tokenizer, length: int, cache: TableCache, labels: Label
     return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)
 
 
-def _encode_words(part: Part, tokenizer, length: int, cache: TableCache) -> Dataset:
+def _encode_words(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: TableCache) -> Dataset:
     """Token ids of the words of each record; `tags` are the words' tags, `starts` the place of each one's first token:
     -1 of a word that is cut off, or has no token."""
     columns = tuple(padding_values(tokenizer))
@@ -197,19 +195,22 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
         UserError: the labels are numbers or choices, which no option of this group is for; or a class is not there.
     """
     names, changed = data.labels.names, recipe.changed_class_losses
-    if changed and (names is None or data.labels.choices or data.labels.of_sets):
+    if names is None or data.labels.choices or data.labels.of_sets:
+        if not changed:
+            return None
         what = "numbers (regression)" if names is None else "choices" if data.labels.choices else "lists"
         raise UserError(f"{' and '.join(changed)}: the labels are {what}, and this is for classes. Remove it")
-    if not recipe.class_weights or not recipe.trains:
+    train = data.train if recipe.trains else None
+    if not recipe.class_weights or train is None:
         return None
     if recipe.class_weights == [BALANCED]:
-        sets = data.train.sets if data.passes else [data.train]
-        counts = sum(
-            times * np.bincount(each.labels, minlength=len(names)) for each, times in zip(sets, data.passes or [1.0])
-        )
+        sets = train.sets if isinstance(train, MixedSamples) else [train]
+        counts = np.zeros(len(names))
+        for each, times in zip(sets, data.passes or [1.0]):
+            counts += times * np.bincount(each.labels, minlength=len(names))
         present = np.count_nonzero(counts)
         return np.where(counts > 0, counts.sum() / (present * np.where(counts > 0, counts, 1.0)), 1.0).tolist()
-    given = recipe.weight_of_class
+    given = {name: weight for name, weight in recipe.weight_of_class.items() if weight is not None}
     if unknown := given.keys() - set(names):
         raise UserError(
             f"class_weights: {', '.join(sorted(unknown))} is not a class of the data ({', '.join(names[:20])}"

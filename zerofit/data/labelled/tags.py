@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from zerofit.data.labelled.labels import Labels
-from zerofit.data.labelled.samples import Example
+from zerofit.data.labelled.samples import LabelledWords
 from zerofit.data.records import BadRecord
 from zerofit.data.turns import blank
 
@@ -34,10 +34,10 @@ class TaggedWords:
     def columns(self) -> list[str]:
         return [self.words, *([self.label] if self.label else [])]
 
-    def texts(self, content: Example) -> Iterator[str]:
+    def texts(self, content: LabelledWords) -> Iterator[str]:
         yield " ".join(content[0])
 
-    def read(self, record: dict[str, Any]) -> Example:
+    def read(self, record: dict[str, Any]) -> LabelledWords:
         """(words, the number of each one's tag). Raises BadRecord: there is no word, or not one known tag a word."""
         words = record[self.words] or []
         if self.label is None:

@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -113,7 +114,7 @@ class CorpusSamples:
 
     lengths = sort_key = None
 
-    def __init__(self, dataset, count: int, block_size: int, rows: int, eod: int, resets: tuple[bool, bool]):
+    def __init__(self, dataset: Any, count: int, block_size: int, rows: int, eod: int, *, resets: tuple[bool, bool]):
         self.dataset, self.count, self.rows, self.eod, self.block_size = dataset, count, rows, eod, block_size
         self.reset_positions, self.reset_attention = resets
         tokens = count * block_size
@@ -194,7 +195,7 @@ def build(
     restarts = (flags["reset_position_ids"], flags["reset_attention_mask"])
     counts = (len(datasets[TRAINING]) if num_samples else 0, num_held_out)
     train, held_out = (
-        CorpusSamples(dataset, count, blend.block_size, rows, eod, restarts) if dataset is not None else None
+        CorpusSamples(dataset, count, blend.block_size, rows, eod, resets=restarts) if dataset is not None else None
         for dataset, count in zip(datasets, counts)
     )
     return train, held_out
@@ -217,19 +218,20 @@ def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
 
 def _datasets(
     blend: Blend, sizes: tuple[int, int], ends: _TokenizerStub, flags: dict[str, bool], cache: Path
-) -> tuple:
+) -> tuple[Any, Any]:
     """megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or written
     to `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
     weights = blend.weights
     if len(blend.corpora) > 1 and weights is None and sizes[TRAINING] > blend.samples_per_epoch(TRAINING):
         weights = blend.proportions  # without weights megatron-core makes only one pass
-    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], ends, flags, cache) if sizes[TRAINING] else None
+    settings = {"path_to_cache": str(cache), "tokenizer": ends, **flags}
+    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], settings) if sizes[TRAINING] else None
     if not sizes[HELD_OUT]:
         return train, None
-    return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], ends, flags, cache)
+    return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], settings)
 
 
-def _dataset(blend: Blend, part: int, weights, count: int, ends: _TokenizerStub, flags: dict[str, bool], cache: Path):
+def _dataset(blend: Blend, part: int, weights: list[float] | None, count: int, settings: dict[str, Any]) -> Any:
     """megatron-core's dataset of one part."""
     core = megatron()
     config = core.gpt.GPTDatasetConfig(
@@ -237,10 +239,8 @@ def _dataset(blend: Blend, part: int, weights, count: int, ends: _TokenizerStub,
         sequence_length=blend.block_size,
         blend=([os.path.realpath(corpus.prefix) for corpus in blend.corpora], weights),
         split=blend.split,
-        path_to_cache=str(cache),
-        tokenizer=ends,
         create_attention_mask=False,
-        **flags,
+        **settings,
     )
     config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
     sizes = [count if place == part else 0 for place in range(len(config.split_matrix))]

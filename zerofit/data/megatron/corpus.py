@@ -16,6 +16,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,9 +25,14 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.paths import missing_corpus
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
-DTYPES = dict(enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1))
+DTYPES: dict[int, type[np.number]] = dict(
+    enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1)
+)
 INDICES = "GPTDataset_indices"  # Megatron's name of a folder of indices; its own lie beside a corpus
 PORTION = 1 << 22  # number of ids to read at a time
 # Their token ids distinguish tokenizers that have the same vocabulary.
@@ -70,11 +76,11 @@ def megatron() -> SimpleNamespace:
 class _NumpyWithoutPickles:
     """numpy for megatron-core's datasets."""
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
     @staticmethod
-    def load(path: str, **_) -> np.ndarray:
+    def load(path: str, **_: Any) -> np.ndarray:
         """A mapped array. Raises UserError: the file is not an array."""
         try:
             return np.lib.format.open_memmap(path, mode="r")
@@ -225,7 +231,7 @@ def read_card(prefix: str) -> Card | None:
         raise UserError(f"{path} is no file of `zerofit prepare` ({type(error).__name__}). Remove it") from None
 
 
-def tokenizer_fingerprint(tokenizer) -> str:
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A hash of the vocabulary and of the token ids of a few texts: the same for a tokenizer however it is stored, and
     with or without added tokens, such as one for padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable
 
-from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, beyond_the_vocabulary, build
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, CorpusSamples, beyond_the_vocabulary, build
 from zerofit.data.megatron.corpus import INDICES, Corpus, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, samples_of_run
 from zerofit.data.pack import TextData
@@ -16,7 +18,9 @@ from zerofit.recipe.tasks import ClmRecipe
 LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
 
 
-def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callable[[int], int]) -> TextData:
+def prepare_corpora(
+    recipe: ClmRecipe, config: PretrainedConfig, block_size: int, consumed: Callable[[int], int]
+) -> TextData:
     """Open the corpora that the recipe names, and make the samples of the run.
 
     Args:
@@ -28,7 +32,7 @@ def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callab
     given, resets = recipe.blend, tuple(name for name in RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
     check_named_once(corpora)
-    weights = None if given[0][0] is None else [weight for weight, _ in given]
+    weights = [weight for weight, _ in given if weight is not None] or None
     tokenizer = load_tokenizer(TokenizerOptions.of(recipe), config)
     rows = producible_tokens(tokenizer)
     notes = check_tokenizer(corpora, tokenizer, rows)
@@ -45,7 +49,7 @@ def prepare_corpora(recipe: ClmRecipe, config, block_size: int, consumed: Callab
     root = cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)
     train, validation = build(blend, total, held_out, rows, eod, resets, root)
-    order = FixedOrder(len(train)) if recipe.trains else None
+    order = FixedOrder(len(train)) if train is not None else None
     return TextData(
         train=train,
         validation=validation,
@@ -74,7 +78,7 @@ def kind(split: str, resets: tuple[str, ...], block_size: int) -> str:
     return f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {split}{options}; samples of one pass:"
 
 
-def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
+def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
     """Check that the corpora were made with the tokenizer of the run. Returns notes for the log.
 
     Args:
@@ -104,14 +108,15 @@ def check_tokenizer(corpora: list[Corpus], tokenizer, rows: int) -> list[str]:
     return notes
 
 
-def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer) -> int:
+def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase) -> int:
     """The id at the end of each document: that of the corpora, else the tokenizer's end-of-text token; -1 if there is
     none.
 
     Raises:
         UserError: there is none, and options need it; or there are several.
     """
-    eods = {corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora} - {None}
+    found = (corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora)
+    eods = {eod for eod in found if eod is not None}
     if len(eods) > 1:
         ends = ", ".join(map(str, sorted(eods)))
         raise UserError(f"data_path: documents of these corpora end differently ({ends}). Prepare them alike")
@@ -122,7 +127,7 @@ def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer) -
     return -1
 
 
-def report(blend: Blend, total: int, validation) -> list[tuple[str, ...]]:
+def report(blend: Blend, total: int, validation: CorpusSamples | None) -> list[tuple[str, ...]]:
     """The table before training: one row per corpus, its size and the number of epochs of the run."""
     head = ("corpus", "share", "documents", "tokens", "training", "evaluation", "test", "epochs")
     rows = []

@@ -43,7 +43,7 @@ from zerofit.data.turns import (
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_bytes
 from zerofit.recipe.parsing import parse_json
-from zerofit.recipe.tasks import PairOptions
+from zerofit.recipe.tasks import Seq2SeqRecipe
 
 REPLIES = ("response", "reply", "target")
 SOURCES_AND_TARGETS = (
@@ -61,10 +61,10 @@ SOURCES_AND_TARGETS = (
 
 @dataclass(frozen=True)
 class Pair:
-    """Turns (or one source text) and the target; None where the model answers."""
+    """Turns (or one source text) and the target; empty where the model answers."""
 
     source: list[str]
-    target: str | None
+    target: str
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Columns:
     def texts(self, content: list[Pair]) -> Iterator[str]:
         """Every text once."""
         yield from content[-1].source
-        yield content[-1].target or ""
+        yield content[-1].target
 
     def read(self, record: dict[str, Any]) -> list[Pair]:
         """The pairs of a record; of a record to be answered one without a target, without replies at its end.
@@ -114,7 +114,7 @@ class Columns:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
             source, target = self._source(record), self._target(record)
-            refuse_placeholders([source, target or ""], self.media)
+            refuse_placeholders([source, target], self.media)
             return [Pair([source], target)]
         turns = list(turns_of(record[self.dialogue] or []))
         while not self.answered and turns and turns[-1][0] in ASSISTANT:
@@ -137,13 +137,13 @@ class Columns:
         return [Pair(texts[:place], texts[place]) for place in places]
 
     def _source(self, record: dict[str, Any]) -> str:
-        source = _text(record[self.source], f"the {self.source}")
+        source = _text(record[self.source or ""], f"the {self.source}")
         if self.context and not blank(record[self.context]):
             return f"question: {source} context: {record[self.context].strip()}".strip()
         return source
 
-    def _target(self, record: dict[str, Any]) -> str | None:
-        return _text(first_answer(record[self.target]), f"the {self.target}") if self.answered else None
+    def _target(self, record: dict[str, Any]) -> str:
+        return _text(first_answer(record[self.target or ""]), f"the {self.target}") if self.answered else ""
 
 
 def _text(value: Any, what: str) -> str:
@@ -152,7 +152,7 @@ def _text(value: Any, what: str) -> str:
     return value.strip()
 
 
-def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
+def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
     """The columns that options name, else those of known names, else the only column(s) of text.
 
     Raises:
@@ -178,7 +178,7 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
         return Columns(dialogue, None, reply, verdict=verdict, answered=answered, media=placeholders_of(table))
     context = None
     if source is None and target is None:
-        known = SOURCES_AND_TARGETS if answered else [pair[:1] for pair in SOURCES_AND_TARGETS]
+        known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in SOURCES_AND_TARGETS]
         if answered and (columns := question_answering_columns(table)):
             source, target, context = columns
         elif not answered and {"question", "context"} <= set(texts):
@@ -187,8 +187,8 @@ def find_columns(recipe: PairOptions, table: Dataset) -> Columns:
             # The question of an instruction is in another column than `input`; options can still name the columns.
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
             source, target = (*(match_columns(known, texts) or ()), None, None)[:2]
-    known = set(chain.from_iterable(SOURCES_AND_TARGETS))  # of which each may hold numbers
-    texts = [name for name in texts if name in known or name in worded_columns(table)]
+    of_known = set(chain.from_iterable(SOURCES_AND_TARGETS))  # of which each may hold numbers
+    texts = [name for name in texts if name in of_known or name in worded_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:
             check_name(name, "source_column and --target_column")
@@ -248,7 +248,7 @@ def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
 
     Source: https://github.com/alexa/Topical-Chat (conversations/*.json).
     """
-    conversations: list[list[str]] = []
+    conversations: list[list[str | None]] = []
     for path in paths:
         with open_bytes(path) as file:
             if file.read(64).lstrip()[:1] != b"{":

@@ -2,15 +2,19 @@
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, Value
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.mixture import mixed, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns, read_keyed_conversations
-from zerofit.data.records import Part, limit_parts, read_parts
+from zerofit.data.records import Part, read_parts
 from zerofit.data.sources import read_source
 from zerofit.data.tables import IDS, TableCache, derived, fingerprint, identity, one_process_at_a_time
 from zerofit.model.families import family_of
@@ -37,7 +41,7 @@ class SourceFormat:
     max_length: int  # tokens, special tokens included
 
     @classmethod
-    def of(cls, tokenizer, config, max_length: int) -> "SourceFormat":
+    def of(cls, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, max_length: int) -> "SourceFormat":
         """The format that a model was trained with; if unknown that of its family, with sources of `max_length`."""
         known = tokenizer.init_kwargs.get(TRAINED_WITH, {})
         separator = known.get("turn_separator")
@@ -47,7 +51,9 @@ class SourceFormat:
         )
 
     @classmethod
-    def chosen(cls, recipe: Seq2SeqRecipe, config, tokenizer, max_length: int) -> "SourceFormat":
+    def chosen(
+        cls, recipe: Seq2SeqRecipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
+    ) -> "SourceFormat":
         """The format that a recipe says."""
         separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
         return cls(recipe.source_prefix, separator, max_length)
@@ -77,7 +83,7 @@ class PairData(TaskData):
         return dict(zip(("input_ids", "labels"), self.widths))
 
 
-def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
+def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     """Read, check, split and tokenise; the first process of the machine works, the others use its cache.
 
     The held-out part is drawn by records: no turn of a held-out conversation is trained on.
@@ -98,14 +104,16 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config) -> PairData:
     return mixed(sources, recipe, targets=targets, trained_targets=trained)
 
 
-def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]) -> PairData:
+def _prepare_source(
+    recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
+) -> PairData:
     parts, columns, encoder, notes = open_pairs(recipe, options, config, widths)
     tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
-    tables = limit_parts(tables, options)
-    for name, table in tables.items():
-        notes += truncation_notes(options.allow_data_loss, config, columns, table, name, widths)
+    tables = options.limited(tables)
+    notes += truncation_notes(options, config, columns, tables, widths)
     samples = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
-    data = PairData(**samples, tokenizer=encoder.tokenizer, widths=widths, notes=notes)
+    data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
+    data.validation = samples.get("validation")
     if "validation" in tables:
         data.targets = tables["validation"]["target"][:]
         data.trained_targets = Counter(tables["train"]["target"][:] if "train" in tables else ())
@@ -113,7 +121,7 @@ def _prepare_source(recipe: Seq2SeqRecipe, options: DataOptions, config, widths:
 
 
 def open_pairs(
-    recipe: Seq2SeqRecipe, options: DataOptions, config, widths: tuple[int, int]
+    recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
 ) -> tuple[dict[str, Part], Columns, "PairEncoder", list[str]]:
     """(the records of each part, their columns, what makes token ids of them, notes)."""
     sample_by = (lambda files: "line") if recipe.predict_file else None
@@ -133,7 +141,7 @@ def open_pairs(
     return parts, columns, PairEncoder(tokenizer, form, widths[1]), notes
 
 
-def _check_languages(recipe: Seq2SeqRecipe, tokenizer, columns: Columns) -> None:
+def _check_languages(recipe: Seq2SeqRecipe, tokenizer: PreTrainedTokenizerBase, columns: Columns) -> None:
     """Raises UserError if source_lang and target_lang name neither a token of the tokenizer nor a column."""
     for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
         code = getattr(recipe, option)
@@ -145,7 +153,7 @@ def _check_languages(recipe: Seq2SeqRecipe, tokenizer, columns: Columns) -> None
             )
 
 
-def _missing_prefix(config, prefix: str) -> list[str]:
+def _missing_prefix(config: PretrainedConfig, prefix: str) -> list[str]:
     """A note where the model says with which prefixes it was trained (T5), and the sources have none."""
     tasks = getattr(config, "task_specific_params", None) or {}
     known = [settings["prefix"] for settings in tasks.values() if settings.get("prefix", "").strip()]
@@ -154,7 +162,7 @@ def _missing_prefix(config, prefix: str) -> list[str]:
     return [f"note      source_prefix is empty; the model was trained with {', '.join(map(repr, known))}"]
 
 
-def chosen_widths(recipe: Seq2SeqRecipe, config) -> tuple[int, int]:
+def chosen_widths(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> tuple[int, int]:
     """The longest source and target, in tokens."""
     source, target = (
         choose_length(option, getattr(recipe, option), recipe.source(option), config)
@@ -176,24 +184,26 @@ def split_translation_columns(table: Dataset) -> Dataset:
 
 
 def truncation_notes(
-    allow_data_loss: bool, config, columns: Columns, table: Dataset, part: str, widths: tuple[int, int]
+    options: DataOptions,
+    config: PretrainedConfig,
+    columns: Columns,
+    tables: dict[str, Dataset],
+    widths: tuple[int, int],
 ) -> list[str]:
     """Notes about truncated texts; of a conversation the latest turns are kept, which is intended. Raises UserError if
     most targets are truncated."""
-    numbers = table.select_columns(["source_tokens", "target_tokens"]).with_format("numpy")[:]
-    notes = []
-    for side, width in zip(("source", "target"), widths):
+    notes, allowed = list[str](), options.allow_data_loss
+    for (part, table), (side, width) in product(tables.items(), zip(("source", "target"), widths)):
         if side == "source" and columns.dialogue:
             continue
-        option, lengths = f"max_{side}_length", numbers[f"{side}_tokens"]
+        option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
         what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
-        lost = int((lengths > width).sum())
-        stops = side == "target"
-        notes += report_data_loss(allow_data_loss, lost, len(table), what, lengths, option, config, stops=stops)
+        lost, stops = int((lengths > width).sum()), side == "target"
+        notes += report_data_loss(allowed, lost, len(table), what, lengths, option, config, stops=stops)
     return notes
 
 
-def turn_separator(config, tokenizer) -> str:
+def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """What stands between two turns of a conversation, where nobody says otherwise."""
     return family_of(config).turn_separator or tokenizer.sep_token or tokenizer.eos_token or "\n"
 
@@ -208,7 +218,7 @@ class PairEncoder:
         UserError: the prefix leaves no room for a source.
     """
 
-    def __init__(self, tokenizer, form: SourceFormat, max_target: int):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: SourceFormat, max_target: int):
         self.tokenizer, self.prefix, self.separator = tokenizer, form.prefix, form.separator
         self.widths = widths = (form.max_length, max_target)
         end_with_eos(tokenizer)
@@ -228,7 +238,7 @@ class PairEncoder:
         place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
         return marked[:place], marked[place + len(plain) :]
 
-    def encode(self, pairs: list[Pair]) -> dict[str, list]:
+    def encode(self, pairs: list[Pair]) -> dict[str, list[Any]]:
         """Columns input_ids, labels, target (the full text), truncated (tokens cut), and the numbers of tokens of the
         full source and target."""
         if not pairs:
@@ -289,7 +299,7 @@ class PairEncoder:
 
 
 def _encode(part: Part, encoder: PairEncoder, cache: TableCache) -> Dataset:
-    def encode(records: list[list[Pair]], places: list[int]) -> dict:
+    def encode(records: list[list[Pair]], places: list[int]) -> dict[str, list[Any]]:
         return encoder.encode([pair for pairs in records for pair in pairs])
 
     return part.encode(encode, TABLE, encoder.key, cache)

@@ -142,7 +142,9 @@ class _Calls(DispatchMode):
             return func(*args, **kwargs)
         return self.call(func, tensor, *args[1:], is_random=name in RANDOM, **kwargs)
 
-    def call(self, func: Callable, tensor: torch.Tensor, *args, is_random: bool = True, **kwargs) -> torch.Tensor:
+    def call(
+        self, func: Callable[..., Any], tensor: torch.Tensor, *args: Any, is_random: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
         """Record a call that would have written to a tensor on the meta device."""
         state = None
         if is_random:

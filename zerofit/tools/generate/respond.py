@@ -30,7 +30,7 @@ def respond(options: GenerateOptions) -> int:
         named_template(options.chat_template)
     source = find_model(options)
     how = (options.chat_template, options.raw, options.system_prompt)
-    renderer = Renderer(source.tokenizer, source.config, *how, (options.source_lang, options.target_lang))
+    renderer = Renderer(source.tokenizer, source.config, *how, languages=(options.source_lang, options.target_lang))
     if options.chat or any(prompt.messages for prompt in prompts):
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
