@@ -71,12 +71,12 @@ def main(start: Start) -> int:
     collate = ExampleCollator(padding_values(data.tokenizer), width, multiple_for(run.device, config))
     on_device = None if weights is None else torch.tensor(weights, device=run.device)
 
-    def loss_sum(model, batch: Batch) -> torch.Tensor:
+    def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         logits = logits_of_examples(model, batch)  # (B, classes); of words (B, T, classes)
         return loss_of_examples(logits, batch.labels, on_device, recipe.label_smoothing, recipe.focal_gamma)
 
     def evaluate() -> dict[str, float]:  # the held-out loss is plain cross entropy
-        figures = {}
+        figures: dict[str, float] = {}
         for part in data.held_out:
             sources = part.sources or {"": part.samples}  # of a mixture, each source
             batches = held_out_batches(engine, sources, collate, recipe.per_device_eval_batch_size)

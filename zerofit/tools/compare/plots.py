@@ -28,10 +28,8 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     for index, row in enumerate(rows):
         style, lines, fails = _style(index), row.fitting, row.fails
         if row in predicted:
-            line = sorted(row.predicted.items())
-            axes.plot(
-                [size for size, _ in line], [peak / unit for _, peak in line], color=style["color"], linewidth=1.2
-            )
+            line = [(size, peak / unit) for size, peak in sorted(row.predicted.items())]
+            axes.plot(*zip(*line), color=style["color"], linewidth=1.2)
         sizes, peaks = [line["size"] for line in lines], [peak_of(line) / unit for line in lines]
         axes.plot(
             sizes, peaks, linestyle="none", label=shortened(row.name if lines else f"{row.name}: none", 40), **style
@@ -58,9 +56,8 @@ def throughput_plot(rows: list[StrategyRow]) -> Figure:
         if best:
             sizes, rates = [line["size"] for line in lines], [line["samples_per_s"] for line in lines]
             axes.plot(sizes, rates, linewidth=1.2, label=shortened(row.name, 40), **style)
-            axes.plot(
-                [best["size"]], [best["samples_per_s"]], "o", color=style["color"], markersize=11, fillstyle="none"
-            )
+            size, rate = best["size"], best["samples_per_s"]
+            axes.plot([size], [rate], "o", color=style["color"], markersize=11, fillstyle="none")
     axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _with_legend(figure, axes)

@@ -97,21 +97,16 @@ def load(source: ModelSource, options: NamedModel) -> PreTrainedModel:
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
     else:
-        model = _read(source, precision, trust)
+        auto_class = _auto_class(source.config, source.name)
+        model, missing = read_model(
+            auto_class, "model", source.name, source.config, precision=precision, trust_remote_code=trust
+        )
+        if missing:
+            raise UserError(f"model = {source.name!r} lacks {len(missing)} weights, such as {missing[0]}")
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
     adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
     say_aside(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
-    return model
-
-
-def _read(source: ModelSource, precision: str | None, trust: bool) -> PreTrainedModel:
-    auto_class = _auto_class(source.config, source.name)
-    model, missing = read_model(
-        auto_class, "model", source.name, source.config, precision=precision, trust_remote_code=trust
-    )
-    if missing:
-        raise UserError(f"model = {source.name!r} lacks {len(missing)} weights, such as {missing[0]}")
     return model
 
 

@@ -38,15 +38,11 @@ class Degrees:
     pipeline: int = 1
     sequence: int = 1
 
-    @property
-    def label(self) -> str:
-        """Of those that are more than one: 4, or 2x4."""
-        return "x".join(str(degree) for degree in (self.tensor, self.pipeline, self.sequence) if degree > 1)
-
 
 def labelled(strategy: str, degrees: Degrees) -> str:
-    """tp with 4 ranks a layer: tp x4."""
-    return f"{strategy} x{degrees.label}" if degrees.label else strategy
+    """The strategy with those of its degrees that are more than one: tp with 4 ranks a layer is tp x4."""
+    own = "x".join(str(degree) for degree in (degrees.tensor, degrees.pipeline, degrees.sequence) if degree > 1)
+    return f"{strategy} x{own}" if own else strategy
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,9 @@ class Outcome:
     ledger: Ledger | None = None
     killed: Killed | None = None
 
-    def is_well(self, tolerance: float) -> bool:
-        """True if it equals the other run, and was resumed after a kill at least once if it should be."""
-        return not self.problems(tolerance)
-
     def problems(self, tolerance: float) -> list[str]:
-        """Its problems as messages; empty if there are none."""
+        """Its problems as messages; empty if it equals the other run, and was resumed after a kill at least once if it
+        should be."""
         if self.failure or self.difference is None or self.ledger is None:
             return [self.failure or "it was not compared"]
         problems, largest = list(self.difference.problems), self.difference.largest
@@ -144,7 +141,7 @@ class Proof:
         """True if every run was made, and equals the run that it must equal."""
         number = len(self.options.names)
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
-        return complete and all(outcome.is_well(self.options.largest_difference) for outcome in self._all())
+        return complete and not any(outcome.problems(self.options.largest_difference) for outcome in self._all())
 
     def _all(self) -> list[Outcome]:
         return [self.reference, *self.agreement, *self.resumed]
@@ -201,7 +198,7 @@ def _rows(outcomes: list[Outcome], tolerance: float) -> list[tuple[str, ...]]:
             continue
         figures = [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
         ledger = [f"{getattr(outcome.ledger, name)}" for name in LEDGER]
-        rows.append((*about, *figures, *ledger, "agrees" if outcome.is_well(tolerance) else "DIFFERS"))
+        rows.append((*about, *figures, *ledger, "DIFFERS" if outcome.problems(tolerance) else "agrees"))
     return rows
 
 
