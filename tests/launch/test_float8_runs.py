@@ -63,14 +63,14 @@ def test_it_ends_where_bf16_does(run, strategy):
 
 def test_a_run_resumes_in_float8_and_in_nothing_else(run, cache, tmp_path):
     output = tmp_path / "run"
-    shutil.copytree(run("ddp", "--float8"), output)
+    shutil.copytree(run("single", "--float8"), output)
     whole = updates(metrics(output))
     for part in ("checkpoints/update_00000050", "model"):
         shutil.rmtree(output / part)
-    other = launched(output, *RUN, "--cache_dir", cache, **how("ddp"))
+    other = launched(output, *RUN, "--cache_dir", cache, **how("single"))
     assert other.returncode
     assert "float8 was True, now False" in other.stderr
-    completed(output, *RUN, "--float8", "--cache_dir", cache, **how("ddp"))
+    completed(output, *RUN, "--float8", "--cache_dir", cache, **how("single"))
     assert [line["loss"] for line in updates(metrics(output))] == [line["loss"] for line in whole]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from itertools import product
 
 import pytest
 from helpers import ROOT, check_alike, forked, metrics
@@ -24,8 +25,9 @@ def patched(text: str, diff: str) -> str:
     return text
 
 
-OWN = ("Another optimizer", "Freeze layers until update N")  # with an optimizer of the script's own
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2", "zero2_offload", "tp", "pp", "ddp")]
+OPTIMIZER, FREEZING = "Another optimizer", "Freeze layers until update N"  # the script's own optimizer
+OWN = [(OPTIMIZER, "zero3"), (FREEZING, "fsdp2")]
+LONG = product((OPTIMIZER, FREEZING), ("zero1", "zero2", "zero2_offload", "zero3", "fsdp2", "tp", "pp", "ddp"))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,8 @@ def test_a_change_of_the_loop(change, lines_of):
         assert lines[-1]["eval_loss_other"] != lines[-1]["eval_loss"]
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp2", *LONG])
-@pytest.mark.parametrize("change", OWN)
+@pytest.mark.parametrize(
+    ("change", "strategy"), OWN + [pytest.param(*case, marks=pytest.mark.long) for case in LONG if case not in OWN]
+)
 def test_an_optimizer_of_the_script_is_the_same_under_every_strategy(change, strategy, lines_of):
     check_alike(lines_of(change, strategy, 2), lines_of(change, "single", 1))
