@@ -43,6 +43,8 @@ from zerofit.recipe.tasks import CAUSAL
 pytestmark = pytest.mark.long
 
 TOLERANCE = {False: 1e-5, True: 5e-2}  # relative, of losses, gradient norms and held-out figures; True: in bf16
+WITH_RELU = ("opt", "t5")  # whose kink turns a sum's rounding into a step: with gelu in its place 3.8e-5 become 7e-8
+KINKS = 1e-4
 ON_THE_HOST = 5e-5  # DeepSpeed's Adam on the host keeps 1 - beta^t in fp32, which has few digits in the first updates
 # Small differences of large figures, which are compared relative to more than their value: sums of log-probabilities,
 # and a correlation, which is a ratio of the small differences of predictions that are nearly alike.
@@ -321,14 +323,15 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
             figures = {name for name in figures if name[:5] != "eval_" or name[5:] in ("loss", "perplexity")}
         for name in figures:
             least = SUMS.get(name, 1e-3 if name[:5] == "eval_" else 1e-12)
-            if (
-                half
-            ):  # where predictions are nearly right their errors have few digits, and so has what follows of them
-                least = max(least, *(0.1 * abs(one[name]) for one in expected if name in one))
+            # Where predictions are nearly right their errors have few digits, and so has what follows of them.
+            if half or name == "grad_norm":
+                share = 0.1 if half else 0.01
+                least = max(least, *(share * abs(one[name]) for one in expected if name in one))
             difference = abs(line[name] - other[name]) / max(abs(other[name]), least)
             kind = "held out" if name[:5] == "eval_" else name
             largest[kind] = max(largest[kind], difference)
             limit = max(TOLERANCE[half], ON_THE_HOST if on_the_host else 0.0)
+            limit = max(limit, KINKS if run.about.split(", ")[1] in WITH_RELU else 0.0)
             limit = 1e-9 if name == "learning_rate" else limit
             assert difference <= limit, f"{name} of update {other['update']}: {line[name]}, not {other[name]}"
     assert (ours / "samples.jsonl").read_text() == (reference / "samples.jsonl").read_text(), "other samples"
