@@ -58,7 +58,7 @@ def test_each_condition(options, strategy, how, words):
 
 
 def decided(recipe, device=CUDA, before=None, updates=4000, **strategy):
-    return decide(recipe, a_strategy(**strategy), None, updates, before, device)
+    return decide(recipe, a_strategy(**strategy), None, updates, before, device=device)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ ENVIRONMENT = {"packages": {"torch": "2.0"}, "zerofit_commit": "0123456789abcdef
 
 
 def card_of(recipe, is_adapter: bool, task: str = "clm", model_class: str = "") -> str:
-    return model_card(task, recipe, {"eval_loss": 1.5}, ENVIRONMENT, is_adapter, model_class)
+    return model_card(task, recipe, {"eval_loss": 1.5}, ENVIRONMENT, is_adapter, model_class=model_class)
 
 
 def loaded(card: str):

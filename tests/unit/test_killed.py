@@ -87,7 +87,15 @@ class Launches:
         best = make_best_tracker(recipe, FIGURES, True, state.best)
         run = {"strategy": "single", "num_processes": 1}
         checkpoints = CheckpointManager(
-            self.folder, engine, recipe, state, Exporter(engine), run, {}, best.metric, best.keeps
+            self.folder,
+            engine,
+            recipe,
+            state,
+            Exporter(engine),
+            run=run,
+            data={},
+            metric=best.metric,
+            keeps_best=best.keeps,
         )
         checkpoints._say = lambda *lines: self.said.extend(lines)
         checkpoints.resume(ResumePlan(self.folder, {}, sources=resume))

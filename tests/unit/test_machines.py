@@ -74,7 +74,7 @@ class OneOf(Alone):
 def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(ranks, tmp_path, monkeypatch):
     alone = AsyncCheckpointWriter(CheckpointDirectory(tmp_path), Alone())
     for update in (5, 9):
-        alone.save(update, ASKED, fill, alone.engine.weights, {"updates": update}, False)
+        alone.save(update, ASKED, fill, alone.engine.weights, {"updates": update}, is_best=False)
         assert not alone.wait()
     read, whole = [], saving.flaw
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(rank
 
 def test_a_machine_that_does_not_see_the_checkpoint_is_named(ranks, tmp_path, monkeypatch):
     saver = AsyncCheckpointWriter(CheckpointDirectory(tmp_path / "0"), Alone())
-    saver.save(5, ASKED, fill, saver.engine.weights, {"updates": 5}, False)
+    saver.save(5, ASKED, fill, saver.engine.weights, {"updates": 5}, is_best=False)
     assert not saver.wait()
     this_rank = threading.local()
 

@@ -98,7 +98,15 @@ def test_an_update_hides_what_runs_beside_it_and_no_more():
     def seconds(bytes, contention=0.0, hidden=True, accumulation=1, **settings) -> float:
         exchanges = Exchanges(last_backward=[Exchange(ALL_REDUCE, bytes)], hidden=hidden)
         return update_time(
-            passes, exchanges, flat(contention=contention), links, accumulation, 2, 8, False, **settings
+            passes,
+            exchanges,
+            flat(contention=contention),
+            links,
+            accumulation,
+            world_size=2,
+            per_machine=8,
+            half=False,
+            **settings,
         ).seconds
 
     assert seconds(1e9) == pytest.approx(3.0)

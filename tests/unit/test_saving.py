@@ -88,7 +88,7 @@ def saver_of(engine: Alone, folder: Path, **options) -> AsyncCheckpointWriter:
 
 
 def save(saver: AsyncCheckpointWriter, engine: Alone, update: int, fill=fill) -> None:
-    saver.save(update, ASKED, fill, engine.weights, {"updates": update}, False)
+    saver.save(update, ASKED, fill, engine.weights, {"updates": update}, is_best=False)
 
 
 @pytest.fixture

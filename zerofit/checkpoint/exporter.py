@@ -33,6 +33,7 @@ class ModelExporter:
         tokenizer: PreTrainedTokenizerBase,
         task: str,
         recipe: TaskRecipe,
+        *,
         environment: dict[str, Any],
     ):
         self._engine, self._adapter, self._tokenizer = engine, adapter, tokenizer
@@ -73,7 +74,9 @@ class ModelExporter:
 
         def card() -> None:
             base, name = self._adapter.base if self._adapter is not None else None, type(module).__name__
-            text = model_card(self._task, self._recipe, held_out, self._environment, is_adapter, name, base)
+            text = model_card(
+                self._task, self._recipe, held_out, self._environment, is_adapter, model_class=name, base=base
+            )
             write_card(folder, text)
 
         failed |= write_beside({"README.md": card})

@@ -43,6 +43,7 @@ class CheckpointManager:
         recipe: TrainingRecipe,
         state: RunState,
         exporter: ModelExporter,
+        *,
         run: dict[str, Any],
         data: dict[str, Any],
         metric: str,
@@ -249,7 +250,12 @@ class CheckpointManager:
             lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
         saved = self.state.to_file() | {"run": self._run, "data": self._data}
         self.writer.save(
-            self.state.updates, why or BEST, fill, self._exporter.weights, saved if with_state else None, is_best
+            self.state.updates,
+            why or BEST,
+            fill,
+            self._exporter.weights,
+            saved if with_state else None,
+            is_best=is_best,
         )
         if with_state:
             self._saved_at = time.time()

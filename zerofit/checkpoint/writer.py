@@ -78,6 +78,7 @@ class AsyncCheckpointWriter:
         fill: Fill,
         weights: Callable[[], Weights],
         progress: dict[str, Any] | None,
+        *,
         is_best: bool,
     ) -> None:
         """Begin to write the checkpoint of this update; what came of it is in `messages` later.
@@ -109,7 +110,7 @@ class AsyncCheckpointWriter:
             steps, scale = engine.state.steps, engine.loss_scale()
             progress = {**progress, "steps": steps, "loss_scale": scale, "weights": weights_now}
         rank, world_size = engine.layout.rank, engine.layout.world_size
-        self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best, began)
+        self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best=is_best, began=began)
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
         self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes)
         if copied:
@@ -286,6 +287,7 @@ class _Save:
         why: str,
         rank: int,
         world_size: int,
+        *,
         is_best: bool,
         began: float,
     ):
@@ -322,6 +324,7 @@ class _Save:
         progress: dict[str, Any] | None,
         fill: Fill | None,
         exported: dict[str, torch.Tensor],
+        *,
         dtypes: dict[str, torch.dtype],
     ) -> None:
         """Write this rank's shard; on the main process (where there is a `fill`) the rest, too.

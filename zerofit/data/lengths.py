@@ -65,6 +65,7 @@ def report_data_loss(
     total: int,
     what: str,
     lengths: np.ndarray | None = None,
+    *,
     option: str = "",
     config: "PretrainedConfig | None" = None,
     stops: bool = True,

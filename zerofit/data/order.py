@@ -144,6 +144,7 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
         consumed: int,
         micro: int,
         accumulation: int,
+        *,
         world: int,
         rank: int,
         sort_key: np.ndarray | None = None,

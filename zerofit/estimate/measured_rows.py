@@ -82,7 +82,7 @@ class Comparable:
 
 
 def comparable(
-    kind: str, gpu: str, parameters: float, length: int, tokens: int, gpus: int, closest: int = 2
+    kind: str, gpu: str, parameters: float, length: int, tokens: int, *, gpus: int, closest: int = 2
 ) -> Comparable | None:
     """The rows of this kind on this GPU, whatever its memory; None: too few have been measured.
 

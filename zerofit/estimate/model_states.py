@@ -204,6 +204,7 @@ def torch_states(
     trained_dtype: torch.dtype,
     frozen_dtype: torch.dtype,
     on_gpu: bool,
+    *,
     optim: str = "adamw",
 ) -> States:
     """DDP, whose buckets hold the gradients all the time; or one process, where backward makes them."""
@@ -225,7 +226,7 @@ def torch_states(
 
 
 def first_stages_states(
-    weights: Weights, zero: Any, world_size: int, dtype: torch.dtype, accumulates: bool, on_gpu: bool
+    weights: Weights, zero: Any, world_size: int, dtype: torch.dtype, accumulates: bool, *, on_gpu: bool
 ) -> States:
     """ZeRO-1 and ZeRO-2 (stage_1_and_2.py).
 
@@ -273,7 +274,7 @@ def first_stages_states(
 
 
 def third_stage_states(
-    weights: Weights, zero: Any, world_size: int, width: int, on_gpu: bool, keeps_layers: bool
+    weights: Weights, zero: Any, world_size: int, width: int, on_gpu: bool, *, keeps_layers: bool
 ) -> States:
     """ZeRO-3 (stage3.py), which may keep layers between their forward and their backward pass (zero3_weights.py)."""
 
@@ -313,7 +314,9 @@ def third_stage_states(
         engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
-        gathered=GatheredWeights(weights, zero, width, world_size, keeps_layers, offloads_weights) if copies else None,
+        gathered=GatheredWeights(weights, zero, width, world_size, keeps_layers, offloads=offloads_weights)
+        if copies
+        else None,
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
         load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
         host=host,

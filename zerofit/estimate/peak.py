@@ -115,6 +115,7 @@ def find_peak(
     unused: Unused,
     num_groups: int,
     on_gpu: bool,
+    *,
     program: int = CPU_PROGRAM_BYTES,
     on_host: int = 0,
 ) -> Peak:

@@ -74,7 +74,7 @@ def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str)
 
 
 def steps_of_stage(
-    steps: list[TracedStep], stage: Stage, weights: Weights, hidden: int, width: int, embedded: int = 0
+    steps: list[TracedStep], stage: Stage, weights: Weights, hidden: int, width: int, *, embedded: int = 0
 ) -> list[TracedStep]:
     """The passes of a micro-batch through a stage.
 

@@ -102,6 +102,7 @@ class PlannedModel:
         layout: ParallelLayout,
         stage: Stage,
         batch_size: int,
+        *,
         evaluated: bool = False,
         rows: Rows | None = None,
     ) -> list[TracedStep]:
@@ -116,7 +117,7 @@ class PlannedModel:
         weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, layout, batch_size)
         width = self.dtypes(precision, sharding is not None)[0].itemsize
         embedded = hidden * layout.tensor if layout.tensor > 1 and not evaluated else 0
-        return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded)
+        return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded=embedded)
 
     def _share_sizes(self, tensor: int) -> dict[str, int]:
         """{name of a parameter: elements of a rank's share}, of the model with few layers."""

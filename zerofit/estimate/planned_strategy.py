@@ -73,10 +73,12 @@ class PlannedStrategy:
         if isinstance(self.sharding, FullyShards):
             return fully_sharded_states(weights, sharers, trained, model.on_gpu, self.sharding)
         if self.zero is None:
-            return torch_states(weights, sharers, trained, frozen, model.on_gpu, model.recipe.optim)
+            return torch_states(weights, sharers, trained, frozen, model.on_gpu, optim=model.recipe.optim)
         if self.shards_parameters:
-            return third_stage_states(weights, self.zero, sharers, trained.itemsize, model.on_gpu, model.keeps_layers)
-        return first_stages_states(weights, self.zero, sharers, trained, accumulates, model.on_gpu)
+            return third_stage_states(
+                weights, self.zero, sharers, trained.itemsize, model.on_gpu, keeps_layers=model.keeps_layers
+            )
+        return first_stages_states(weights, self.zero, sharers, trained, accumulates, on_gpu=model.on_gpu)
 
 
 def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> PlannedStrategy:

@@ -168,6 +168,7 @@ def update_time(
     speeds: Speeds,
     links: Links | MeasuredLinks,
     accumulation: int,
+    *,
     world_size: int,
     per_machine: int,
     half: bool,
@@ -264,6 +265,7 @@ class Timing:
         speeds: Speeds,
         links: Links | MeasuredLinks | None,
         mean_length: float | None,
+        *,
         is_known: bool = True,
     ):
         self.model, self.gpus_per_node, self.speeds = model, gpus_per_node, speeds
@@ -295,11 +297,13 @@ class Timing:
             self.speeds,
             self.links,
             accumulation,
-            layout.shard_size,
-            max(1, self.gpus_per_node // layout.tensor),
-            half,
-            layout.pipeline,
-            self._handed_over(layout, self.model.hidden_bytes(resolved.precision, layout, micro_batch), half),
+            world_size=layout.shard_size,
+            per_machine=max(1, self.gpus_per_node // layout.tensor),
+            half=half,
+            pipeline=layout.pipeline,
+            handed_over=self._handed_over(
+                layout, self.model.hidden_bytes(resolved.precision, layout, micro_batch), half
+            ),
         )
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None

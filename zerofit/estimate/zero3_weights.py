@@ -213,7 +213,7 @@ class GatheredWeights:
         offloads: shards are on the host.
     """
 
-    def __init__(self, weights: Weights, zero: Any, width: int, world_size: int, keeps: bool, offloads: bool):
+    def __init__(self, weights: Weights, zero: Any, width: int, world_size: int, keeps: bool, *, offloads: bool):
         self.width, self.keeps = width, keeps
         self.sizes = tuple((weight.name, weight.size) for weight in weights.all)
         self.frozen = frozenset(weight.name for weight in weights.all if not weight.trained)
@@ -235,12 +235,12 @@ class GatheredWeights:
         """
         known = tuple(step.visit for step in training)
         visits = known if evaluation is None else tuple(step.visit for step in evaluation)
-        return _held(known, visits, self.sizes, self.frozen, self.rules, self.keeps, self.width)[0]
+        return _held(known, visits, self.sizes, self.frozen, self.rules, keeps=self.keeps, width=self.width)[0]
 
     def blocks(self, training: list[TracedStep]) -> list[int]:
         """Bytes of what a training pass gathers, and (negative) releases, block by block."""
         known = tuple(step.visit for step in training)
-        return _held(known, known, self.sizes, self.frozen, self.rules, self.keeps, self.width)[1]
+        return _held(known, known, self.sizes, self.frozen, self.rules, keeps=self.keeps, width=self.width)[1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -250,6 +250,7 @@ def _held(
     sizes: tuple[tuple[str, int], ...],
     frozen: frozenset[str],
     rules: FetchRules,
+    *,
     keeps: bool,
     width: int,
 ) -> tuple[list[tuple[int, int]], list[int]]:

@@ -140,7 +140,7 @@ class SlowRanks:
         factors = [_factors(*pair) for pair in zip(own, others)]
         for rank, of_parts in enumerate(factors):
             for part, factor in of_parts.items():
-                self._judge(rank, part, factor, update - self.interval, own[rank], others[rank])
+                self._judge(rank, part, factor, update - self.interval, own[rank], others=others[rank])
         slowest = max(range(len(own)), key=lambda rank: max(factors[rank].values()))
         figures: dict[str, float] = {"slowest_rank": slowest}
         for who, seconds in (("slowest", own[slowest]), ("others", others[slowest])):
@@ -153,7 +153,9 @@ class SlowRanks:
         notes, self._notes = self._notes, []
         return notes
 
-    def _judge(self, rank: int, part: str, factor: float, began: int, own: RankSeconds, others: RankSeconds) -> None:
+    def _judge(
+        self, rank: int, part: str, factor: float, began: int, own: RankSeconds, *, others: RankSeconds
+    ) -> None:
         key, is_slow = (rank, part), factor > SLOWER
         if is_slow == (key in self._slow):
             self._changed.pop(key, None)

@@ -170,7 +170,7 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -242,7 +242,7 @@ class _ChunkedTokens(torch.autograd.Function):
     the logits again: the head costs a third more than in _Chunked, and nothing is held but its inputs."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, share: Share
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)

@@ -79,7 +79,7 @@ def read_recipe(
             if value is None and (name in kinds or name in hints):
                 continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
             if name in kinds:
-                _take(name, value, source, kinds[name], of_file, problems)
+                _take(name, value, source, kinds[name], of_file, problems=problems)
             else:
                 problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
     for name, texts in flags.items():
@@ -234,7 +234,7 @@ def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[
 
 
 def _take(
-    name: str, value: Any, source: str, kind: Kind, values: dict[str, tuple[Any, str]], problems: list[str]
+    name: str, value: Any, source: str, kind: Kind, values: dict[str, tuple[Any, str]], *, problems: list[str]
 ) -> None:
     items = value if isinstance(value, list) and kind.many else [value]
     try:

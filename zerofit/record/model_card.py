@@ -19,6 +19,7 @@ def model_card(
     held_out: dict[str, float],
     environment: dict[str, Any],
     is_adapter: bool,
+    *,
     model_class: str = "",
     base: str | None = None,
 ) -> str:

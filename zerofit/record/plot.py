@@ -18,6 +18,7 @@ def plot_run(
     title: str,
     unit: str,
     figure_of_merit: str,
+    *,
     resumed: Iterable[int] = (),
 ) -> None:
     """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm.

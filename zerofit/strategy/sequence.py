@@ -263,7 +263,7 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, scale: float | None
     ) -> torch.Tensor:
         groups, kernel = query.shape[1] // key.shape[1], Ring.kernels(query.device)[0]

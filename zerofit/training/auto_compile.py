@@ -36,6 +36,7 @@ def choose(
     config: Any = None,
     num_updates: int | None = None,
     missing: str | None = None,
+    *,
     before: bool | str | None = None,
 ) -> Compilation:
     """Choose what `--torch_compile auto` compiles for training on CUDA devices.
@@ -89,7 +90,7 @@ def share_cores() -> None:
 
 
 def decide(
-    recipe: Any, strategy: Strategy, config: Any, num_updates: int, before: bool | str | None, device: torch.device
+    recipe: Any, strategy: Strategy, config: Any, num_updates: int, before: bool | str | None, *, device: torch.device
 ) -> tuple[str | None, list[str]]:
     """Give torch_compile its value where it is "auto". All ranks call it together, before weights are loaded.
 

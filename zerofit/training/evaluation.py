@@ -22,6 +22,7 @@ def eval_batches(
     collate: Callable[[list[Any]], Batch],
     batch_size: int,
     start: int = 0,
+    *,
     stop: int | None = None,
 ) -> Iterator[Batch]:
     """This rank's part of the held-out samples, on its device; the model is in evaluation mode meanwhile.
@@ -34,7 +35,9 @@ def eval_batches(
     count, key, layout = len(samples), samples.sort_key, engine.layout
     order = FixedOrder(count, key)
     stop = count if stop is None else stop
-    micro_batches = MicroBatches(order, stop, start, batch_size, 1, layout.data_size, layout.data_rank, key)
+    micro_batches = MicroBatches(
+        order, stop, start, batch_size, 1, world=layout.data_size, rank=layout.data_rank, sort_key=key
+    )
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
         engine.alive()

@@ -34,7 +34,9 @@ def open_record(run: "Run") -> None:
     command = run.strategy.launch.command
     run.environment = describe_environment(command, engine.device) if run.is_main else {}
     run.environment |= {"torch_compile": run.compilation} if run.is_main and run.compilation else {}
-    run.exporter = ModelExporter(engine, run.adapter, run.data.tokenizer, run.task, recipe, run.environment)
+    run.exporter = ModelExporter(
+        engine, run.adapter, run.data.tokenizer, run.task, recipe, environment=run.environment
+    )
     _resume(run)
     notes = start_trackers(engine.accelerator, run.config.trackers, recipe, run.folder, task=run.task, state=state)
     run.say(*(f"note      {note}" for note in notes))
@@ -83,11 +85,11 @@ def _resume(run: "Run") -> None:
         recipe,
         run.state,
         run.exporter,
-        about,
-        data,
-        run.best.metric,
-        run.best.keeps,
-        run.mirror,
+        run=about,
+        data=data,
+        metric=run.best.metric,
+        keeps_best=run.best.keeps,
+        mirror=run.mirror,
     )
     run.checkpoints.resume(config.resume)
     if engine.is_main:

@@ -63,13 +63,13 @@ def measure_reference(
         name = hashlib.sha256(f"{pairs.key} {len(pairs)} {origin}".encode()).hexdigest()[:32]
         file = cache_root(recipe.cache_dir) / f"reference-{name}.npy"
         began = time.perf_counter()
-        done = _measure(engine, pairs, collate, recipe.per_device_eval_batch_size, file, run)
+        done = _measure(engine, pairs, collate, recipe.per_device_eval_batch_size, file, run=run)
         if done:
             seconds = duration(time.perf_counter() - began)
             run.say(f"reference {done:,} pairs in {seconds}; kept in {file}")
 
 
-def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, run: "Run") -> int:
+def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, *, run: "Run") -> int:
     """Returns how many pairs were not there yet."""
     found = engine.from_main(_stored(file, len(pairs)) if engine.is_main else None)
     places = FixedOrder(len(pairs), pairs.sort_key).places(0, len(pairs))
@@ -81,7 +81,7 @@ def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: i
     together = batch_size * engine.layout.data_size
     step = -(-STORED_EVERY // together) * together
     for begin in range(start, len(pairs), step):
-        batches = eval_batches(engine, pairs, collate, batch_size, begin, min(begin + step, len(pairs)))
+        batches = eval_batches(engine, pairs, collate, batch_size, begin, stop=min(begin + step, len(pairs)))
         rows: dict[int, Any] = {}
         for batch, own in engine.losses(batches, log_probabilities):
             if own.dim():  # of a pipeline only the last stage has them

@@ -139,7 +139,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     check_machines(run.config)
     before = run.config.compiled_before
     run.compilation, compiling = decide(
-        run.recipe, run.strategy, run.model_configuration, run.num_updates, before, accelerator.device
+        run.recipe, run.strategy, run.model_configuration, run.num_updates, before, device=accelerator.device
     )
     watchdog.first_patience = COMPILING if run.recipe.compiles else 1.0
     return accelerator, [*met, *notes, *compiling]

@@ -194,10 +194,10 @@ def micro_batches(
         length.consumed(updates),
         sizes.micro_batch,
         sizes.accumulation,
-        layout.data_size,
-        layout.data_rank,
-        samples.sort_key if grouping != "none" else None,
-        [sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
+        world=layout.data_size,
+        rank=layout.data_rank,
+        sort_key=samples.sort_key if grouping != "none" else None,
+        growing=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
     )
     sampler = micro if growth is None else Shortened(micro, _lengths(growth, sizes, updates))
     return iter(loader(samples, sampler, collate, workers, pin))

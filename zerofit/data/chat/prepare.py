@@ -350,7 +350,7 @@ def truncation_notes(
         (skipped, f"{of} are skipped: their answer lies beyond {beyond}"),
         (cut, f"{of} have their answer cut at {beyond}"),
     ):
-        notes += report_data_loss(allow_data_loss, lost, len(table), what, lengths, "block_size", config)
+        notes += report_data_loss(allow_data_loss, lost, len(table), what, lengths, option="block_size", config=config)
     return notes
 
 

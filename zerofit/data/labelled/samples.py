@@ -97,7 +97,9 @@ def encode_parts(
         what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())
-        notes += report_data_loss(False, cut, len(part), what, longest, "max_length", config, stops=False)
+        notes += report_data_loss(
+            False, cut, len(part), what, longest, option="max_length", config=config, stops=False
+        )
     suffixes = {
         name: name.removeprefix("validation").removeprefix(PREDICT) for name in sorted(parts.keys() - {"train"})
     }

@@ -159,7 +159,7 @@ class _TokenizerStub:
 
 
 def build(
-    blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, resets: tuple[str, ...], root: Path
+    blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, *, resets: tuple[str, ...], root: Path
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
     """(training, held-out) samples. The first process makes their index; all processes map it into memory.
 

@@ -48,7 +48,7 @@ def prepare_corpora(
         raise UserError(f"split = {recipe.split!r} holds nothing out. 0,1 evaluates on all documents")
     root = cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)
-    train, validation = build(blend, total, held_out, rows, eod, resets, root)
+    train, validation = build(blend, total, held_out, rows, eod, resets=resets, root=root)
     order = FixedOrder(len(train)) if train is not None else None
     return TextData(
         train=train,

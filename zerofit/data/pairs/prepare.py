@@ -199,7 +199,7 @@ def truncation_notes(
         option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
         what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
         lost, stops = int((lengths > width).sum()), side == "target"
-        notes += report_data_loss(allowed, lost, len(table), what, lengths, option, config, stops=stops)
+        notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config, stops=stops)
     return notes
 
 

@@ -117,7 +117,7 @@ class Comparison:
         if self.options.micro_batches or self._predicted(candidate) or self._results(candidate):
             return
         try:
-            peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, self.sizes)
+            peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, sizes=self.sizes)
         except Exception as error:  # what cannot be predicted is searched
             say(f"{candidate.name}: not predicted: {first_line(error)}")
         else:
@@ -140,7 +140,7 @@ class Comparison:
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
         while candidate.name not in self.problems:
             must_try = self.options.micro_batches or [row.largest for row in self.rows() if row.largest]
-            size = next_size(self.sizes, self._row(candidate).peaks, self.room, must_try, guess, per_sample)
+            size = next_size(self.sizes, self._row(candidate).peaks, self.room, must_try, guess, per_sample=per_sample)
             if size is None:
                 break
             self._try(candidate, size)
@@ -192,7 +192,7 @@ class Comparison:
             for size in sorted({*sizes} - {line["size"] for line in row.timed}):
                 precision, _ = timed_precision(timer, row.about["precision"])
                 key, flags = self._timed_key(candidate, timer), ("--precision", precision)
-                result = self._launch(candidate, size, key, timer, self.options.steps, flags)
+                result = self._launch(candidate, size, key, timer, self.options.steps, flags=flags)
                 if result["outcome"] != "fits":
                     said = result.get("text") or outcome_text(result)
                     say(f"{candidate.name}: not timed at {size}. {said}")
@@ -210,6 +210,7 @@ class Comparison:
         key: str,
         machine: TrialMachine,
         steps: int,
+        *,
         flags: tuple[str, ...] = (),
     ) -> dict[str, Any]:
         """One trial, as run_trial returns it. Its launch is in the journal."""
@@ -225,7 +226,7 @@ class Comparison:
             launch["mark"],
             {"steps": steps, "memory_limit": self.limit if machine is self.machine else None},
             launch_environment(machine, options.num_processes),
-            60 * options.trial_minutes,
+            patience_s=60 * options.trial_minutes,
         )
         self.journal.end(launch, result["outcome"], result.pop("seconds_taken"))
         return result
@@ -244,7 +245,7 @@ class Comparison:
 
 
 def predict_peaks(
-    candidate: Candidate, options: CompareOptions, recipe: Path, machine: TrialMachine, limit: int, sizes: list[int]
+    candidate: Candidate, options: CompareOptions, recipe: Path, machine: TrialMachine, limit: int, *, sizes: list[int]
 ) -> list[tuple[int, int]]:
     """(size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that fits.
 

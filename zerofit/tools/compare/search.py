@@ -25,6 +25,7 @@ def next_size(
     limit: int | None,
     must_try: Sequence[int] = (),
     guess: int = 0,
+    *,
     per_sample: float | None = None,
 ) -> int | None:
     """The size to try next; None where no size is left between the largest that fits and the next one.

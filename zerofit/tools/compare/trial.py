@@ -86,6 +86,7 @@ def run_trial(
     mark: str,
     request: dict[str, Any],
     environment: dict[str, str],
+    *,
     patience_s: float,
 ) -> dict[str, Any]:
     """Launch a trial and follow it until its result is known.

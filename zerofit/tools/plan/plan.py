@@ -61,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     planner, names, check, outcomes, known = prepare(options)
     model, budget = planner.model, planner.budget
     if options.search:
-        return _search(planner, options, recipe, names, check, known, folder or make_folder(Path(SEARCHED)))
+        return _search(
+            planner, options, recipe, names, check, known=known, folder=folder or make_folder(Path(SEARCHED))
+        )
     lengths = possible_lengths(options, model.config) if options.lengths else None
 
     def finder(by: Planner, misfit: LayoutOutcome | None = None) -> Callable[[LayoutOutcome], None]:
@@ -144,6 +146,7 @@ def _search(
     recipe: type[TaskRecipe],
     names: list[str],
     check: Check,
+    *,
     known: str,
     folder: Path,
 ) -> int:
@@ -235,7 +238,7 @@ def make_timing(
             known = f"not known of {options.gpu} in fp32"
         speeds, links = stand_in_speeds(options)
         known = f"{known} (ranked as on {STAND_IN.name})"
-    return Timing(model, budget.gpus_per_node, speeds, links, options.mean_length, is_known), known
+    return Timing(model, budget.gpus_per_node, speeds, links, options.mean_length, is_known=is_known), known
 
 
 def _objection(resolved: PlannedStrategy, gpu: Gpu | None, on_gpu: bool) -> str:

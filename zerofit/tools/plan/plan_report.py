@@ -181,7 +181,7 @@ class PlanReport:
         gpu, length, parameters = recipe.gpu, model.rows.length, model.weights.trained + model.weights.frozen
         is_divided = layout.tensor * layout.pipeline * layout.sequence > 1
         kind = kind_of(best.strategy, is_divided, recipe.lora)
-        found = comparable(kind, gpu, parameters, length, length * best.micro_batch, layout.world_size)
+        found = comparable(kind, gpu, parameters, length, length * best.micro_batch, gpus=layout.world_size)
         if found is None:
             return [f"  nothing comparable has been measured: {kind} on {gpu}"]
         seconds = best.speed.time.seconds

@@ -122,19 +122,21 @@ class Planner:
             )
         moments = [*training_moments(states, training, accumulation, in_flight)]
         unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
-        rest = (
-            unused,
-            _num_groups(layout),
-            model.on_gpu,
-            _program_on_cpu(resolved),
-            pinned([step.offloaded for step in training if step.offloaded]),
+        peak_of = partial(
+            find_peak,
+            states,
+            unused=unused,
+            num_groups=_num_groups(layout),
+            on_gpu=model.on_gpu,
+            program=_program_on_cpu(resolved),
+            on_host=pinned([step.offloaded for step in training if step.offloaded]),
         )
-        peak = find_peak(states, moments, *rest)
+        peak = peak_of(moments)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
         evaluation = model.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
         generated = self._generated(resolved.precision)
-        return find_peak(states, [*moments, *evaluation_moments(states, training, evaluation, generated)], *rest)
+        return peak_of([*moments, *evaluation_moments(states, training, evaluation, generated)])
 
     def _generated(self, precision: str) -> dict[str, int]:
         """{part: bytes} beside weights while texts are generated for an evaluation batch; empty where none are."""

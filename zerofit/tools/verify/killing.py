@@ -79,6 +79,7 @@ def run_and_kill(
     moments: Iterable[Moment],
     processes: Iterable[int],
     limit_s: float,
+    *,
     say: Callable[[str], None],
 ) -> Killed:
     """Launch a trial once for each moment and kill it there, then let it run to its end; stop if it fails.
