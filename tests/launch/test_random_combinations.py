@@ -51,7 +51,6 @@ ON_THE_HOST = 5e-5  # DeepSpeed's Adam on the host keeps 1 - beta^t in fp32, whi
 SUMS = {"eval_reward_margin": 1.0, "eval_pearson": 10.0}
 # No output depends on the bias of attention's keys: its gradient is rounding, which Adam divides by itself.
 KEYS = re.compile(r"\b(k_proj|key|key_proj)\.bias$")
-WEIGHTS = {"rtol": 1e-3, "atol": 2e-5}  # an update moves a weight by up to 1e-3
 ATTEMPTS = 6  # draws until one is not refused
 COUNTS = ("update", "consumed_samples", "targets", "tokens", "skipped")
 OUTCOMES = ROOT / "outputs" / "tests" / "random_combinations.jsonl"
@@ -313,7 +312,7 @@ def num_updates(output: Path) -> int:
 def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[str, float]:
     """The largest relative difference of each kind of figure; raises where it is more than rounding."""
     lines, expected, half = metrics(ours), metrics(reference), "bf16" in run.flags
-    largest: Counter = Counter()
+    largest, has_relu = Counter(), run.about.split(", ")[1] in WITH_RELU
     assert len(lines) == len(expected)
     for line, other in zip(lines, expected):
         assert {name: line.get(name) for name in COUNTS} == {name: other.get(name) for name in COUNTS}
@@ -323,6 +322,8 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
             figures = {name for name in figures if name[:5] != "eval_" or name[5:] in ("loss", "perplexity")}
         for name in figures:
             least = SUMS.get(name, 1e-3 if name[:5] == "eval_" else 1e-12)
+            if name == "grad_norm":  # a sum of parts that nearly cancel
+                least = 0.01
             # Where predictions are nearly right their errors have few digits, and so has what follows of them.
             if half or name == "grad_norm":
                 share = 0.1 if half else 0.01
@@ -331,7 +332,7 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
             kind = "held out" if name[:5] == "eval_" else name
             largest[kind] = max(largest[kind], difference)
             limit = max(TOLERANCE[half], ON_THE_HOST if on_the_host else 0.0)
-            limit = max(limit, KINKS if run.about.split(", ")[1] in WITH_RELU else 0.0)
+            limit = max(limit, KINKS if has_relu else 0.0)
             limit = 1e-9 if name == "learning_rate" else limit
             assert difference <= limit, f"{name} of update {other['update']}: {line[name]}, not {other[name]}"
     assert (ours / "samples.jsonl").read_text() == (reference / "samples.jsonl").read_text(), "other samples"
@@ -343,7 +344,8 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
         for name in theirs:
             if KEYS.search(name):
                 continue
-            torch.testing.assert_close(mine[name], theirs[name], **WEIGHTS, msg=name)
+            steps = 1e-3 if has_relu else 2e-5  # Adam's step of a weight behind a kink may be another one in whole
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-3, atol=steps, msg=name)
             largest["weights"] = max(largest["weights"], float((mine[name] - theirs[name]).abs().max()))
     return dict(largest)
 
