@@ -116,7 +116,7 @@ def comparison(tmp_path, *flags, outcomes: dict, simulated: bool = False) -> Com
                       recipe=tmp_path / "recipe.yaml", output=tmp_path)  # fmt: skip
     made.tried = []
 
-    def launch(candidate, size, *rest):
+    def launch(candidate, size, *rest, **more):
         made.tried.append(size)
         return {name: value for name, value in outcomes[size].items() if name != "size"}
 

@@ -37,7 +37,7 @@ def said(capsys, model, settings, tokenizer, count=3):
     engine = SimpleNamespace(module=model, generate=model, gather_objects=lambda rows: [rows], device=device)
     folder = SimpleNamespace(write_predictions=lambda lines: written.extend(lines))
     data = SimpleNamespace(prompts=prompts, tokenizer=tokenizer)
-    with patch("zerofit.training.generation.eval_batches", lambda *_: iter([batch])):
+    with patch("zerofit.training.generation.eval_batches", lambda *_, **__: iter([batch])):
         assert predict_texts(engine, data, count, folder, settings) == ["predictions.jsonl"]
     assert len(written) == count
     return capsys.readouterr().out
