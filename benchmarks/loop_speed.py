@@ -123,7 +123,7 @@ class Workload:
         features = Features({"input_ids": List(Value("int32"))})
         documents = Documents(Dataset.from_dict({"input_ids": tokens.tolist()}, features=features))
         self.samples = PackedBlocks(documents, options.block_size, boundaries=False, filler=0)
-        self.rows = tokens[SampleOrder(num_samples, SEED).places(0, num_samples)]  # as zerofit will see them
+        self.rows = tokens[SampleOrder(num_samples, SEED).indices(0, num_samples)]  # as zerofit will see them
 
     def recipe(self) -> ClmRecipe:
         o = self.options

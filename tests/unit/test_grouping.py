@@ -33,7 +33,7 @@ def global_batches(order: SampleOrder, total: int, layout: tuple = (G, 1, 1), co
 @pytest.mark.parametrize("window", [0, 1, 16])
 def test_every_sample_once_an_epoch(samples, batch, window):
     """Also where the epoch does not divide by the global batch, or is smaller than one."""
-    row = order(samples=samples, batch=batch, window=window).places(0, 5 * samples).reshape(5, samples)
+    row = order(samples=samples, batch=batch, window=window).indices(0, 5 * samples).reshape(5, samples)
     assert all(sorted(epoch) == list(range(samples)) for epoch in row.tolist())
     if samples > 8:
         assert row[0].tolist() != row[1].tolist()
@@ -66,10 +66,10 @@ def spread(batches: np.ndarray) -> float:
 
 def test_an_updates_samples_are_of_similar_length():
     total = 5 * SAMPLES // G * G
-    grouped = order().places(0, total).reshape(-1, G)
-    drawn = SampleOrder(SAMPLES, 3).places(0, total).reshape(-1, G)
+    grouped = order().indices(0, total).reshape(-1, G)
+    drawn = SampleOrder(SAMPLES, 3).indices(0, total).reshape(-1, G)
     assert spread(grouped) < spread(drawn) / 4
-    wide = order(window=64).places(0, total).reshape(-1, G)
+    wide = order(window=64).indices(0, total).reshape(-1, G)
     assert spread(wide) < spread(grouped)  # the more there is to choose from, the more alike
 
 

@@ -35,9 +35,9 @@ def test_each_source_is_read_as_a_run_on_it_alone_reads_it():
     """In epochs of its own, each a permutation, whatever the cuts at which places are asked for."""
     weights, sizes = [0.6, 0.3, 0.1], [50, 7, 400]
     order = MixtureOrder(weights, sizes, seed=3)
-    whole = order.places(0, 2 * PLACES + 100)
+    whole = order.indices(0, 2 * PLACES + 100)
     cuts = [0, 1, 17, PLACES - 3, PLACES + 5, 2 * PLACES, 2 * PLACES + 100]
-    pieces = [MixtureOrder(weights, sizes, seed=3).places(*cut) for cut in itertools.pairwise(cuts)]
+    pieces = [MixtureOrder(weights, sizes, seed=3).indices(*cut) for cut in itertools.pairwise(cuts)]
     assert np.array_equal(np.concatenate(pieces), whole)
     edges = np.concatenate([[0], np.cumsum(sizes)])
     for source, size in enumerate(sizes):
@@ -45,7 +45,7 @@ def test_each_source_is_read_as_a_run_on_it_alone_reads_it():
         assert len(own) > size
         for epoch in range(len(own) // size):
             assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
-    assert not np.array_equal(whole, MixtureOrder(weights, sizes, seed=4).places(0, len(whole)))
+    assert not np.array_equal(whole, MixtureOrder(weights, sizes, seed=4).indices(0, len(whole)))
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -87,7 +87,7 @@ def test_text_and_chats_are_mixed(tmp_path, llama, prepare_causal):
     assert {name: len(part) for name, part in data.sources.items()} == {"notes": 6, "chats": 4}
     assert len(data.validation) == 10
     assert data.samples_per_epoch == 72  # the notes are through
-    texts = [data.tokenizer.decode(data.train[index]["input_ids"]) for index in data.order.places(0, 8).tolist()]
+    texts = [data.tokenizer.decode(data.train[index]["input_ids"]) for index in data.order.indices(0, 8).tolist()]
     assert sum("Response" in text for text in texts) == 2
     assert json.dumps(data.notes).count("75.0% of the samples") == 1
 
@@ -108,7 +108,7 @@ def test_pairs_are_mixed(tmp_path, pairs_tokenizer):
     assert len(data.validation) == len(data.targets) == 10
     assert data.trained_targets["a good one"] == 36
     assert data.samples_per_epoch == 48
-    assert (data.order.places(0, 8) < 36).sum() == 6
+    assert (data.order.indices(0, 8) < 36).sum() == 6
     lengths = [len(data.train[index]["labels"]) for index in range(90)]
     assert data.train.stats.pair_lengths[1] == pytest.approx(np.mean(lengths))
 
@@ -142,7 +142,7 @@ def test_labels_are_mixed(prepare_labelled):
     assert [*texts[0]] == ["text"]
     assert [*texts[-1]] == ["sentence1", "sentence2"]
     assert data.samples_per_epoch == 48
-    drawn = data.train.labels[data.order.places(0, 48 * 54)]  # each source some whole times
+    drawn = data.train.labels[data.order.indices(0, 48 * 54)]  # each source some whole times
     counts = np.bincount(drawn)
     assert weights == pytest.approx(counts.sum() / (3 * counts))
     (report,) = (" ".join(note.split()) for note in data.notes if note.startswith("labels "))

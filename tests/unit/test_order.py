@@ -36,7 +36,7 @@ def growing_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> l
 def test_updates_that_grow_see_the_same_samples_in_every_layout(layout):
     batches = growing_batches(layout, 7)
     assert [len(batch) for batch in batches] == [8, 8, 16, 16, 24, 24, 24]
-    assert [sample for batch in batches for sample in batch] == SampleOrder(37, 3).places(0, 120).tolist()
+    assert [sample for batch in batches for sample in batch] == SampleOrder(37, 3).indices(0, 120).tolist()
     assert growing_batches(layout, 7, consumed_updates=3) == batches[3:]
 
 

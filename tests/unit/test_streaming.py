@@ -69,7 +69,7 @@ def prepared(tmp_path, byte_tokenizer):
 
 
 def samples_at(train, start: int, stop: int) -> list[list[int]]:
-    return [train[int(place)]["input_ids"].tolist() for place in train.places(start, stop)]
+    return [train[int(place)]["input_ids"].tolist() for place in train.indices(start, stop)]
 
 
 @pytest.mark.parametrize("packing", ["documents", "concatenate", "none"])
@@ -78,7 +78,7 @@ def test_a_window_of_all_data_is_the_data_in_memory(prepared, tmp_path, packing)
     memory = prepared(folder / "*.jsonl", packing=packing).train
     stream = prepared(folder / "*.jsonl", packing=packing, streaming="1GiB", max_train_steps=9).train
     order, count = SampleOrder(len(memory), 42), len(memory)
-    expected = [memory[int(index)]["input_ids"].tolist() for index in order.places(0, 2 * count + 3)]
+    expected = [memory[int(index)]["input_ids"].tolist() for index in order.indices(0, 2 * count + 3)]
     assert samples_at(stream, 0, 2 * count + 3) == expected
 
 

@@ -75,7 +75,7 @@ class MixtureOrder:
         seeds = [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(len(sizes))]
         self.orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds)]
 
-    def places(self, start: int, stop: int) -> np.ndarray:
+    def indices(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run."""
         found = np.empty(stop - start, dtype=np.int64)
         for number in range(start // PLACES, -(-stop // PLACES)):
@@ -86,7 +86,7 @@ class MixtureOrder:
             for source, order in enumerate(self.orders):
                 at = np.flatnonzero(part == source)
                 begin = int(before[source] + (sources[:first] == source).sum())
-                drawn = order.places(begin, begin + len(at))
+                drawn = order.indices(begin, begin + len(at))
                 found[place + at] = self.offsets[source] + drawn
         return found
 

@@ -61,7 +61,7 @@ class LengthGroups:
 
     @property
     def samples(self) -> int:
-        """Of a window."""
+        """The number of samples of a window."""
         return self.window * self.global_batch
 
     def head(self, epoch: int, num_samples: int) -> int:
@@ -78,9 +78,9 @@ class LengthGroups:
 
 
 class Order(Protocol):
-    """Positions in the sequence of samples -> sample indices."""
+    """The sample indices at places [start, stop) of a run's sequence of samples."""
 
-    def places(self, start: int, stop: int) -> np.ndarray: ...
+    def indices(self, start: int, stop: int) -> np.ndarray: ...
 
 
 class SampleOrder:
@@ -90,7 +90,7 @@ class SampleOrder:
         self.num_samples, self.seed, self.groups = num_samples, seed, groups
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
 
-    def places(self, start: int, stop: int) -> np.ndarray:
+    def indices(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run."""
         pieces = [np.zeros(0, dtype=np.int64)]
         while start < stop:
@@ -118,13 +118,13 @@ class FixedOrder:
 
     def __init__(self, num_samples: int, sort_key: np.ndarray | None = None):
         self.num_samples = num_samples
-        self.indices = None if sort_key is None else np.argsort(-sort_key, kind="stable")
+        self._sorted = None if sort_key is None else np.argsort(-sort_key, kind="stable")
 
-    def places(self, start: int, stop: int) -> np.ndarray:
+    def indices(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop)."""
-        if self.indices is None:
+        if self._sorted is None:
             return np.arange(start, min(stop, self.num_samples))
-        return self.indices[start:stop]
+        return self._sorted[start:stop]
 
 
 class MicroBatches(torch.utils.data.Sampler[list[int]]):
@@ -170,12 +170,12 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for start, accumulation in self._updates():
             size = accumulation * self.shape[1] * self.shape[2]
-            places = np.full(size, FILLER)
-            samples = self.order.places(start, min(start + size, self.total))
+            indices = np.full(size, FILLER)
+            drawn = self.order.indices(start, min(start + size, self.total))
             if self.sort_key is not None:
-                samples = samples[np.argsort(-self.sort_key[samples], kind="stable")]
-            places[: len(samples)] = samples
-            for micro_batch in places.reshape(self.shape)[:, self.rank]:
+                drawn = drawn[np.argsort(-self.sort_key[drawn], kind="stable")]
+            indices[: len(drawn)] = drawn
+            for micro_batch in indices.reshape(self.shape)[:, self.rank]:
                 yield micro_batch.tolist()
 
 

@@ -234,7 +234,7 @@ class StreamedSamples:
         samples, drawn = self.store.open(window)
         return samples[int(drawn[index - window.first])]
 
-    def places(self, start: int, stop: int) -> np.ndarray:
+    def indices(self, start: int, stop: int) -> np.ndarray:
         """The places themselves. The windows that hold them are there from now on, and the next one is read ahead."""
         last = self.store.at(stop - 1)
         for window in self.store.known[self.store.at(start).number : last.number + 1]:

@@ -72,8 +72,8 @@ def measure_reference(
 def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, *, run: "Run") -> int:
     """Returns how many pairs were not there yet."""
     found = engine.from_main(_stored(file, len(pairs)) if engine.is_main else None)
-    places = FixedOrder(len(pairs), pairs.sort_key).places(0, len(pairs))
-    missing = np.flatnonzero(np.isnan(found[places]).any(axis=1))
+    indices = FixedOrder(len(pairs), pairs.sort_key).indices(0, len(pairs))
+    missing = np.flatnonzero(np.isnan(found[indices]).any(axis=1))
     start = int(missing[0]) if len(missing) else len(pairs)
     todo = len(pairs) - start
     if todo:
